@@ -1,0 +1,158 @@
+"""What a model family is, as data: its hyperparameters and where each weight lies in a checkpoint.
+
+One file per family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
+the weights it needs. Frameworks read these and nothing else; no tensor is touched here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from engine.core.errors import ModelFormatError
+
+# How a stored matrix becomes ours, (out, in) row-major, rotary halves split ("neox" order).
+#   transpose    stored as (in, out)
+#   unpermute_*  rows of each head stored with rotary pairs interleaved
+Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. `kind` names the scaling rule; the numbers that it does not use are None."""
+
+    theta: float
+    dim: int  # rotated dimensions of a head
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    beta_fast: float | None = None  # yarn
+    beta_slow: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn: scales cos and sin; None: 0.1 ln(factor) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Hyperparameters of a decoder. Letters: D hidden, N heads, K kv heads, H head dim, F feed-forward."""
+
+    family: str  # registry name: "llama", "gpt2", "qwen2", "qwen3"
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    norm_eps: float
+    tie_embeddings: bool
+    rope: RopeConfig | None  # None: learned absolute positions
+    norm: Literal["rms", "layer"] = "rms"
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        """Weights of the matrices and embeddings; norms and biases are noise."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * (attention + mlp) + tables
+
+    @property
+    def gated_mlp(self) -> bool:
+        return self.norm == "rms"
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One weight: our name and shape, and its name and stored form in either checkpoint format.
+
+    A format that never carries it has None; `optional` weights may be missing from a format that can.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    hf: str | None
+    gguf: str | None
+    hf_transform: Transform = "none"
+    gguf_transform: Transform = "none"
+    optional: bool = False
+
+
+class Architecture(Protocol):
+    """A model family. Modules of this folder satisfy it with plain functions."""
+
+    HF_NAMES: tuple[str, ...]  # config.json "architectures" entries
+    GGUF_NAMES: tuple[str, ...]  # general.architecture values
+
+    @staticmethod
+    def config_from_hf(config: Mapping[str, Any]) -> ModelConfig: ...
+
+    @staticmethod
+    def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig: ...
+
+    @staticmethod
+    def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]: ...
+
+
+Value = TypeVar("Value")
+_MISSING: Any = object()
+
+
+class Reader:
+    """Typed access to a foreign config: a missing or mistyped key fails with its name."""
+
+    def __init__(self, source: Mapping[str, Any], where: str) -> None:
+        self._source = source
+        self._where = where
+
+    def read(self, kind: type[Value], key: str, default: Any = _MISSING) -> Value:
+        value = self._source.get(key)
+        if value is None:
+            if default is _MISSING:
+                raise ModelFormatError(f"{self._where} lacks the required key '{key}'")
+            return default  # type: ignore[no-any-return]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ModelFormatError(
+                f"{self._where}: key '{key}' must be {kind.__name__}, found {type(value).__name__}"
+            )
+        return value
+
+
+def check_config(config: ModelConfig) -> ModelConfig:
+    """Refuse hyperparameters that contradict each other before anything is allocated from them."""
+    rules = {
+        "vocab_size >= 1": config.vocab_size >= 1,
+        "hidden_size >= 1": config.hidden_size >= 1,
+        "1 <= num_layers <= 1024": 1 <= config.num_layers <= 1024,
+        "num_heads >= 1": config.num_heads >= 1,
+        "num_kv_heads >= 1": config.num_kv_heads >= 1,
+        "num_kv_heads divides num_heads": config.num_kv_heads >= 1
+        and config.num_heads % config.num_kv_heads == 0,
+        "1 <= head_dim <= 1024": 1 <= config.head_dim <= 1024,
+        "intermediate_size >= 1": config.intermediate_size >= 1,
+        "1 <= max_position <= 2**31 - 1": 1 <= config.max_position <= 2**31 - 1,
+        "0 < norm_eps < 1": 0 < config.norm_eps < 1,
+        "rope theta > 0": config.rope is None or config.rope.theta > 0,
+        "rope dim even and within head_dim": config.rope is None
+        or (config.rope.dim % 2 == 0 and 0 < config.rope.dim <= config.head_dim),
+        "rope factor > 0": config.rope is None or config.rope.factor > 0,
+        "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ModelFormatError(f"model hyperparameters break the rule {rule}: {config}")
+    return config

@@ -1,0 +1,177 @@
+"""Every failure that a user can meet, as one family.
+
+A category decides the HTTP status and the OpenAI error type once, here; raisers only say what went wrong
+and what to change. Nothing but `EngineError` crosses a module boundary on purpose: any other exception
+is a bug and is answered as an opaque 500.
+"""
+
+from typing import Any, ClassVar
+
+
+class EngineError(Exception):
+    """Base of the family. `str(error)` is the sentence that the user reads."""
+
+    category: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "INTERNAL_ERROR"
+    # Whether the same request may succeed later; tells OpenAI clients to retry or not.
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.error_code = code or self.code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error body: exactly these four keys, `code` a string."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.error_code,
+            }
+        }
+
+
+class ConfigError(EngineError):
+    """Settings that cannot be used; the message names the key."""
+
+    category = "config"
+    code = "CONFIG_ERROR"
+
+
+class ModelError(EngineError):
+    """The model is not available: missing, still loading, or its engine is down."""
+
+    category = "model"
+    status = 503
+    code = "MODEL_UNAVAILABLE"
+    retryable = True
+
+
+class ModelFormatError(ModelError):
+    """A model file that breaks its format's rules; the message names file, rule and place."""
+
+    category = "model_format"
+    code = "MODEL_FORMAT"
+    retryable = False
+
+
+class InferenceError(EngineError):
+    """The computation failed for this request (for example non-finite logits)."""
+
+    category = "inference"
+    code = "INFERENCE_ERROR"
+
+
+class CacheError(EngineError):
+    """The KV cache could not serve this request."""
+
+    category = "cache"
+    code = "CACHE_ERROR"
+
+
+class ResourceError(EngineError):
+    """Memory or disk is short; the message says what would fit."""
+
+    category = "resource"
+    status = 507
+    code = "INSUFFICIENT_RESOURCES"
+
+
+class InvalidRequestError(EngineError):
+    """The client's mistake; `param` names the field."""
+
+    category = "invalid_request"
+    status = 400
+    type = "invalid_request_error"
+    code = "INVALID_REQUEST"
+
+
+class AuthenticationError(InvalidRequestError):
+    category = "authentication"
+    status = 401
+    type = "authentication_error"
+    code = "INVALID_API_KEY"
+
+
+class NotFoundError(InvalidRequestError):
+    category = "not_found"
+    status = 404
+    type = "not_found_error"
+    code = "NOT_FOUND"
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    category = "method_not_allowed"
+    status = 405
+    code = "METHOD_NOT_ALLOWED"
+
+
+class RequestTimeoutError(EngineError):
+    """The request's own deadline passed."""
+
+    category = "timeout"
+    status = 408
+    type = "timeout_error"
+    code = "TIMEOUT"
+
+
+class ConflictError(InvalidRequestError):
+    category = "conflict"
+    status = 409
+    code = "CONFLICT"
+
+
+class PayloadTooLargeError(InvalidRequestError):
+    category = "payload_too_large"
+    status = 413
+    code = "PAYLOAD_TOO_LARGE"
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    category = "unsupported_media_type"
+    status = 415
+    code = "UNSUPPORTED_MEDIA_TYPE"
+
+
+class RateLimitError(EngineError):
+    """Too much work at once; `retry_after` says when to come back."""
+
+    category = "rate_limit"
+    status = 429
+    type = "rate_limit_error"
+    code = "RATE_LIMIT_EXCEEDED"
+    retryable = True
+
+
+class UnavailableError(EngineError):
+    """The server is starting, draining or restarting its engine."""
+
+    category = "unavailable"
+    status = 503
+    type = "service_unavailable_error"
+    code = "SERVICE_UNAVAILABLE"
+    retryable = True
+
+
+def error_from_code(code: str, message: str) -> EngineError:
+    """Rebuild a typed error from what crossed a process boundary."""
+    pending: list[type[EngineError]] = [EngineError]
+    while pending:
+        kind = pending.pop()
+        if kind.code == code:
+            return kind(message)
+        pending.extend(kind.__subclasses__())
+    return EngineError(message, code=code)
