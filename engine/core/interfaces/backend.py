@@ -101,5 +101,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool
     detail: str
-    step_age_s: float | None = None  # since the last step while work is pending; None when idle
+    step_age_s: float | None = (
+        None  # since the last step while work is pending; None when idle
+    )
     memory_bytes: int = 0

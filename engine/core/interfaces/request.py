@@ -29,7 +29,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()  # found by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs at all
+    logprobs: int | None = (
+        None  # alternatives beside the chosen token; None: no logprobs at all
+    )
 
     @property
     def has_penalties(self) -> bool:
@@ -49,7 +51,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_ids: tuple[int, ...] = ()
     priority: int = 0  # lower runs first
     salt: str = ""  # prefix-cache namespace: requests share blocks only within one
-    timeout_s: float | None = None  # from submission; past it the request ends with code TIMEOUT
+    timeout_s: float | None = (
+        None  # from submission; past it the request ends with code TIMEOUT
+    )
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -86,10 +90,16 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the id that ended it, when one did; it is in token_ids too
-    num_cached: int = 0  # prompt tokens taken from the cache; set on a choice's first delta
+    stop_token_id: int | None = (
+        None  # the id that ended it, when one did; it is in token_ids too
+    )
+    num_cached: int = (
+        0  # prompt tokens taken from the cache; set on a choice's first delta
+    )
     queue_s: float = 0.0  # submission to first scheduled; set on a choice's first delta
-    prefill_s: float = 0.0  # first scheduled to first token; set on a choice's first delta
+    prefill_s: float = (
+        0.0  # first scheduled to first token; set on a choice's first delta
+    )
     error_code: str | None = None  # with finish_reason "error": the EngineError code
     error_message: str | None = None
 

@@ -22,14 +22,18 @@ class RopeConfig:
 
     theta: float
     dim: int  # rotated dimensions of a head
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = (
+        "default"
+    )
     factor: float = 1.0
     original_max_position: int | None = None
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
     beta_fast: float | None = None  # yarn
     beta_slow: float | None = None  # yarn
-    attention_factor: float | None = None  # yarn: scales cos and sin; None: 0.1 ln(factor) + 1
+    attention_factor: float | None = (
+        None  # yarn: scales cos and sin; None: 0.1 ln(factor) + 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,9 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Weights of the matrices and embeddings; norms and biases are noise."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        attention = (
+            self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        )
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + mlp) + tables
@@ -150,9 +156,12 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "rope dim even and within head_dim": config.rope is None
         or (config.rope.dim % 2 == 0 and 0 < config.rope.dim <= config.head_dim),
         "rope factor > 0": config.rope is None or config.rope.factor > 0,
-        "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
+        "sliding_window >= 1": config.sliding_window is None
+        or config.sliding_window >= 1,
     }
     for rule, holds in rules.items():
         if not holds:
-            raise ModelFormatError(f"model hyperparameters break the rule {rule}: {config}")
+            raise ModelFormatError(
+                f"model hyperparameters break the rule {rule}: {config}"
+            )
     return config

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-FROM_DEVICE = -1  # in token_ids: the slot's last sampled token, which the host may not know yet
+FROM_DEVICE = (
+    -1
+)  # in token_ids: the slot's last sampled token, which the host may not know yet
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
 
 I32 = NDArray[np.int32]
@@ -21,6 +23,20 @@ I64 = NDArray[np.int64]
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """How a framework is to load a model; memory has been planned by the caller."""
+
+    device: str  # "cpu", "cuda", "cuda:1"
+    dtype: str  # "float32", "bfloat16", "float16"
+    block_size: int
+    num_blocks: int  # counts the null block
+    max_slots: int
+    max_seq_len: int
+    num_threads: int | None  # None: the framework's choice
+    attention: str = "auto"  # name in the framework's attention registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +62,18 @@ class BatchInputs:
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
-    write_slots: I64  # (T,) block * block_size + offset, where the token's key and value go
+    write_slots: (
+        I64  # (T,) block * block_size + offset, where the token's key and value go
+    )
     query_start: I32  # (S + 1,)
     seq_lens: I32  # (S,)
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the row's permanent place in per-slot state
     logit_rows: I32  # (R,) indices into T whose logits `sample` will need
     adapter_ids: I32  # (S,) 0: the base model
-    prefix_groups: I32  # (S,) rows with the same number >= 0 share their leading blocks; -1: none
+    prefix_groups: (
+        I32  # (S,) rows with the same number >= 0 share their leading blocks; -1: none
+    )
     prefix_blocks: I32  # (G,) how many leading blocks each group shares; all of them below every query
 
 
@@ -81,7 +101,9 @@ class SamplingInputs:
     choice: I32  # (R,)
     position: I32  # (R,) of the token being drawn
     mask: U32 | None  # (R, ceil(V / 32)) bit v of row r set: token v is allowed
-    num_logprobs: I32  # (R,) -1: none, 0: the drawn token's only, k: k alternatives beside it
+    num_logprobs: (
+        I32  # (R,) -1: none, 0: the drawn token's only, k: k alternatives beside it
+    )
     # Token history for penalties, given once when a slot with penalties first samples after admission;
     # the runner appends what it samples. Flattened: history h is tokens[start[h] : start[h + 1]].
     history_slots: I32  # (H,)
@@ -97,7 +119,9 @@ class SamplingInputs:
     @property
     def has_penalties(self) -> bool:
         return bool(
-            (self.repetition != 1.0).any() or self.presence.any() or self.frequency.any()
+            (self.repetition != 1.0).any()
+            or self.presence.any()
+            or self.frequency.any()
         )
 
 

@@ -40,7 +40,7 @@ class Checkpoint(Protocol):
 
     @property
     def format(self) -> str:
-        """"gguf" or "safetensors": which of an architecture's name maps applies."""
+        """ "gguf" or "safetensors": which of an architecture's name maps applies."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""What every backend is to the server: a lifecycle, a state of health, models, and streams of typed events.
+
+The server, the CLI and the Python API hold an `InferenceBackend` and never ask which one it is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Event,
+    Health,
+    ModelCard,
+)
+from engine.core.interfaces.request import EngineStats
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """What any backend needs to start; `backend_args` holds options that only one of them knows."""
+
+    model_name: str = "openai-community/gpt2"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    backend_args: dict[str, Any] = field(default_factory=dict)
+
+
+class InferenceBackend(ABC):
+    """A model, or several, that can be asked for text.
+
+    `chat` and `complete` return an iterator of events (see `core.interfaces.backend`); closing it early, or
+    cancelling the task that reads it, releases everything that the request held. They raise an `EngineError`
+    before the first event when the request can't be accepted.
+    """
+
+    @abstractmethod
+    async def start(self) -> str:
+        """Load and become ready; the address where the backend can be reached. Raises `EngineError`."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End every open stream with an error and release everything. Safe to call twice."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """The state now, without waiting for anything."""
+
+    @abstractmethod
+    def models(self) -> list[ModelCard]:
+        """The models that can be asked for; the first is the default."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats | None:
+        """Gauges and totals of the engine behind this backend, if it reports any."""
+
+    @abstractmethod
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        """Answer a conversation."""
+
+    @abstractmethod
+    def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
+        """Continue a prompt."""
