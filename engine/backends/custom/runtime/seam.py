@@ -1,10 +1,11 @@
 """The seam between the shared runtime and a framework: plain arrays in, plain arrays out.
 
-A step is two calls. `forward` runs the model over a mixed batch and returns a handle; `sample` turns the
-handle's logits into tokens. Between them the host may compute what depends on the previous step's tokens.
-`PendingTokens.wait` is the only place where the host waits for the device.
+A step is two calls. `forward` runs the model over a mixed batch and returns a handle; `sample`
+turns the handle's logits into tokens. Between them the host may compute what depends on the
+previous step's tokens. `PendingTokens.wait` is the only place where the host waits for the device.
 
-Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks per table, V vocabulary.
+Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks per table, V
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-FROM_DEVICE = (
-    -1
-)  # in token_ids: the slot's last sampled token, which the host may not know yet
+FROM_DEVICE = -1  # in token_ids: the slot's last sampled token, which the host may not know yet
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
 
 I32 = NDArray[np.int32]
@@ -55,34 +54,32 @@ class RunnerSpec:
 class BatchInputs:
     """One step over S rows. Row s owns tokens query_start[s] : query_start[s + 1].
 
-    A row's tokens are consecutive positions ending at seq_lens[s] - 1; its keys and values for positions
-    0 .. seq_lens[s] - 1 lie in block_tables[s], position p in block p // block_size. Tables are padded on
-    the right with NULL_BLOCK. Arrays are fresh for every step and never written again.
+    A row's tokens are consecutive positions ending at seq_lens[s] - 1; its keys and values for
+    positions 0 .. seq_lens[s] - 1 lie in block_tables[s], position p in block p // block_size.
+    Tables are padded on the right with NULL_BLOCK. Arrays are fresh for every step and never
+    written again.
     """
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
-    write_slots: (
-        I64  # (T,) block * block_size + offset, where the token's key and value go
-    )
+    write_slots: I64  # (T,) block * block_size + offset, where the token's key and value go
     query_start: I32  # (S + 1,)
     seq_lens: I32  # (S,)
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the row's permanent place in per-slot state
     logit_rows: I32  # (R,) indices into T whose logits `sample` will need
     adapter_ids: I32  # (S,) 0: the base model
-    prefix_groups: (
-        I32  # (S,) rows with the same number >= 0 share their leading blocks; -1: none
-    )
-    prefix_blocks: I32  # (G,) how many leading blocks each group shares; all of them below every query
+    prefix_groups: I32  # (S,) rows with the same number >= 0 share their leading blocks; -1: none
+    prefix_blocks: I32  # (G,) leading blocks that each group shares, all below every query
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """How each of the R sampling rows chooses. Order of application is the sampler's contract:
 
-    penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Temperature 0 is greedy. The draw is a
-    pure function of (seed, choice, position), so a row's token never depends on its neighbours.
+    penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Temperature 0 is greedy. The draw
+    is a pure function of (seed, choice, position), so a row's token never depends on its
+    neighbours.
     """
 
     sample_rows: I32  # (R,) index into S
@@ -101,10 +98,9 @@ class SamplingInputs:
     choice: I32  # (R,)
     position: I32  # (R,) of the token being drawn
     mask: U32 | None  # (R, ceil(V / 32)) bit v of row r set: token v is allowed
-    num_logprobs: (
-        I32  # (R,) -1: none, 0: the drawn token's only, k: k alternatives beside it
-    )
-    # Token history for penalties, given once when a slot with penalties first samples after admission;
+    num_logprobs: I32  # (R,) -1: none, 0: the drawn token's only, k: k alternatives beside it
+    # Token history for penalties, given once when a slot with penalties first samples after
+    # admission;
     # the runner appends what it samples. Flattened: history h is tokens[start[h] : start[h + 1]].
     history_slots: I32  # (H,)
     history_start: I32  # (H + 1,)
@@ -118,11 +114,7 @@ class SamplingInputs:
 
     @property
     def has_penalties(self) -> bool:
-        return bool(
-            (self.repetition != 1.0).any()
-            or self.presence.any()
-            or self.frequency.any()
-        )
+        return bool((self.repetition != 1.0).any() or self.presence.any() or self.frequency.any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +136,13 @@ class PendingTokens(Protocol):
 
 
 class ModelRunner(Protocol):
-    """A loaded model with its paged KV tensors. One in-order queue: later calls see earlier writes."""
+    """A loaded model with its paged KV tensors; later calls see what earlier ones wrote."""
 
     @property
     def spec(self) -> RunnerSpec: ...
 
     def forward(self, inputs: BatchInputs) -> Any:
-        """Write keys and values, compute what `sample` needs. The handle is opaque to the runtime."""
+        """Write keys and values, compute what `sample` needs. The handle is opaque."""
         ...
 
     def sample(self, handle: Any, sampling: SamplingInputs) -> PendingTokens:

@@ -1,0 +1,223 @@
+"""Builds the plain arrays of a step from scheduled rows.
+
+Per-slot facts (block tables, sampling parameters) live in arrays that are written when a slot
+changes hands or a block is added; a step gathers them. Steady decoding therefore costs a few array
+operations, whatever the number of rows.
+"""
+
+import numpy as np
+
+from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch
+from engine.backends.custom.runtime.seam import (
+    F32,
+    FROM_DEVICE,
+    I32,
+    I64,
+    NULL_BLOCK,
+    BatchInputs,
+    ModelRunner,
+    RunnerSpec,
+    SamplingInputs,
+)
+from engine.backends.custom.runtime.sequence import Sequence
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+class BatchBuilder:
+    """Host-side mirror of the runner's slots."""
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self._spec = spec
+        slots = spec.max_slots
+        blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
+        self._tables = np.zeros((slots, blocks_per_slot), np.int32)
+        self._num_blocks = [0] * slots
+        self._lives: list[tuple[Sequence, int] | None] = [None] * slots
+        self._temperature = np.zeros(slots, np.float32)
+        self._top_k = np.zeros(slots, np.int32)
+        self._top_p = np.ones(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
+        self._repetition = np.ones(slots, np.float32)
+        self._presence = np.zeros(slots, np.float32)
+        self._frequency = np.zeros(slots, np.float32)
+        self._seed = np.zeros(slots, np.int64)
+        self._choice = np.zeros(slots, np.int32)
+        self._num_logprobs = np.full(slots, -1, np.int32)
+
+    def inputs(self, batch: ScheduledBatch) -> BatchInputs:
+        rows, size = batch.rows, self._spec.block_size
+        for row in rows:
+            self._sync(row)
+        slots = np.array([row.slot for row in rows], np.int32)
+        starts = np.array([row.start for row in rows], np.int64)
+        counts = np.array([row.count for row in rows], np.int64)
+        query_start = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        row_of = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[row_of]
+        write_slots = self._tables[slots[row_of], positions // size].astype(np.int64) * size
+        seq_lens = starts + counts
+        width = max(1, -(-int(seq_lens.max(initial=1)) // size))
+        tables = self._tables[slots, :width]
+        groups, group_blocks = _prefix_groups(tables, starts // size)
+        samples = np.array([row.samples for row in rows], bool)
+        return BatchInputs(
+            token_ids=_token_ids(rows),
+            positions=positions.astype(np.int32),
+            write_slots=write_slots + positions % size,
+            query_start=query_start,
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=tables,
+            slots=slots,
+            logit_rows=query_start[1:][samples] - 1,
+            adapter_ids=np.zeros(len(rows), np.int32),
+            prefix_groups=groups,
+            prefix_blocks=group_blocks,
+        )
+
+    def sampling(self, batch: ScheduledBatch) -> SamplingInputs:
+        """How the step's sampling rows choose; called when the previous step's tokens are known."""
+        sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
+        rows = [batch.rows[index] for index in sample_rows]
+        slots = np.array([row.slot for row in rows], np.int32)
+        bias_rows, bias_ids, bias_values = _bias(rows)
+        renewed = [row for row in rows if row.seq.needs_history and row.seq.finish_reason is None]
+        for row in renewed:
+            row.seq.needs_history = False
+        histories = [row for row in renewed if row.seq.params.has_penalties]
+        lengths = [0] + [len(row.seq.tokens) for row in histories]
+        tokens = [token for row in histories for token in row.seq.tokens]
+        return SamplingInputs(
+            sample_rows=np.array(sample_rows, np.int32),
+            slots=slots,
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            repetition=self._repetition[slots],
+            presence=self._presence[slots],
+            frequency=self._frequency[slots],
+            bias_rows=bias_rows,
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+            seed=self._seed[slots],
+            choice=self._choice[slots],
+            position=np.array([row.start + row.count for row in rows], np.int32),
+            mask=None,
+            num_logprobs=self._num_logprobs[slots],
+            history_slots=np.array([row.slot for row in histories], np.int32),
+            history_start=np.cumsum(lengths, dtype=np.int32),
+            history_tokens=np.array(tokens, np.int32),
+            history_num_prompt=np.array([row.seq.num_prompt for row in histories], np.int32),
+        )
+
+    def _sync(self, row: Row) -> None:
+        """Bring the slot's arrays up to date with the sequence that has it now."""
+        seq, slot = row.seq, row.slot
+        life = (seq, row.life)
+        if self._lives[slot] != life:
+            self._lives[slot] = life
+            self._tables[slot] = NULL_BLOCK
+            self._num_blocks[slot] = 0
+            self._set_params(slot, seq)
+        known, held = self._num_blocks[slot], len(seq.blocks)
+        if known < held:
+            self._tables[slot, known:held] = seq.blocks[known:]
+            self._num_blocks[slot] = held
+
+    def _set_params(self, slot: int, seq: Sequence) -> None:
+        params = seq.params
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._repetition[slot] = params.repetition_penalty
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._seed[slot] = seq.seed
+        self._choice[slot] = seq.choice
+        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+
+
+def _token_ids(rows: tuple[Row, ...]) -> I32:
+    ids: list[int] = []
+    for row in rows:
+        tokens, end = row.seq.tokens, row.start + row.count
+        ids.extend(tokens[row.start : end])
+        if end > len(tokens):
+            ids.append(FROM_DEVICE)
+    return np.array(ids, np.int32)
+
+
+def _bias(rows: list[Row]) -> tuple[I32, I32, F32]:
+    """Requested biases, and a ban on stop tokens while a row is short of its `min_tokens`."""
+    entries: list[tuple[int, int, float]] = []
+    for index, row in enumerate(rows):
+        seq, params = row.seq, row.seq.params
+        entries.extend((index, token, bias) for token, bias in params.logit_bias.items())
+        if row.start + row.count - seq.num_prompt < params.min_tokens:
+            entries.extend((index, token, NEGATIVE_INFINITY) for token in seq.stop_ids)
+    return (
+        np.array([entry[0] for entry in entries], np.int32),
+        np.array([entry[1] for entry in entries], np.int32),
+        np.array([entry[2] for entry in entries], np.float32),
+    )
+
+
+def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
+    """Rows that begin with the same blocks, all of them computed before this step."""
+    groups = np.full(len(tables), -1, np.int32)
+    shared: list[int] = []
+    candidates = np.flatnonzero(full_blocks > 0)
+    firsts, counts = np.unique(tables[candidates, 0], return_counts=True)
+    for first in firsts[counts > 1]:
+        members = candidates[tables[candidates, 0] == first]
+        limit = int(full_blocks[members].min())
+        equal = (tables[members, :limit] == tables[members[0], :limit]).all(axis=0)
+        groups[members] = len(shared)
+        shared.append(limit if equal.all() else int(equal.argmin()))
+    return groups, np.array(shared, np.int32)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """One step that belongs to no sequence: a token at position 0 whose KV goes to the null block."""
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    inputs = BatchInputs(
+        token_ids=one,
+        positions=one,
+        write_slots=np.zeros(1, np.int64),
+        query_start=np.array([0, 1], np.int32),
+        seq_lens=np.ones(1, np.int32),
+        block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
+        slots=one,
+        logit_rows=one,
+        adapter_ids=one,
+        prefix_groups=np.full(1, -1, np.int32),
+        prefix_blocks=none,
+    )
+    off, on = np.zeros(1, np.float32), np.ones(1, np.float32)
+    sampling = SamplingInputs(
+        sample_rows=one,
+        slots=one,
+        temperature=off,
+        top_k=one,
+        top_p=on,
+        min_p=off,
+        repetition=on,
+        presence=off,
+        frequency=off,
+        bias_rows=none,
+        bias_ids=none,
+        bias_values=np.zeros(0, np.float32),
+        seed=np.zeros(1, np.int64),
+        choice=one,
+        position=np.ones(1, np.int32),
+        mask=None,
+        num_logprobs=np.full(1, -1, np.int32),
+        history_slots=none,
+        history_start=one,
+        history_tokens=none,
+        history_num_prompt=none,
+    )
+    runner.sample(runner.forward(inputs), sampling).wait()

@@ -1,0 +1,120 @@
+"""Reference counts over the blocks of the paged KV cache.
+
+A block is free when nobody holds it. Sequences hold blocks, and the prefix cache is one more
+holder: a block that the cache alone holds is evictable. Block 0 is the null block and belongs to
+nobody.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.backends.custom.runtime.seam import NULL_BLOCK
+
+
+class BlockPool:
+    """refs[b] == (1 if cached) + number of sequences that hold b."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, "a pool needs the null block and one more"
+        self.num_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything is free."""
+        num_blocks = self.num_blocks
+        self.num_evictable = 0
+        self._refs = [0] * num_blocks
+        self._cached = bytearray(num_blocks)
+        # A stack: the block freed last is reused first, while its memory is still in the CPU's
+        # cache.
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return self._cached.count(1)
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def is_cached(self, block: int) -> bool:
+        return bool(self._cached[block])
+
+    def count_evictable(self, blocks: Iterable[int]) -> int:
+        """How many of these the cache alone holds."""
+        return sum(1 for b in blocks if self._cached[b] and self._refs[b] == 1)
+
+    def take(self, count: int) -> list[int]:
+        """Hand out free blocks with one reference each; the caller has checked `num_free`."""
+        assert 0 <= count <= len(self._free), (count, len(self._free))
+        if not count:
+            return []
+        taken = self._free[-count:][::-1]
+        del self._free[-count:]
+        for block in taken:
+            self._refs[block] = 1
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more sequence holds these."""
+        for block in blocks:
+            refs = self._refs[block]
+            assert refs > 0, f"block {block} is free and can't be shared"
+            if refs == 1 and self._cached[block]:
+                self.num_evictable -= 1
+            self._refs[block] = refs + 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One sequence holds these no longer."""
+        for block in blocks:
+            refs = self._refs[block] - 1
+            assert refs >= 0, f"block {block} dropped more often than it was held"
+            self._refs[block] = refs
+            if refs == 0:
+                self._free.append(block)
+            elif refs == 1 and self._cached[block]:
+                self.num_evictable += 1
+
+    def cache(self, blocks: Iterable[int]) -> None:
+        """The prefix cache becomes a holder of these, which a sequence still holds."""
+        for block in blocks:
+            assert not self._cached[block] and self._refs[block] > 0, block
+            self._cached[block] = 1
+            self._refs[block] += 1
+
+    def uncache(self, block: int) -> None:
+        """The prefix cache lets go of a block that it alone holds: the block is free."""
+        assert self._cached[block] and self._refs[block] == 1, block
+        self._cached[block] = 0
+        self._refs[block] = 0
+        self.num_evictable -= 1
+        self._free.append(block)
+
+    def check(self, holders: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
+        """Recount everything from the holders' own lists. Raises AssertionError with the
+        difference.
+        """
+        expected = [0] * self.num_blocks
+        for held in holders:
+            for block in held:
+                expected[block] += 1
+        in_tree = set()
+        for block in cached:
+            assert block not in in_tree, f"block {block} is in the tree twice"
+            in_tree.add(block)
+            expected[block] += 1
+        assert expected[NULL_BLOCK] == 0, "the null block is held"
+        for block in range(self.num_blocks):
+            assert expected[block] == self._refs[block], (block, expected[block], self._refs[block])
+            assert (block in in_tree) == bool(self._cached[block]), block
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert free == {b for b in range(1, self.num_blocks) if expected[b] == 0}, "free list"
+        evictable = sum(1 for b in in_tree if expected[b] == 1)
+        assert evictable == self.num_evictable, (evictable, self.num_evictable)

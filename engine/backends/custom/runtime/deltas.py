@@ -1,0 +1,69 @@
+"""Turns what happened to a sequence into the `TokenDelta` that leaves the engine."""
+
+from engine.backends.custom.runtime.seam import StepOutput
+from engine.backends.custom.runtime.sequence import Sequence
+from engine.core.errors import EngineError
+from engine.core.interfaces.request import TokenDelta, TokenLogprobs
+
+
+def token_delta(
+    seq: Sequence,
+    tokens: list[int],
+    drawn: tuple[StepOutput, int] | None,
+    now: float,
+    error: EngineError | None = None,
+) -> TokenDelta:
+    """`drawn` says where a step's output holds the token. The first delta carries cache hit and
+    times.
+    """
+    is_first = bool(tokens) and seq.first_token_at is None
+    if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
+        return TokenDelta(seq.request_id, seq.choice, tuple(tokens))
+    if is_first:
+        seq.first_token_at = now
+    started_at = seq.started_at if seq.started_at is not None else now
+    ended_by_id = seq.finish_reason == "stop"
+    return TokenDelta(
+        seq.request_id,
+        seq.choice,
+        tuple(tokens),
+        logprobs=_logprobs(seq, drawn),
+        finish_reason=seq.finish_reason,
+        stop_token_id=tokens[-1] if ended_by_id and tokens else None,
+        num_cached=seq.num_cached if is_first else 0,
+        queue_s=started_at - seq.submitted_at if is_first else 0.0,
+        prefill_s=now - started_at if is_first else 0.0,
+        error_code=error.error_code if error else None,
+        error_message=error.message if error else None,
+    )
+
+
+def _logprobs(
+    seq: Sequence, drawn: tuple[StepOutput, int] | None
+) -> tuple[TokenLogprobs, ...] | None:
+    wanted = seq.params.logprobs
+    if wanted is None or drawn is None:
+        return None
+    output, row = drawn
+    assert output.logprobs is not None
+    if not wanted:
+        return (TokenLogprobs(float(output.logprobs[row])),)
+    assert output.top_ids is not None and output.top_logprobs is not None
+    return (
+        TokenLogprobs(
+            float(output.logprobs[row]),
+            tuple(output.top_ids[row, :wanted].tolist()),
+            tuple(output.top_logprobs[row, :wanted].tolist()),
+        ),
+    )
+
+
+def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
+    """The only delta of a choice that was never queued."""
+    return TokenDelta(
+        request_id,
+        choice,
+        finish_reason="error",
+        error_code=error.error_code,
+        error_message=error.message,
+    )

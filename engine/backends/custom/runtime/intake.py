@@ -1,0 +1,91 @@
+"""The engine's edge: requests become sequences, or are refused, and deadlines are kept.
+
+The frontend validates too; what is checked again here is what would harm other requests.
+"""
+
+import heapq
+import itertools
+import secrets
+
+from engine.backends.custom.runtime.deltas import refusal
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.seam import RunnerSpec
+from engine.backends.custom.runtime.sequence import Sequence
+from engine.core.errors import EngineError, InvalidRequestError, RequestTimeoutError
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
+
+
+class Intake:
+    """Admits requests to a scheduler's queue."""
+
+    def __init__(self, spec: RunnerSpec, scheduler: Scheduler) -> None:
+        self._spec = spec
+        self._scheduler = scheduler
+        self._arrivals = itertools.count()
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+
+    def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
+        """Queue every choice of a request. A refusal comes back as the choices' last deltas."""
+        error = self._find_fault(request)
+        if error is not None:
+            return [refusal(request.request_id, i, error) for i in range(request.params.n)]
+        params = request.params
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(request.eos_ids)
+        )
+        deadline = now + request.timeout_s if request.timeout_s is not None else None
+        for choice in range(params.n):
+            seq = Sequence(
+                request_id=request.request_id,
+                choice=choice,
+                tokens=list(request.prompt),
+                num_prompt=len(request.prompt),
+                params=params,
+                stop_ids=stop_ids,
+                seed=seed,
+                namespace=request.salt,
+                priority=request.priority,
+                arrival=next(self._arrivals),
+                submitted_at=now,
+                deadline=deadline,
+            )
+            self._scheduler.add(seq)
+            if deadline is not None:
+                heapq.heappush(self._deadlines, (deadline, seq.arrival, seq))
+        return []
+
+    def expire(self, now: float) -> list[TokenDelta]:
+        """End the sequences whose deadline has passed."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.finish_reason is None:
+                error = RequestTimeoutError("The request's time limit passed before it was done.")
+                ended.append(self._scheduler.fail(seq, error, now))
+        return ended
+
+    def _find_fault(self, request: GenerateRequest) -> EngineError | None:
+        prompt, spec = request.prompt, self._spec
+        if not prompt:
+            return InvalidRequestError("The prompt has no tokens.", param="prompt")
+        if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
+            return InvalidRequestError(
+                f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
+            )
+        biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
+        if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
+            return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
+        if len(prompt) >= spec.max_seq_len:
+            return InvalidRequestError(
+                f"This model's maximum context length is {spec.max_seq_len} tokens, "
+                f"but the prompt has {len(prompt)}."
+            )
+        num_tokens = min(len(prompt) + request.params.max_tokens - 1, spec.max_seq_len)
+        if not self._scheduler.kv.can_ever_fit(num_tokens):
+            capacity = self._scheduler.kv.pool.num_usable * spec.block_size
+            return InvalidRequestError(
+                f"The request needs room for {num_tokens} tokens; the KV cache holds {capacity}. "
+                "Lower max_tokens, shorten the prompt, or give the server a larger cache."
+            )
+        return None

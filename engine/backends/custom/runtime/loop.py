@@ -1,0 +1,234 @@
+"""The engine's loop: read the inbox, schedule, run, hand out what came back.
+
+A step's forward pass is launched before the previous step's tokens are waited for, when the runner
+is asynchronous (depth 1); otherwise each step is finished in its own iteration. One loop serves
+both. A step that raises is repeated in halves until the row that fails alone is found: only that
+request is lost.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.intake import Intake
+from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch, Scheduler
+from engine.backends.custom.runtime.seam import ModelRunner, PendingTokens
+from engine.core.errors import EngineError, InferenceError
+from engine.core.interfaces.request import (
+    Abort,
+    Control,
+    ControlReply,
+    Deltas,
+    EngineStats,
+    FromEngine,
+    GenerateRequest,
+    Stats,
+    Stop,
+    ToEngine,
+    TokenDelta,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 1.0
+STATS_INTERVAL_S = 0.5
+
+
+class Channel(Protocol):
+    """Where messages come from and go to."""
+
+    def poll(self, timeout_s: float) -> list[ToEngine]: ...
+
+    def send(self, message: FromEngine) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step on its way through the runner."""
+
+    batch: ScheduledBatch
+    pending: PendingTokens
+    started_at: float
+
+
+class EngineLoop:
+    """Owns a scheduler and a runner; everything happens in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        channel: Channel,
+        budget: StepBudget,
+        heartbeat: Callable[[bool], None] = lambda busy: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._channel = channel
+        self._budget = budget
+        self._heartbeat = heartbeat
+        self._builder = BatchBuilder(runner.spec)
+        self._intake = Intake(runner.spec, scheduler)
+        self._launched: Launch | None = None
+        self._stopping = False
+        self._num_steps = 0
+        self._last_step = (0, 0.0)  # tokens, seconds
+        self._num_invariant_failures = 0
+        self._stats_sent_at = 0.0
+
+    def run(self) -> None:
+        """Serve until told to stop, then release everything."""
+        while not self._stopping:
+            self.turn(IDLE_POLL_S)
+        self._end_all()
+
+    def turn(self, idle_timeout_s: float) -> None:
+        """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
+        is_idle = self._launched is None and not self.scheduler.has_work
+        self._heartbeat(not is_idle)
+        self._read_inbox(idle_timeout_s if is_idle else 0.0)
+        self._send(self._intake.expire(time.monotonic()))
+        self._step()
+        self._send_stats(force=not self.scheduler.has_work and not is_idle)
+        if is_idle and not self.scheduler.has_work:
+            self._check_when_idle()
+
+    def _step(self) -> None:
+        budget = self._budget.tokens(self.scheduler.num_decoding)
+        started_at = time.monotonic()
+        batch = self.scheduler.schedule(budget, started_at)
+        try:
+            handle = self._forward(batch) if batch else None
+            self._finish_launched()
+            if batch:
+                self._launched = Launch(batch, self._sample(handle, batch), started_at)
+                if self._runner.spec.depth == 0:
+                    self._finish_launched()
+        except EngineError:
+            raise
+        except Exception as error:
+            self._recover(batch, error)
+
+    def _forward(self, batch: ScheduledBatch) -> Any:
+        return self._runner.forward(self._builder.inputs(batch))
+
+    def _sample(self, handle: Any, batch: ScheduledBatch) -> PendingTokens:
+        return self._runner.sample(handle, self._builder.sampling(batch))
+
+    def _finish_launched(self) -> None:
+        """Take in the launched step, if there is one; it stays launched when it raises."""
+        launch = self._launched
+        if launch is None:
+            return
+        output = launch.pending.wait()
+        self._launched = None
+        now = time.monotonic()
+        self._num_steps += 1
+        self._last_step = (launch.batch.num_tokens, now - launch.started_at)
+        self._budget.record(*self._last_step)
+        self._send(self.scheduler.update(launch.batch, output, now))
+
+    def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
+        """Repeat the steps in flight in halves. Whoever fails alone is failed; all failing is
+        fatal.
+        """
+        log.exception("a step failed; repeating it in halves", exc_info=error)
+        launch, self._launched = self._launched, None
+        batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
+        self.scheduler.rollback()
+        for failed in batches:
+            self._run_in_halves(list(failed.rows))
+        warm_up(self._runner)  # when this raises too, the fault is in no request: the engine is lost
+
+    def _run_in_halves(self, rows: list[Row]) -> None:
+        """Run rows together; if that raises, each half; a row that raises alone is failed."""
+        granted = [again for row in rows if (again := self.scheduler.retry_row(row)) is not None]
+        if not granted:
+            return
+        batch = ScheduledBatch(self._num_steps, tuple(granted))
+        try:
+            output = self._sample(self._forward(batch), batch).wait()
+        except Exception as error:
+            self.scheduler.rollback()
+            now = time.monotonic()
+            if len(granted) == 1:
+                failure = InferenceError("The model failed on this request.")
+                log.exception("request %s failed alone", granted[0].seq.request_id, exc_info=error)
+                self._send([self.scheduler.fail(granted[0].seq, failure, now)])
+                return
+            middle = len(granted) // 2
+            self._run_in_halves(granted[:middle])
+            self._run_in_halves(granted[middle:])
+            return
+        self._send(self.scheduler.update(batch, output, time.monotonic()))
+
+    def _read_inbox(self, timeout_s: float) -> None:
+        now = time.monotonic
+        for message in self._channel.poll(timeout_s):
+            if isinstance(message, GenerateRequest):
+                self._send(self._intake.submit(message, now()))
+            elif isinstance(message, Abort):
+                self._send(self.scheduler.abort(message.request_id, message.choice, now()))
+            elif isinstance(message, Control):
+                self._channel.send(self._control(message))
+            elif isinstance(message, Stop):
+                self._stopping = True
+
+    def _control(self, message: Control) -> ControlReply:
+        freed = self.scheduler.kv.flush()
+        return ControlReply(message.control_id, True, f"{freed} blocks freed")
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self._channel.send(Deltas(tuple(deltas)))
+
+    def _end_all(self) -> None:
+        now = time.monotonic()
+        ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
+        self._send(ended)
+        self._runner.close()
+
+    def _check_when_idle(self) -> None:
+        """A broken invariant must not become an outage: count it, forget the cache, go on."""
+        self.scheduler.kv.radix.expire()
+        try:
+            self.scheduler.check()
+        except AssertionError:
+            self._num_invariant_failures += 1
+            log.exception("an invariant of the KV cache is broken; rebuilding it")
+            self.scheduler.kv.rebuild()
+
+    def _send_stats(self, force: bool) -> None:
+        now = time.monotonic()
+        if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
+            self._stats_sent_at = now
+            self._channel.send(Stats(self.stats()))
+
+    def stats(self) -> EngineStats:
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        pool = kv.pool
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_referenced_blocks=pool.num_usable - pool.num_free - pool.num_evictable,
+            block_size=kv.block_size,
+            num_steps=self._num_steps,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            generated_tokens=scheduler.num_generated_tokens,
+            prefix_queries=kv.num_queried,
+            prefix_hits=kv.num_hit,
+            num_preemptions=scheduler.num_preemptions,
+            num_evictions=kv.radix.num_evicted,
+            num_nonfinite=scheduler.num_nonfinite,
+            num_invariant_failures=self._num_invariant_failures,
+            last_step_tokens=self._last_step[0],
+            last_step_s=self._last_step[1],
+        )

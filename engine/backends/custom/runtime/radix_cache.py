@@ -1,0 +1,288 @@
+"""The prefix cache: a radix tree from token prefixes to KV blocks.
+
+Edges are whole blocks and path-compressed: one node holds a run of blocks. The tree holds one
+reference on every block in it. `match` never changes anything; splitting happens in `insert`,
+trimming in `evict`. A sequence that holds a cached block holds all of the block's ancestors too,
+hence a block that the tree alone holds has only such blocks below it and can always be evicted,
+leaf by leaf.
+"""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.eviction import POLICIES, EvictionPolicy, Key
+
+
+class Node:
+    """An edge of the tree with the blocks along it."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "created",
+        "expires_at",
+        "last_used",
+        "num_uses",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(self, tokens: list[int], blocks: list[int], parent: "Node | None") -> None:
+        self.tokens = tokens
+        self.blocks = blocks
+        self.parent = parent
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.created = 0
+        self.last_used = 0
+        self.num_uses = 0
+        self.expires_at: float | None = None
+
+
+class Root(Node):
+    """The top of one namespace's tree; kept only while something is below it."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__([], [], None)
+        self.namespace = namespace
+
+
+class RadixCache:
+    """Token prefix -> blocks, one tree per namespace, bounded by an eviction policy and a time to
+    live.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        policy: EvictionPolicy = "lru",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._key = POLICIES[policy]
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._tick = 0
+        self.num_evicted = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, without giving anything back to the pool."""
+        self._roots: dict[str, Root] = {}
+        # Lazy: an entry counts only if its node is still a leaf and its key is still the node's.
+        self._leaves: list[tuple[Key, int, Node]] = []
+        self.num_leaves = 0
+
+    def match(self, namespace: str, tokens: Sequence[int]) -> list[int]:
+        """Blocks of the longest cached prefix of `tokens`, in whole blocks."""
+        found: list[int] = []
+        for node, count in self._walk(namespace, tokens):
+            found.extend(node.blocks[:count])
+        return found
+
+    def insert(
+        self, namespace: str, tokens: Sequence[int], blocks: Sequence[int], only_own: bool
+    ) -> None:
+        """Store a prefix whose blocks the caller holds; what the tree has already stays as it is.
+
+        `only_own` is for a caller that goes on running: it stops where the tree holds another block
+        than the caller's for the same tokens, since anything stored below it would have an ancestor
+        that the caller does not hold.
+        """
+        if not blocks:
+            return
+        size = self._block_size
+        assert len(tokens) == len(blocks) * size, (len(tokens), len(blocks))
+        self._tick += 1
+        node: Node = self._roots.setdefault(namespace, Root(namespace))
+        done = 0
+        while done < len(blocks):
+            child = node.children.get(tuple(tokens[done * size : (done + 1) * size]))
+            if child is None:
+                break
+            common = self._common_blocks(child, tokens, done)
+            if only_own and child.blocks[:common] != list(blocks[done : done + common]):
+                return
+            done += common
+            if common < len(child.blocks) and done < len(blocks):
+                child = self._split(child, common)
+            node = child
+            self._touch(node, is_use=not only_own)
+        if done < len(blocks):
+            node = self._attach(node, list(tokens[done * size :]), list(blocks[done:]))
+        if not node.children:
+            self._push(node)
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` blocks that the tree alone holds, tails of the least valuable leaves
+        first.
+        """
+        freed = 0
+        while freed < count and (node := self._pop_leaf()) is not None:
+            freed += self._trim(node, count - freed)
+        return freed
+
+    def evict_leaf(self) -> int:
+        """Free what can be freed of the least valuable leaf; 0 when every leaf is in use."""
+        while (node := self._pop_leaf()) is not None:
+            if freed := self._trim(node, len(node.blocks)):
+                return freed
+        return 0
+
+    def expire(self) -> int:
+        """Free the prefixes whose time to live has passed and that nobody uses."""
+        if self._ttl_s is None:
+            return 0
+        now, freed = self._clock(), 0
+        expired = [n for n in self._nodes() if not n.children and self._is_expired(n, now)]
+        while expired:
+            node = expired.pop()
+            parent = node.parent
+            freed += self._trim(node, len(node.blocks))
+            emptied = parent is not None and not node.blocks and not parent.children
+            if emptied and parent is not None and self._is_expired(parent, now):
+                expired.append(parent)
+        return freed
+
+    def blocks(self) -> Iterator[int]:
+        for node in self._nodes():
+            yield from node.blocks
+
+    def check(self) -> None:
+        """Assert the shape of the tree: whole blocks, labels that agree, distinct siblings, leaf
+        count.
+        """
+        size, leaves = self._block_size, 0
+        for namespace, root in self._roots.items():
+            assert root.children, f"namespace {namespace!r} is empty but kept"
+        for node in self._nodes():
+            assert node.blocks and len(node.tokens) == len(node.blocks) * size, node.tokens
+            leaves += not node.children
+            assert node.parent is not None
+            assert node.parent.children[tuple(node.tokens[:size])] is node
+        assert leaves == self.num_leaves, (leaves, self.num_leaves)
+
+    def _walk(self, namespace: str, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
+        """The nodes along `tokens` with how many of their blocks agree; only the last may be
+        partial.
+        """
+        node: Node | None = self._roots.get(namespace)
+        done, size = 0, self._block_size
+        now = self._clock() if self._ttl_s is not None else 0.0
+        while node is not None and (done + 1) * size <= len(tokens):
+            node = node.children.get(tuple(tokens[done * size : (done + 1) * size]))
+            if node is None or self._is_expired(node, now):
+                return
+            common = self._common_blocks(node, tokens, done)
+            yield node, common
+            if common < len(node.blocks):
+                return
+            done += common
+
+    def _common_blocks(self, node: Node, tokens: Sequence[int], done: int) -> int:
+        """Leading blocks of the edge that spell `tokens` from block `done` on; at least one."""
+        size, start = self._block_size, done * self._block_size
+        most = min(len(node.blocks), len(tokens) // size - done)
+        if node.tokens[: most * size] == list(tokens[start : start + most * size]):
+            return most
+        low, high = 1, most - 1  # the first block is known to agree, all of them are known not to
+        while low < high:
+            middle = (low + high + 1) // 2
+            if node.tokens[: middle * size] == list(tokens[start : start + middle * size]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _is_expired(self, node: Node, now: float) -> bool:
+        return node.expires_at is not None and node.expires_at <= now
+
+    def _touch(self, node: Node, is_use: bool) -> None:
+        node.last_used = self._tick
+        node.num_uses += is_use
+        if self._ttl_s is not None:
+            node.expires_at = self._clock() + self._ttl_s
+
+    def _attach(self, parent: Node, tokens: list[int], blocks: list[int]) -> Node:
+        if parent.children or isinstance(parent, Root):
+            self.num_leaves += 1  # otherwise the parent stops being one
+        node = Node(tokens, blocks, parent)
+        node.created = self._tick
+        parent.children[tuple(tokens[: self._block_size])] = node
+        self._pool.cache(blocks)
+        self._touch(node, is_use=False)
+        return node
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Put the first `count` blocks of the node's edge into a new parent of it."""
+        size, parent = self._block_size, node.parent
+        assert parent is not None and 0 < count < len(node.blocks)
+        upper = Node(node.tokens[: count * size], node.blocks[:count], parent)
+        upper.created, upper.last_used = node.created, node.last_used
+        upper.num_uses, upper.expires_at = node.num_uses, node.expires_at
+        parent.children[tuple(upper.tokens[:size])] = upper
+        node.tokens, node.blocks, node.parent = (
+            node.tokens[count * size :],
+            node.blocks[count:],
+            upper,
+        )
+        upper.children[tuple(node.tokens[:size])] = node
+        return upper
+
+    def _push(self, node: Node) -> None:
+        heapq.heappush(self._leaves, (self._key(node), id(node), node))
+        if len(self._leaves) > 64 + 4 * self.num_leaves:
+            self._leaves = [(self._key(n), id(n), n) for n in self._nodes() if not n.children]
+            heapq.heapify(self._leaves)
+
+    def _pop_leaf(self) -> Node | None:
+        """The least valuable leaf that the tree alone holds, at least at its tail."""
+        while self._leaves:
+            key, _, node = heapq.heappop(self._leaves)
+            current = not node.children and node.blocks and key == self._key(node)
+            if current and self._pool.refs(node.blocks[-1]) == 1:
+                return node
+        return None
+
+    def _trim(self, node: Node, count: int) -> int:
+        """Drop up to `count` blocks from the node's end while the tree alone holds them."""
+        freed = 0
+        while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:
+            self._pool.uncache(node.blocks.pop())
+            freed += 1
+        self.num_evicted += freed
+        if node.blocks:
+            size = self._block_size
+            del node.tokens[len(node.blocks) * size :]
+            self._push(node)
+        else:
+            self._remove(node)
+        return freed
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None and not node.children
+        key = tuple(node.tokens[: self._block_size])
+        node.tokens = []
+        del parent.children[key]
+        self.num_leaves -= 1
+        if parent.children:
+            return
+        if isinstance(parent, Root):
+            del self._roots[parent.namespace]
+        else:
+            self.num_leaves += 1
+            self._push(parent)
+
+    def _nodes(self) -> Iterator[Node]:
+        pending = [child for root in self._roots.values() for child in root.children.values()]
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            yield node

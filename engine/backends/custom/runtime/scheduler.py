@@ -1,0 +1,285 @@
+"""Decides what each step computes: every sequence's `num_computed` catches up with its tokens.
+
+There is no prefill and no decode: a row is some tokens of a sequence, under one token budget. Rows
+are granted in order of seniority and victims are taken from the other end, so that a victim never
+has a row in the same step. `update` is the only place where a token is appended, a stop is decided,
+or a finished sequence leaves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.backends.custom.runtime.deltas import token_delta
+from engine.backends.custom.runtime.inflight import InflightPrefixes
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.seam import StepOutput
+from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.waiting import WaitingLine
+from engine.core.errors import EngineError, InferenceError
+from engine.core.interfaces.request import FinishReason, TokenDelta
+
+# After this many preemptions a sequence is re-admitted only with all the blocks it can ever need.
+MAX_PREEMPTIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens start .. start + count - 1 of a sequence; `life` tells a row of an earlier admission
+    apart.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: bool
+    slot: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    step: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Scheduler:
+    """Continuous batching over a `KVCache`."""
+
+    def __init__(self, kv: KVCache, max_slots: int, max_seq_len: int) -> None:
+        self.kv = kv
+        self._max_seq_len = max_seq_len
+        self._waiting = WaitingLine()
+        self._running: list[Sequence] = []  # most senior first
+        self._inflight = InflightPrefixes(kv.block_size)
+        self._free_slots = list(range(max_slots - 1, -1, -1))
+        self._step = 0
+        self.num_preemptions = 0
+        self.num_nonfinite = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running) or len(self._waiting) > 0
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences whose prompt is computed: those that a long step keeps waiting."""
+        return sum(seq.num_computed >= seq.num_prompt for seq in self._running)
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self._running
+        yield from self._waiting
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. The caller has refused what can never fit."""
+        assert self.kv.can_ever_fit(min(seq.max_len, self._max_seq_len)), seq.request_id
+        self._inflight.add(seq)
+        self._waiting.add(seq, self._step)
+
+    def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
+        """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""
+        return [
+            self.finish(seq, "abort", now)
+            for seq in list(self.sequences())
+            if seq.request_id == request_id and choice in (None, seq.choice)
+        ]
+
+    def fail(self, seq: Sequence, error: EngineError, now: float) -> TokenDelta:
+        return self.finish(seq, "error", now, error)
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, now: float, error: EngineError | None = None
+    ) -> TokenDelta:
+        """Take a sequence out, free all it holds, and say so."""
+        self._leave(seq, reason)
+        return token_delta(seq, [], None, now, error)
+
+    def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
+        """The next step's rows, at most `budget` tokens; None when nothing can run."""
+        self._step += 1
+        rows = self._schedule_running(budget)
+        self._schedule_waiting(rows, budget - sum(row.count for row in rows), now)
+        return ScheduledBatch(self._step, tuple(rows)) if rows else None
+
+    def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
+        """Take a finished step's tokens in. Rows of sequences that are gone are skipped."""
+        deltas, drawn = [], 0
+        tokens = output.tokens.tolist()
+        finite = output.finite.tolist()
+        for index, row in enumerate(batch.rows):
+            seq = row.seq
+            draw = drawn
+            drawn += row.samples
+            if seq.finish_reason is not None:
+                continue
+            seq.num_sampling -= row.samples
+            if not finite[index]:
+                self.num_nonfinite += 1
+                error = InferenceError("The model produced non-finite values for this request.")
+                deltas.append(self.fail(seq, error, now))
+                continue
+            self._confirm(row)
+            if row.samples:
+                self._append(seq, tokens[draw])
+                deltas.append(token_delta(seq, [tokens[draw]], (output, draw), now))
+        return deltas
+
+    def rollback(self) -> None:
+        """Forget the steps in flight: nothing of them will be taken in. Confirmed work is kept."""
+        for seq in self.sequences():
+            seq.num_sampling = 0
+            seq.num_computed = seq.num_confirmed
+            seq.needs_history = True
+
+    def retry_row(self, row: Row) -> Row | None:
+        """The same work after a rollback, or None if the sequence is no longer where it was."""
+        seq = row.seq
+        if seq.finish_reason is not None or seq.slot < 0 or seq.num_preemptions != row.life:
+            return None
+        if seq.num_computed != row.start or row.start + row.count > len(seq.tokens):
+            return None
+        return self._grant(seq, row.count)
+
+    def check(self) -> None:
+        """Assert the invariants of queues, slots and memory."""
+        slots = [seq.slot for seq in self._running]
+        assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots), slots
+        assert all(seq.slot < 0 and not seq.blocks for seq in self._waiting)
+        assert all(seq.finish_reason is None for seq in self.sequences())
+        assert not {id(s) for s in self._running} & {id(s) for s in self._waiting}
+        self.kv.check(self._running)
+
+    def _schedule_running(self, budget: int) -> list[Row]:
+        rows: list[Row] = []
+        index = 0
+        while index < len(self._running):
+            seq = self._running[index]
+            index += 1
+            if self._is_complete(seq):
+                continue
+            # Every later row is left one token, so that nobody running misses a step.
+            count = min(seq.num_uncomputed, budget - (len(self._running) - index))
+            while seq.slot >= 0 and not self.kv.extend(seq, seq.num_computed + count):
+                self._preempt(self._running[-1])
+            if seq.slot < 0:
+                break
+            rows.append(self._grant(seq, count))
+            budget -= count
+        return rows
+
+    def _schedule_waiting(self, rows: list[Row], budget: int, now: float) -> None:
+        if not len(self._waiting):
+            return
+        for seq in self._waiting.in_order(self._step):
+            if budget <= 0 or not self._free_slots:
+                return
+            if seq.num_sampling > 0 or self._is_held(seq):
+                continue
+            matched = self.kv.match(seq)
+            if self._inflight.hold(seq, len(matched)):
+                continue
+            if not self._admit(seq, matched, now):
+                return
+            rows.append(self._grant(seq, min(seq.num_uncomputed, budget)))
+            budget -= rows[-1].count
+
+    def _is_held(self, seq: Sequence) -> bool:
+        owner = seq.held_by
+        if owner is not None and owner.slot >= 0 and owner.num_confirmed < seq.held_until:
+            return True
+        seq.held_by = None
+        return False
+
+    def _admit(self, seq: Sequence, matched: list[int], now: float) -> bool:
+        reserve = len(seq.tokens)
+        if self._is_pinned(seq):
+            reserve = max(reserve, min(seq.max_len, self._max_seq_len))
+        if not self.kv.admit(seq, matched, spare=len(self._running), reserve=reserve):
+            return False
+        self._waiting.remove(seq)
+        seq.slot = self._free_slots.pop()
+        seq.needs_history = True
+        self._running.append(seq)
+        self._running.sort(key=self._seniority)
+        self._inflight.own(seq, len(matched))
+        if seq.started_at is None:
+            seq.started_at = now
+            seq.num_cached = min(seq.num_computed, seq.num_prompt)
+            self.num_prompt_tokens += seq.num_prompt
+            self.num_cached_tokens += seq.num_cached
+        return True
+
+    def _grant(self, seq: Sequence, count: int) -> Row:
+        start = seq.num_computed
+        samples = start + count == len(seq.tokens) + seq.num_sampling
+        seq.num_computed += count
+        seq.num_sampling += samples
+        return Row(seq, start, count, samples, seq.slot, seq.num_preemptions)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Completion without an ending: everything is released, and the sequence queues again."""
+        self._stop_running(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(seq, self._step)
+
+    def _confirm(self, row: Row) -> None:
+        seq = row.seq
+        if row.life != seq.num_preemptions:
+            return  # computed before a preemption: its blocks are no longer the sequence's
+        was_prompt = seq.num_confirmed < seq.num_prompt
+        seq.num_confirmed = row.start + row.count
+        if was_prompt:
+            self.kv.commit(seq)
+            if seq.num_confirmed >= seq.num_prompt:
+                self._inflight.disown(seq)
+
+    def _append(self, seq: Sequence, token: int) -> None:
+        seq.tokens.append(token)
+        self.num_generated_tokens += 1
+        generated = seq.num_generated
+        if token in seq.stop_ids and generated > seq.params.min_tokens:
+            self._leave(seq, "stop")
+        elif generated >= seq.params.max_tokens or len(seq.tokens) >= self._max_seq_len:
+            self._leave(seq, "length")
+
+    def _leave(self, seq: Sequence, reason: FinishReason) -> None:
+        assert seq.finish_reason is None, (seq.request_id, seq.finish_reason)
+        seq.finish_reason = reason
+        if seq.slot >= 0:
+            self._stop_running(seq)
+        else:
+            self._waiting.remove(seq)
+        self._inflight.remove(seq)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._inflight.disown(seq)
+        self.kv.release(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = -1
+
+    def _is_complete(self, seq: Sequence) -> bool:
+        """Its last token is being sampled: known early, so no row is wasted on it."""
+        ahead = len(seq.tokens) + seq.num_sampling
+        return ahead - seq.num_prompt >= seq.params.max_tokens or ahead >= self._max_seq_len
+
+    def _is_pinned(self, seq: Sequence) -> bool:
+        return seq.num_preemptions >= MAX_PREEMPTIONS
+
+    def _seniority(self, seq: Sequence) -> tuple[bool, int, int]:
+        return (not self._is_pinned(seq), seq.priority, seq.arrival)

@@ -1,0 +1,57 @@
+"""One choice of one request while the engine works on it.
+
+Where a sequence is (waiting, running, gone) is told by the scheduler's queues, not by a field here.
+Only `Scheduler` and `KVCache` change one.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.core.interfaces.request import FinishReason, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, and how far their keys and values have been computed.
+
+    num_confirmed <= num_computed <= len(tokens) + num_sampling, and num_confirmed <= len(tokens).
+    """
+
+    request_id: str
+    choice: int
+    tokens: list[int]  # prompt, then every sampled token that the host knows
+    num_prompt: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    namespace: str  # prefix-cache root
+    priority: int
+    arrival: int  # seniority; kept through preemption
+    submitted_at: float
+    deadline: float | None
+    slot: int = -1  # permanent while running
+    blocks: list[int] = field(default_factory=list)  # append-only while running
+    num_computed: int = 0  # tokens whose keys and values launched steps write
+    num_confirmed: int = 0  # of those: written by finished steps, and finite
+    num_sampling: int = 0  # sampled on the device, not yet known to the host
+    num_preemptions: int = 0
+    num_cached: int = 0  # prompt tokens found in the cache at first admission
+    waiting_since: int = 0  # scheduler step
+    held_by: "Sequence | None" = None  # a running sequence about to publish our next block
+    held_until: int = 0  # ... which it has done when it has confirmed this many tokens
+    needs_history: bool = True  # the runner's token history for the slot is missing or stale
+    started_at: float | None = None
+    first_token_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) + self.num_sampling - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_len(self) -> int:
+        """Positions whose keys and values can ever be needed; the last token's never are."""
+        return self.num_prompt + self.params.max_tokens - 1

@@ -1,0 +1,76 @@
+"""Frames of msgpack over a private socket: how a frontend and its engine process talk.
+
+A frame is a length and a msgspec-encoded message of a known type; anything else is refused. The
+socket is one half of a pair made before the child starts, so nobody else can connect to it.
+"""
+
+import select
+import socket
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from engine.core.errors import EngineError
+
+Message = TypeVar("Message")
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+RECEIVE_BYTES = 256 * 1024
+
+
+class ConnectionClosedError(EngineError):
+    """The other side is gone."""
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder(Generic[Message]):
+    """Cuts a byte stream into messages of one union type."""
+
+    def __init__(self, message_type: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        self._buffer += data
+        messages: list[Message] = []
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME_BYTES:
+                raise EngineError(f"a message of {length} bytes is over the limit")
+            end = LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(self._buffer[LENGTH.size : end]))
+            del self._buffer[:end]
+        return messages
+
+
+class SocketChannel(Generic[Message]):
+    """The engine's end: `poll` messages in, `send` messages out."""
+
+    def __init__(self, sock: socket.socket, message_type: Any) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._frames: FrameDecoder[Message] = FrameDecoder(message_type)
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        """Messages that have arrived, waiting up to `timeout_s` for the first."""
+        ready, _, _ = select.select([self._sock], [], [], timeout_s)
+        if not ready:
+            return []
+        data = self._sock.recv(RECEIVE_BYTES)
+        if not data:
+            raise ConnectionClosedError("the frontend closed the connection")
+        return self._frames.feed(data)
+
+    def send(self, message: msgspec.Struct) -> None:
+        try:
+            self._sock.sendall(encode_frame(message))
+        except OSError as error:
+            raise ConnectionClosedError(f"the frontend is gone: {error}") from error

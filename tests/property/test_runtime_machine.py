@@ -1,0 +1,187 @@
+"""Random histories of the real runtime over the toy model, with every invariant checked after every rule.
+
+Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens meet aborts,
+evictions, flushes, expiry and restarts, in pools too small for them. Whatever happens, delivered tokens equal the
+oracle's, every accepted choice ends exactly once, and nothing is held when nothing runs.
+"""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.interfaces.request import Abort, Control
+from tests.toy_engine import ToyEngine
+from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB
+
+TOKENS = st.integers(0, 2)
+PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)
+MAX_STEPS_TO_END = 3000
+
+
+class RuntimeMachine(RuleBasedStateMachine):
+    num_rules = 0  # over all machines of a run
+
+    @initialize(
+        num_blocks=st.integers(1, 40),
+        block_size=st.sampled_from([1, 2, 16]),
+        max_slots=st.integers(1, 5),
+        depth=st.sampled_from([0, 1]),
+        budget=st.integers(1, 24),
+        policy=st.sampled_from(["lru", "lfu", "fifo"]),
+        sharing=st.sampled_from([True, True, True, False]),
+        max_cached_blocks=st.sampled_from([None, None, 0, 3]),
+        max_cached_sequences=st.sampled_from([None, None, 1, 2]),
+        ttl_s=st.sampled_from([None, 10.0]),
+    )
+    def start(self, **options):
+        self.time = 0.0
+        self.options = options
+        self.engine = self._new_engine()
+        self.count = 0
+
+    def _new_engine(self):
+        return ToyEngine(max_seq_len=40, clock=lambda: self.time, **self.options)
+
+    @rule(
+        prompt=PROMPTS,
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        salt=st.sampled_from(["", "", "a"]),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        max_tokens=st.integers(1, 8),
+        temperature=st.sampled_from([0.0, 0.0, 1.0]),
+        penalty=st.sampled_from([0.0, 0.0, 0.7]),
+        logprobs=st.sampled_from([None, None, 2]),
+        stops=st.booleans(),
+        min_tokens=st.sampled_from([0, 0, 2]),
+    )
+    def submit(self, prompt, n, salt, priority, penalty, stops, **params):
+        self._submit(
+            prompt,
+            n=n,
+            salt=salt,
+            priority=priority,
+            presence_penalty=penalty,
+            eos=tuple(range(0, VOCAB, 3)) if stops else (),
+            **params,
+        )
+
+    @rule(prompt=PROMPTS, where=st.integers(0, 13), bad=st.sampled_from([NAN_TOKEN, CRASH_TOKEN]))
+    def submit_poison(self, prompt, where, bad):
+        prompt = [*prompt]
+        prompt.insert(min(where, len(prompt)), bad)
+        self._submit(prompt, max_tokens=3)
+
+    @rule(count=st.integers(1, 6))
+    def turn(self, count):
+        committed = self._progress()
+        had_work = self.engine.scheduler.has_work
+        self.engine.turn(count)
+        if had_work and count >= 4:
+            assert self._progress() > committed, "work is pending and nothing moves"
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data, whole):
+        request_id = data.draw(st.sampled_from(sorted(self.engine.requests)))
+        n = self.engine.requests[request_id].params.n
+        choice = None if whole else data.draw(st.integers(0, n - 1))
+        for _ in range(data.draw(st.integers(1, 2))):  # aborting twice frees once
+            self.engine.channel.inbox.append(Abort(request_id, choice))
+        self.engine.turn()
+        for c in range(n):
+            if choice in (None, c):
+                assert self.engine.outcomes[request_id, c].finish_reason is not None
+
+    @rule(count=st.integers(1, 10))
+    def evict(self, count):
+        before = self.engine.pool.num_evictable
+        assert self.engine.kv.radix.evict(count) == min(count, before)
+
+    @rule()
+    def flush(self):
+        self.engine.channel.inbox.append(Control(1, "flush_cache"))
+        self.engine.turn()
+        if not self.engine.scheduler.has_work:
+            assert self.engine.pool.num_free == self.engine.pool.num_usable
+
+    @rule(seconds=st.sampled_from([1.0, 11.0]))
+    def time_passes(self, seconds):
+        self.time += seconds
+        self.engine.kv.radix.expire()
+
+    @rule()
+    def restart(self):
+        """The engine dies; its open requests are submitted again by their clients."""
+        open_ids = {
+            request_id
+            for (request_id, _), outcome in self.engine.outcomes.items()
+            if outcome.finish_reason is None
+        }
+        old, self.engine = self.engine, self._new_engine()
+        for request_id in open_ids:
+            request = old.requests[request_id]
+            self.engine.requests[request_id] = request
+            for choice in range(request.params.n):
+                self.engine.outcomes[request_id, choice] = type(old.outcomes[request_id, 0])()
+            self.engine.channel.inbox.append(request)
+
+    @rule()
+    def run_to_the_end(self):
+        """No starvation: with no more arrivals everything ends, and nothing stays held."""
+        engine = self.engine
+        engine.run(MAX_STEPS_TO_END)
+        assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
+        assert not engine.scheduler.has_work
+        for (request_id, choice), outcome in engine.outcomes.items():
+            self._check_ending(request_id, choice, outcome)
+
+    def _check_ending(self, request_id, choice, outcome):
+        request, engine = self.engine.requests[request_id], self.engine
+        expected_tokens, expected_reason = engine.expected(request_id, choice)
+        fits = engine.kv.can_ever_fit(len(request.prompt) + request.params.max_tokens - 1)
+        if not fits:
+            assert outcome.error_code == "INVALID_REQUEST" and not outcome.tokens
+        elif expected_reason == "error" and outcome.finish_reason != "abort":
+            assert outcome.error_code == "INFERENCE_ERROR" and not outcome.tokens
+        elif outcome.finish_reason != "abort":
+            assert (outcome.tokens, outcome.finish_reason) == (expected_tokens, expected_reason)
+        if request.params.logprobs is not None:
+            assert len(outcome.logprobs) == len(outcome.tokens)
+
+    @invariant()
+    def everything_holds(self):
+        RuntimeMachine.num_rules += 1
+        self.engine.check()
+
+    def _submit(self, prompt, **options):
+        self.count += 1
+        self.engine.submit(f"r{self.count}", prompt, **options)
+
+    def _progress(self):
+        scheduler = self.engine.scheduler
+        ended = sum(o.finish_reason is not None for o in self.engine.outcomes.values())
+        confirmed = sum(s.num_confirmed + s.num_generated for s in scheduler.sequences())
+        return (ended, scheduler.num_generated_tokens + confirmed + scheduler.num_preemptions)
+
+
+def run_machine(max_examples: int, steps: int) -> int:
+    RuntimeMachine.num_rules = 0
+    RuntimeMachine.TestCase.settings = settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    RuntimeMachine.TestCase().runTest()
+    return RuntimeMachine.num_rules
+
+
+def test_random_histories():
+    assert run_machine(max_examples=160, steps=50) >= 5_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_random_histories():
+    assert run_machine(max_examples=2_600, steps=60) >= 100_000

@@ -1,0 +1,144 @@
+"""The real runtime over the toy model, driven turn by turn, with every delta collected and checked."""
+
+from dataclasses import dataclass, field
+
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.seam import RunnerSpec
+from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from tests.toy_runner import VOCAB, ToyRunner, generate_alone
+
+
+class ListChannel:
+    """A channel that is two lists."""
+
+    def __init__(self) -> None:
+        self.inbox: list = []
+        self.outbox: list = []
+
+    def poll(self, timeout_s: float) -> list:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message) -> None:
+        self.outbox.append(message)
+
+
+@dataclass
+class Outcome:
+    """What has come back for one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    finish_reason: str | None = None
+    error_code: str | None = None
+    num_cached: int = 0
+
+
+class ToyEngine:
+    """An `EngineLoop` with helpers to submit, turn, and compare with the oracle."""
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        block_size: int = 2,
+        max_slots: int = 4,
+        max_seq_len: int = 64,
+        depth: int = 0,
+        budget: int = 16,
+        **kv_options,
+    ) -> None:
+        self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
+        self.channel = ListChannel()
+        self.runner = ToyRunner(self.spec, self._check_write)
+        self.pool = BlockPool(self.spec.num_blocks)
+        policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
+        radix = RadixCache(self.pool, block_size, **policy)
+        self.kv = KVCache(self.pool, radix, block_size, **kv_options)
+        self.scheduler = Scheduler(self.kv, max_slots, max_seq_len)
+        self.loop = EngineLoop(
+            self.scheduler, self.runner, self.channel, StepBudget(budget, max_slots)
+        )
+        self.requests: dict[str, GenerateRequest] = {}
+        self.outcomes: dict[tuple[str, int], Outcome] = {}
+        self._expected: dict[tuple[str, int], tuple[list[int], str]] = {}
+
+    def submit(self, request_id: str, prompt, *, salt="", priority=0, eos=(), **params) -> None:
+        params.setdefault("seed", 7)
+        params.setdefault("temperature", 0.0)
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt=tuple(prompt),
+            params=SamplingParams(**params),
+            eos_ids=tuple(eos),
+            salt=salt,
+            priority=priority,
+            timeout_s=None,
+        )
+        self.requests[request_id] = request
+        for choice in range(request.params.n):
+            self.outcomes[request_id, choice] = Outcome()
+        self.channel.inbox.append(request)
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.loop.turn(0.0)
+            self._collect()
+            self.runner.poison([b for b in range(1, self.pool.num_blocks) if not self.pool.refs(b)])
+
+    def run(self, most: int = 2000) -> None:
+        """Turn until every outcome is final."""
+        for _ in range(most):
+            if all(o.finish_reason for o in self.outcomes.values()):
+                self.turn(2)  # a step may still be in flight
+                return
+            self.turn()
+        raise AssertionError(f"no end after {most} turns: {self.outcomes}")
+
+    def expected(self, request_id: str, choice: int) -> tuple[list[int], str]:
+        known = self._expected.get((request_id, choice))
+        if known is not None:
+            return known
+        request = self.requests[request_id]
+        stop = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop |= frozenset(request.eos_ids)
+        alone = generate_alone(request.prompt, request.params, choice, stop, self.spec.max_seq_len)
+        self._expected[request_id, choice] = alone
+        return alone
+
+    def check(self) -> None:
+        """The runtime's own invariants, and that nothing delivered differs from the oracle."""
+        self.scheduler.check()
+        for (request_id, choice), outcome in self.outcomes.items():
+            tokens, reason = self.expected(request_id, choice)
+            assert outcome.tokens == tokens[: len(outcome.tokens)], (request_id, choice)
+            if outcome.finish_reason in ("stop", "length"):
+                assert (outcome.tokens, outcome.finish_reason) == (tokens, reason)
+
+    def _collect(self) -> None:
+        for message in self.channel.outbox:
+            if isinstance(message, Deltas):
+                for delta in message.deltas:
+                    self._take(delta)
+        self.channel.outbox.clear()
+
+    def _take(self, delta: TokenDelta) -> None:
+        outcome = self.outcomes[delta.request_id, delta.choice]
+        assert outcome.finish_reason is None, f"an event after the end of {delta.request_id}"
+        outcome.tokens.extend(delta.token_ids)
+        outcome.logprobs.extend(delta.logprobs or ())
+        outcome.num_cached += delta.num_cached
+        outcome.finish_reason = delta.finish_reason
+        outcome.error_code = delta.error_code
+
+    def _check_write(self, write_slots) -> None:
+        if not write_slots.any():
+            return  # a step that belongs to nobody
+        for block in {int(slot) // self.spec.block_size for slot in write_slots}:
+            assert self.pool.refs(block) == 1, f"block {block} is shared and written"
+            assert not self.pool.is_cached(block), f"block {block} is cached and written"

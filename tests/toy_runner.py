@@ -1,0 +1,287 @@
+"""A model without weights, for tests of the runtime: what it generates is a hash of its KV contents.
+
+Each KV cell holds a hash of the previous cell and its own token, read through the block table. A block that
+is wrong, stale, shared and then written, or freed too early changes the output, so that "equal to generating
+alone" is an exact check. `ToyRunner` implements the whole runner seam in numpy; `generate_alone` is the oracle.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.backends.custom.runtime.seam import (
+    FROM_DEVICE,
+    NULL_BLOCK,
+    BatchInputs,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
+from engine.core.interfaces.request import SamplingParams
+
+VOCAB = 24
+NAN_TOKEN = 22  # computing it gives a non-finite row
+CRASH_TOKEN = 23  # computing it raises
+
+
+class ToyCrash(RuntimeError):
+    """What a broken kernel would raise."""
+
+
+def mix(*values: int) -> int:
+    data = struct.pack(f"<{len(values)}q", *values)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def scatter(state: int) -> np.ndarray:
+    """A number in (0, 1) for each token, from one hash."""
+    words = (np.arange(1, VOCAB + 1, dtype=np.uint64) * np.uint64(2 * state + 1)) ^ np.uint64(state)
+    words = (words ^ (words >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+    return ((words >> np.uint64(32)).astype(np.float64) + 0.5) / 2**32
+
+
+def toy_logits(cells: list[int]) -> np.ndarray:
+    """Logits from every cell of the context; the two reserved tokens are never likely."""
+    logits = scatter(mix(*cells)) * 8.0
+    logits[[NAN_TOKEN, CRASH_TOKEN]] = -1e9
+    return logits
+
+
+@dataclass
+class History:
+    prompt: list[int]
+    output: list[int]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row's sampling parameters, plain."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: frozenset[int] | None = None
+    seed: int = 0
+    choice: int = 0
+    position: int = 0
+
+
+def sample_row(logits: np.ndarray, draw: Draw, history: History) -> int:
+    """The documented order: penalties, bias, mask, temperature, top-k, top-p, min-p, draw."""
+    logits = logits.copy()
+    for token in set(history.prompt) | set(history.output):
+        value = logits[token]
+        logits[token] = value / draw.repetition if value > 0 else value * draw.repetition
+    for token in set(history.output):
+        logits[token] -= draw.presence + draw.frequency * history.output.count(token)
+    for token, bias in draw.bias:
+        logits[token] += bias
+    if draw.allowed is not None:
+        logits[[v for v in range(len(logits)) if v not in draw.allowed]] = -np.inf
+    if draw.temperature == 0:
+        return int(logits.argmax())
+    logits = logits / draw.temperature
+    order = np.argsort(-logits, kind="stable")
+    keep = np.ones(len(logits), bool)
+    if draw.top_k:
+        keep[order[draw.top_k :]] = False
+    probs = np.where(keep, np.exp(logits - logits.max()), 0.0)
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    keep[order[before >= draw.top_p]] = False
+    keep &= probs >= draw.min_p * probs.max()
+    noise = scatter(mix(draw.seed, draw.choice, draw.position))
+    scores = np.where(keep, logits - np.log(-np.log(noise)), -np.inf)
+    return int(scores.argmax())
+
+
+class Pending:
+    def __init__(self, output: StepOutput) -> None:
+        self._output: StepOutput | None = output
+
+    def wait(self) -> StepOutput:
+        output, self._output = self._output, None
+        assert output is not None, "wait() was called twice"
+        return output
+
+
+class ToyRunner:
+    """The seam in numpy. `on_write(write_slots)` lets a test look at every write."""
+
+    def __init__(self, spec: RunnerSpec, on_write=lambda slots: None) -> None:
+        self._spec = replace(spec, vocab_size=VOCAB)
+        self._on_write = on_write
+        self.cells = np.zeros(spec.num_blocks * spec.block_size, np.int64)
+        self._last_token = [0] * spec.max_slots
+        self._histories: dict[int, History] = {}
+        self.num_tokens = 0
+        self.closed = False
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    def poison(self, blocks: list[int]) -> None:
+        """Overwrite the contents of blocks that nobody holds."""
+        for block in blocks:
+            start = block * self._spec.block_size
+            self.cells[start : start + self._spec.block_size] = 0xDEAD
+
+    def forward(self, inputs: BatchInputs):
+        size = self._spec.block_size
+        self._check_shapes(inputs)
+        self._on_write(inputs.write_slots)
+        tokens = [
+            self._last_token[inputs.slots[row]] if token == FROM_DEVICE else int(token)
+            for row in range(len(inputs.slots))
+            for token in inputs.token_ids[inputs.query_start[row] : inputs.query_start[row + 1]]
+        ]
+        if CRASH_TOKEN in tokens:
+            raise ToyCrash("a kernel failed")
+        self.num_tokens += len(tokens)
+        finite, logits = [], {}
+        for row, table in enumerate(inputs.block_tables):
+            first, last = inputs.query_start[row], inputs.query_start[row + 1]
+            where = [
+                int(table[p // size]) * size + p % size for p in range(int(inputs.seq_lens[row]))
+            ]
+            for index in range(first, last):
+                position = int(inputs.positions[index])
+                assert where[position] == inputs.write_slots[index]
+                parent = int(self.cells[where[position - 1]]) if position else 1
+                self.cells[where[position]] = mix(parent, tokens[index])
+            finite.append(NAN_TOKEN not in tokens[first:last])
+            logits[int(last) - 1] = toy_logits([int(self.cells[w]) for w in where])
+        return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
+
+    def sample(self, handle, sampling: SamplingInputs) -> Pending:
+        logits, finite = handle
+        for h, slot in enumerate(sampling.history_slots):
+            start, end = sampling.history_start[h : h + 2]
+            tokens = sampling.history_tokens[start:end].tolist()
+            split = int(sampling.history_num_prompt[h])
+            self._histories[int(slot)] = History(tokens[:split], tokens[split:])
+        tokens = []
+        for r, slot in enumerate(sampling.slots.tolist()):
+            history = History([], [])
+            if sampling.repetition[r] != 1 or sampling.presence[r] or sampling.frequency[r]:
+                history = self._histories.setdefault(slot, history)
+            token = sample_row(logits[r], self._draw(sampling, r), history)
+            history.output.append(token)
+            self._last_token[slot] = token
+            tokens.append(token)
+        return Pending(self._output(logits, tokens, finite, sampling))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _draw(self, s: SamplingInputs, r: int) -> Draw:
+        allowed = None
+        if s.mask is not None:
+            allowed = frozenset(v for v in range(VOCAB) if s.mask[r, v // 32] >> (v % 32) & 1)
+        bias = [
+            (int(s.bias_ids[i]), float(s.bias_values[i])) for i in np.flatnonzero(s.bias_rows == r)
+        ]
+        return Draw(
+            temperature=float(s.temperature[r]),
+            top_k=int(s.top_k[r]),
+            top_p=float(s.top_p[r]),
+            min_p=float(s.min_p[r]),
+            repetition=float(s.repetition[r]),
+            presence=float(s.presence[r]),
+            frequency=float(s.frequency[r]),
+            bias=tuple(bias),
+            allowed=allowed,
+            seed=int(s.seed[r]),
+            choice=int(s.choice[r]),
+            position=int(s.position[r]),
+        )
+
+    def _output(self, logits, tokens, finite, sampling: SamplingInputs) -> StepOutput:
+        top = int(sampling.num_logprobs.max(initial=-1))
+        if top < 0:
+            return StepOutput(np.array(tokens, np.int32), finite)
+        logprobs = np.array([row - np.log(np.exp(row - row.max()).sum()) - row.max() for row in logits])
+        order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
+        return StepOutput(
+            np.array(tokens, np.int32),
+            finite,
+            logprobs=logprobs[np.arange(len(tokens)), tokens].astype(np.float32),
+            top_ids=order.astype(np.int32),
+            top_logprobs=np.take_along_axis(logprobs, order, axis=1).astype(np.float32),
+        )
+
+    def _check_shapes(self, inputs: BatchInputs) -> None:
+        rows, tokens = len(inputs.slots), len(inputs.token_ids)
+        assert inputs.query_start[0] == 0 and inputs.query_start[-1] == tokens
+        assert len(inputs.positions) == len(inputs.write_slots) == tokens
+        assert len(inputs.seq_lens) == len(inputs.block_tables) == rows
+        assert len(set(inputs.slots.tolist())) == rows, "two rows have one slot"
+        assert len(set(inputs.write_slots.tolist())) == tokens, "two tokens go to one place"
+        if rows == 1 and inputs.block_tables[0, 0] == NULL_BLOCK:
+            return  # a step that belongs to nobody
+        assert (inputs.write_slots >= self._spec.block_size).all(), "the null block is written"
+        for row in range(rows):
+            used = -(-int(inputs.seq_lens[row]) // self._spec.block_size)
+            assert (inputs.block_tables[row, :used] != NULL_BLOCK).all(), "a hole in a table"
+        for group, shared in enumerate(inputs.prefix_blocks):
+            members = np.flatnonzero(inputs.prefix_groups == group)
+            tables = inputs.block_tables[members, :shared]
+            assert shared >= 1 and len(members) > 1 and (tables == tables[0]).all()
+            first = inputs.positions[inputs.query_start[members]]
+            assert (first >= shared * self._spec.block_size).all()
+
+
+def generate_alone(
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    choice: int,
+    stop_ids: frozenset[int],
+    max_seq_len: int,
+) -> tuple[list[int], str]:
+    """What a request gives with no engine around it: its tokens, and why it ended."""
+    assert params.seed is not None
+    if CRASH_TOKEN in prompt or NAN_TOKEN in prompt:
+        return [], "error"
+    cells, parent = [], 1
+    for token in prompt:
+        parent = mix(parent, token)
+        cells.append(parent)
+    history = History(list(prompt), [])
+    while True:
+        bias = list(params.logit_bias.items())
+        if len(history.output) < params.min_tokens:
+            bias += [(token, float("-inf")) for token in stop_ids]
+        draw = Draw(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            bias=tuple(bias),
+            seed=params.seed,
+            choice=choice,
+            position=len(cells),
+        )
+        draw = replace(draw, **{k: float(np.float32(getattr(draw, k))) for k in _F32})
+        token = sample_row(toy_logits(cells), draw, history)
+        history.output.append(token)
+        if token in stop_ids and len(history.output) > params.min_tokens:
+            return history.output, "stop"
+        if len(history.output) >= params.max_tokens or len(cells) + 1 >= max_seq_len:
+            return history.output, "length"
+        parent = mix(parent, token)
+        cells.append(parent)
+
+
+# Parameters cross the seam as float32.
+_F32 = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
