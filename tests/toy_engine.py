@@ -50,6 +50,7 @@ class ToyEngine:
         max_seq_len: int = 64,
         depth: int = 0,
         budget: int = 16,
+        max_queued: int = 1000,
         **kv_options,
     ) -> None:
         self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
@@ -60,9 +61,8 @@ class ToyEngine:
         radix = RadixCache(self.pool, block_size, **policy)
         self.kv = KVCache(self.pool, radix, block_size, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots, max_seq_len)
-        self.loop = EngineLoop(
-            self.scheduler, self.runner, self.channel, StepBudget(budget, max_slots)
-        )
+        budget = StepBudget(budget, max_slots)
+        self.loop = EngineLoop(self.scheduler, self.runner, self.channel, budget, max_queued)
         self.requests: dict[str, GenerateRequest] = {}
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self._expected: dict[tuple[str, int], tuple[list[int], str]] = {}

@@ -208,7 +208,9 @@ class ToyRunner:
         top = int(sampling.num_logprobs.max(initial=-1))
         if top < 0:
             return StepOutput(np.array(tokens, np.int32), finite)
-        logprobs = np.array([row - np.log(np.exp(row - row.max()).sum()) - row.max() for row in logits])
+        logprobs = np.array(
+            [row - np.log(np.exp(row - row.max()).sum()) - row.max() for row in logits]
+        )
         order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
         return StepOutput(
             np.array(tokens, np.int32),

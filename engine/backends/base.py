@@ -1,4 +1,5 @@
-"""What every backend is to the server: a lifecycle, a state of health, models, and streams of typed events.
+"""What every backend is to the server: a lifecycle, a state of health, models, and streams of typed
+events.
 
 The server, the CLI and the Python API hold an `InferenceBackend` and never ask which one it is.
 """
@@ -31,14 +32,16 @@ class BackendConfig:
 class InferenceBackend(ABC):
     """A model, or several, that can be asked for text.
 
-    `chat` and `complete` return an iterator of events (see `core.interfaces.backend`); closing it early, or
-    cancelling the task that reads it, releases everything that the request held. They raise an `EngineError`
-    before the first event when the request can't be accepted.
+    `chat` and `complete` return an iterator of events (see `core.interfaces.backend`); closing it
+    early, or cancelling the task that reads it, releases everything that the request held. They
+    raise an `EngineError` before the first event when the request can't be accepted.
     """
 
     @abstractmethod
     async def start(self) -> str:
-        """Load and become ready; the address where the backend can be reached. Raises `EngineError`."""
+        """Load and become ready; the address where the backend can be reached. Raises
+        `EngineError`.
+        """
 
     @abstractmethod
     async def stop(self) -> None:

@@ -1,8 +1,8 @@
 """Every failure that a user can meet, as one family.
 
-A category decides the HTTP status and the OpenAI error type once, here; raisers only say what went wrong
-and what to change. Nothing but `EngineError` crosses a module boundary on purpose: any other exception
-is a bug and is answered as an opaque 500.
+A category decides the HTTP status and the OpenAI error type once, here; raisers only say what went
+wrong and what to change. Nothing but `EngineError` crosses a module boundary on purpose: any other
+exception is a bug and is answered as an opaque 500.
 """
 
 from typing import Any, ClassVar
@@ -104,6 +104,13 @@ class AuthenticationError(InvalidRequestError):
     status = 401
     type = "authentication_error"
     code = "INVALID_API_KEY"
+
+
+class ForbiddenError(InvalidRequestError):
+    category = "forbidden"
+    status = 403
+    type = "permission_error"
+    code = "FORBIDDEN"
 
 
 class NotFoundError(InvalidRequestError):

@@ -42,7 +42,9 @@ def test_penalties_see_the_token_in_flight(depth):
     engine.submit("p", PROMPT, max_tokens=15, presence_penalty=1.5, frequency_penalty=1.0)
     engine.submit("r", PROMPT, max_tokens=15, repetition_penalty=1.8)
     finished(engine)
-    assert len(set(engine.outcomes["p", 0].tokens)) == 15, "a presence penalty this high never repeats"
+    assert len(set(engine.outcomes["p", 0].tokens)) == 15, (
+        "a presence penalty this high never repeats"
+    )
 
 
 def test_choices_share_one_prompt_computation_and_differ(depth):

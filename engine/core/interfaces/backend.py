@@ -1,8 +1,8 @@
 """The typed events and requests of an `InferenceBackend`: text in, text out.
 
-The server formats these into JSON or SSE in one place; external servers' streams are parsed into them too.
-A stream is any number of `TextEvent`s, one `FinishEvent` per choice, then exactly one `UsageEvent`; a failure
-is an `EngineError` raised from the iterator instead of the rest.
+The server formats these into JSON or SSE in one place; external servers' streams are parsed into
+them too. A stream is any number of `TextEvent`s, one `FinishEvent` per choice, then exactly one
+`UsageEvent`; a failure is an `EngineError` raised from the iterator instead of the rest.
 """
 
 from typing import Any, Literal
@@ -28,7 +28,9 @@ class TokenText(msgspec.Struct, frozen=True):
 
 
 class TextEvent(msgspec.Struct, frozen=True):
-    """Text that became final. `num_tokens` may be positive while `text` is empty (half a character)."""
+    """Text that became final. `num_tokens` may be positive while `text` is empty (half a
+    character).
+    """
 
     choice: int
     text: str
@@ -101,7 +103,5 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool
     detail: str
-    step_age_s: float | None = (
-        None  # since the last step while work is pending; None when idle
-    )
+    step_age_s: float | None = None  # since the last step while work is pending; None when idle
     memory_bytes: int = 0

@@ -1,7 +1,7 @@
 """What a generation is asked for, and the messages between a frontend and an engine.
 
-All of it is msgspec structs, so that a message is bytes with a schema and never a pickle. Text stays with
-the frontend: the engine sees token ids only.
+All of it is msgspec structs, so that a message is bytes with a schema and never a pickle. Text
+stays with the frontend: the engine sees token ids only.
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Ranges are validated at the edge (`validate`), not here."""
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16  # None: as many as the context has room for
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -29,9 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()  # found by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = (
-        None  # alternatives beside the chosen token; None: no logprobs at all
-    )
+    logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs at all
 
     @property
     def has_penalties(self) -> bool:
@@ -51,9 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_ids: tuple[int, ...] = ()
     priority: int = 0  # lower runs first
     salt: str = ""  # prefix-cache namespace: requests share blocks only within one
-    timeout_s: float | None = (
-        None  # from submission; past it the request ends with code TIMEOUT
-    )
+    timeout_s: float | None = None  # from submission; past it the request ends with code TIMEOUT
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -90,16 +86,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = (
-        None  # the id that ended it, when one did; it is in token_ids too
-    )
-    num_cached: int = (
-        0  # prompt tokens taken from the cache; set on a choice's first delta
-    )
+    stop_token_id: int | None = None  # the id that ended it, when one did; it is in token_ids too
+    num_cached: int = 0  # prompt tokens taken from the cache; set on a choice's first delta
     queue_s: float = 0.0  # submission to first scheduled; set on a choice's first delta
-    prefill_s: float = (
-        0.0  # first scheduled to first token; set on a choice's first delta
-    )
+    prefill_s: float = 0.0  # first scheduled to first token; set on a choice's first delta
     error_code: str | None = None  # with finish_reason "error": the EngineError code
     error_message: str | None = None
 

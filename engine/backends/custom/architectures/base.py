@@ -1,7 +1,7 @@
 """What a model family is, as data: its hyperparameters and where each weight lies in a checkpoint.
 
-One file per family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
-the weights it needs. Frameworks read these and nothing else; no tensor is touched here.
+One file per family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata
+and lists the weights it needs. Frameworks read these and nothing else; no tensor is touched here.
 """
 
 from collections.abc import Mapping
@@ -22,23 +22,21 @@ class RopeConfig:
 
     theta: float
     dim: int  # rotated dimensions of a head
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = (
-        "default"
-    )
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
     factor: float = 1.0
     original_max_position: int | None = None
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
     beta_fast: float | None = None  # yarn
     beta_slow: float | None = None  # yarn
-    attention_factor: float | None = (
-        None  # yarn: scales cos and sin; None: 0.1 ln(factor) + 1
-    )
+    attention_factor: float | None = None  # yarn: scales cos and sin; None: 0.1 ln(factor) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Hyperparameters of a decoder. Letters: D hidden, N heads, K kv heads, H head dim, F feed-forward."""
+    """Hyperparameters of a decoder. Letters: D hidden, N heads, K kv heads, H head dim, F
+    feed-forward.
+    """
 
     family: str  # registry name: "llama", "gpt2", "qwen2", "qwen3"
     vocab_size: int
@@ -65,9 +63,7 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Weights of the matrices and embeddings; norms and biases are noise."""
-        attention = (
-            self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        )
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + mlp) + tables
@@ -84,7 +80,8 @@ class ModelConfig:
 class TensorSpec:
     """One weight: our name and shape, and its name and stored form in either checkpoint format.
 
-    A format that never carries it has None; `optional` weights may be missing from a format that can.
+    A format that never carries it has None; `optional` weights may be missing from a format that
+    can.
     """
 
     name: str
@@ -156,12 +153,9 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "rope dim even and within head_dim": config.rope is None
         or (config.rope.dim % 2 == 0 and 0 < config.rope.dim <= config.head_dim),
         "rope factor > 0": config.rope is None or config.rope.factor > 0,
-        "sliding_window >= 1": config.sliding_window is None
-        or config.sliding_window >= 1,
+        "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
     }
     for rule, holds in rules.items():
         if not holds:
-            raise ModelFormatError(
-                f"model hyperparameters break the rule {rule}: {config}"
-            )
+            raise ModelFormatError(f"model hyperparameters break the rule {rule}: {config}")
     return config

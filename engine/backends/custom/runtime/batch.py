@@ -181,7 +181,7 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """One step that belongs to no sequence: a token at position 0 whose KV goes to the null block."""
+    """One step that belongs to no sequence: a token whose KV goes to the null block."""
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     inputs = BatchInputs(
         token_ids=one,

@@ -11,15 +11,21 @@ from engine.backends.custom.runtime.deltas import refusal
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.backends.custom.runtime.sequence import Sequence
-from engine.core.errors import EngineError, InvalidRequestError, RequestTimeoutError
+from engine.core.errors import (
+    EngineError,
+    InvalidRequestError,
+    RateLimitError,
+    RequestTimeoutError,
+)
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
 
 class Intake:
     """Admits requests to a scheduler's queue."""
 
-    def __init__(self, spec: RunnerSpec, scheduler: Scheduler) -> None:
+    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, max_queued: int) -> None:
         self._spec = spec
+        self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -41,6 +47,7 @@ class Intake:
                 choice=choice,
                 tokens=list(request.prompt),
                 num_prompt=len(request.prompt),
+                max_tokens=self._max_tokens(request),
                 params=params,
                 stop_ids=stop_ids,
                 seed=seed,
@@ -67,6 +74,8 @@ class Intake:
 
     def _find_fault(self, request: GenerateRequest) -> EngineError | None:
         prompt, spec = request.prompt, self._spec
+        if self._scheduler.num_waiting >= self._max_queued:
+            return RateLimitError("Too many requests are waiting; try again later.")
         if not prompt:
             return InvalidRequestError("The prompt has no tokens.", param="prompt")
         if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
@@ -81,7 +90,7 @@ class Intake:
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
             )
-        num_tokens = min(len(prompt) + request.params.max_tokens - 1, spec.max_seq_len)
+        num_tokens = min(len(prompt) + self._max_tokens(request) - 1, spec.max_seq_len)
         if not self._scheduler.kv.can_ever_fit(num_tokens):
             capacity = self._scheduler.kv.pool.num_usable * spec.block_size
             return InvalidRequestError(
@@ -89,3 +98,7 @@ class Intake:
                 "Lower max_tokens, shorten the prompt, or give the server a larger cache."
             )
         return None
+
+    def _max_tokens(self, request: GenerateRequest) -> int:
+        asked = request.params.max_tokens
+        return asked if asked is not None else self._spec.max_seq_len - len(request.prompt)

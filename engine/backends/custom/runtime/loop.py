@@ -64,6 +64,7 @@ class EngineLoop:
         runner: ModelRunner,
         channel: Channel,
         budget: StepBudget,
+        max_queued: int,
         heartbeat: Callable[[bool], None] = lambda busy: None,
     ) -> None:
         self.scheduler = scheduler
@@ -72,7 +73,7 @@ class EngineLoop:
         self._budget = budget
         self._heartbeat = heartbeat
         self._builder = BatchBuilder(runner.spec)
-        self._intake = Intake(runner.spec, scheduler)
+        self._intake = Intake(runner.spec, scheduler, max_queued)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -142,7 +143,9 @@ class EngineLoop:
         self.scheduler.rollback()
         for failed in batches:
             self._run_in_halves(list(failed.rows))
-        warm_up(self._runner)  # when this raises too, the fault is in no request: the engine is lost
+        warm_up(
+            self._runner
+        )  # when this raises too, the fault is in no request: the engine is lost
 
     def _run_in_halves(self, rows: list[Row]) -> None:
         """Run rows together; if that raises, each half; a row that raises alone is failed."""

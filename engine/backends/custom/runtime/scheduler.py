@@ -254,7 +254,7 @@ class Scheduler:
         generated = seq.num_generated
         if token in seq.stop_ids and generated > seq.params.min_tokens:
             self._leave(seq, "stop")
-        elif generated >= seq.params.max_tokens or len(seq.tokens) >= self._max_seq_len:
+        elif generated >= seq.max_tokens or len(seq.tokens) >= self._max_seq_len:
             self._leave(seq, "length")
 
     def _leave(self, seq: Sequence, reason: FinishReason) -> None:
@@ -276,7 +276,7 @@ class Scheduler:
     def _is_complete(self, seq: Sequence) -> bool:
         """Its last token is being sampled: known early, so no row is wasted on it."""
         ahead = len(seq.tokens) + seq.num_sampling
-        return ahead - seq.num_prompt >= seq.params.max_tokens or ahead >= self._max_seq_len
+        return ahead - seq.num_prompt >= seq.max_tokens or ahead >= self._max_seq_len
 
     def _is_pinned(self, seq: Sequence) -> bool:
         return seq.num_preemptions >= MAX_PREEMPTIONS

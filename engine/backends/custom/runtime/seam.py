@@ -39,6 +39,15 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Where a framework would run a model, once "auto" has been decided."""
+
+    name: str
+    dtype: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerSpec:
     """What a loaded runner can hold. `num_blocks` counts the null block."""
 

@@ -20,6 +20,7 @@ class Sequence:
     choice: int
     tokens: list[int]  # prompt, then every sampled token that the host knows
     num_prompt: int
+    max_tokens: int
     params: SamplingParams
     stop_ids: frozenset[int]
     seed: int
@@ -54,4 +55,4 @@ class Sequence:
     @property
     def max_len(self) -> int:
         """Positions whose keys and values can ever be needed; the last token's never are."""
-        return self.num_prompt + self.params.max_tokens - 1
+        return self.num_prompt + self.max_tokens - 1

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 class LazyTensor:
     """One named tensor in a mapped file. `shape` is row-major: (out, in) for a matrix.
 
-    `dtype` is the storage type's name as GGUF spells it ("F32", "BF16", "Q4_1", ...). Rows are contiguous in
-    the stored bytes for every type, so that rows can be taken, or reordered, without decoding them.
+    `dtype` is the storage type's name as GGUF spells it ("F32", "BF16", "Q4_1", ...). Rows are
+    contiguous in the stored bytes for every type, so that rows can be taken, or reordered, without
+    decoding them.
     """
 
     name: str
@@ -33,7 +34,9 @@ class LazyTensor:
 
 
 class Checkpoint(Protocol):
-    """An opened set of weight files: names to lazy tensors. Closing unmaps; views must be gone by then."""
+    """An opened set of weight files: names to lazy tensors. Closing unmaps; views must be gone by
+    then.
+    """
 
     @property
     def tensors(self) -> dict[str, LazyTensor]: ...

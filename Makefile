@@ -1,0 +1,77 @@
+# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve), PYTHON.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+MODEL ?= smollm2-135m-instruct
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+LEVELS := unit property security parity e2e
+CODE := engine tests benchmarks
+step = @printf '\n==> %s\n' "$(1)"
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-slow lint format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="--port 9000")
+	$(call step,Fetching $(MODEL))
+	@$(BIN)/engine pull $(MODEL)
+	$(call step,Serving $(MODEL))
+	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev ## Run every test that is quick
+	$(call step,Fetching the model that tests use)
+	@$(BIN)/engine pull $(MODEL)
+	@failed=; for level in $(LEVELS); do \
+		printf '\n==> tests/%s\n' "$$level"; \
+		$(BIN)/python -m pytest "tests/$$level" || failed="$$failed $$level"; \
+	done; \
+	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
+
+test-slow: $(VENV)/.dev ## Run the long tests
+	@$(BIN)/engine pull $(MODEL)
+	$(call step,Slow tests)
+	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
+
+lint: $(VENV)/.dev ## Check style, format and types
+	$(call step,ruff check)
+	@$(BIN)/ruff check $(CODE)
+	$(call step,ruff format)
+	@$(BIN)/ruff format --check $(CODE)
+	$(call step,mypy)
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev ## Rewrite the code in house format
+	@$(BIN)/ruff check --fix $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+bench: $(VENV)/.dev ## Measure this engine beside Transformers
+	@$(BIN)/engine pull $(MODEL)
+	@$(BIN)/python -m benchmarks.run
+
+clean: ## Remove the virtual environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find engine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp, not the interpreter, which appears before the environment is complete.
+$(VENV)/.created:
+	$(call step,Creating $(VENV) with $(PYTHON))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed; set it with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The development install holds all that serving needs, so a fresh one of it is enough to serve.
+$(VENV)/.serve: pyproject.toml | $(VENV)/.created
+	@[ $(VENV)/.dev -nt pyproject.toml ] || { \
+		printf '\n==> Installing the engine with PyTorch\n'; \
+		$(BIN)/python -m pip install --editable '.[torch]'; }
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.created
+	$(call step,Installing the engine with PyTorch and the development tools)
+	@$(BIN)/python -m pip install --editable '.[all,dev]'
+	@touch $@

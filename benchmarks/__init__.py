@@ -1,0 +1,1 @@
+"""Measurements of live servers: `benchmarks.run` compares several, `benchmarks.load` drives one."""

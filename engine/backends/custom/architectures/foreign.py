@@ -1,0 +1,128 @@
+"""Reading what every family finds in a foreign config: activations, token ids, head sizes, windows.
+
+Settings that would change the arithmetic and are not implemented are refused here by their key.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from engine.backends.custom.architectures.base import Reader
+from engine.core.errors import ModelFormatError
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def hf_activation(reader: Reader, key: str, default: str) -> Activation:
+    name = reader.read(str, key, default=default)
+    if name not in _ACTIVATIONS:
+        raise ModelFormatError(
+            f"config.json: key '{key}': activation '{name}' is not supported "
+            f"(supported: {', '.join(_ACTIVATIONS)})"
+        )
+    return _ACTIVATIONS[name]
+
+
+def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
+    """Mixtures of experts and quantized Hugging Face checkpoints have other weights altogether."""
+    for key in _EXPERT_KEYS:
+        if config.get(key):
+            raise ModelFormatError(
+                f"config.json: key '{key}': mixtures of experts are not supported"
+            )
+    if config.get("quantization_config"):
+        raise ModelFormatError(
+            "config.json: key 'quantization_config': quantized Hugging Face checkpoints are not "
+            "supported; use the unquantized checkpoint or a GGUF file"
+        )
+
+
+def refuse_unsupported_gguf(metadata: Mapping[str, Any]) -> None:
+    key = f"{metadata.get('general.architecture')}.expert_count"
+    if metadata.get(key):
+        raise ModelFormatError(f"GGUF metadata: key '{key}': mixtures of experts are not supported")
+
+
+def refuse_values(config: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
+    """Fail when a key has the one value that is not implemented."""
+    for key, value in refused.items():
+        if config.get(key) is value:
+            raise ModelFormatError(f"config.json: key '{key}': {value} is not supported")
+
+
+def heads_split(hidden_size: int, num_heads: int) -> int:
+    """The head size of a model that does not state it."""
+    if num_heads < 1 or hidden_size % num_heads:
+        raise ModelFormatError(
+            f"the number of heads ({num_heads}) must divide the hidden size ({hidden_size})"
+        )
+    return hidden_size // num_heads
+
+
+def hf_eos_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    stated = config.get("eos_token_id")
+    listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(type(token_id) is int for token_id in listed):
+        raise ModelFormatError("config.json: key 'eos_token_id' must be an int or a list of ints")
+    return tuple(dict.fromkeys(_within(vocab_size, listed)))
+
+
+def hf_bos_id(config: Mapping[str, Any], vocab_size: int) -> int | None:
+    return _optional_id(Reader(config, "config.json"), "bos_token_id", vocab_size)
+
+
+def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """End of text and, where the tokenizer has one, end of turn."""
+    reader = Reader(metadata, "GGUF metadata")
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    stated = [_optional_id(reader, key, vocab_size) for key in keys]
+    return tuple(dict.fromkeys(token_id for token_id in stated if token_id is not None))
+
+
+def gguf_bos_id(metadata: Mapping[str, Any], vocab_size: int) -> int | None:
+    reader = Reader(metadata, "GGUF metadata")
+    return _optional_id(reader, "tokenizer.ggml.bos_token_id", vocab_size)
+
+
+def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
+    key = f"{metadata.get('general.architecture')}.vocab_size"
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    default = {"default": len(tokens)} if isinstance(tokens, list) else {}
+    return Reader(metadata, "GGUF metadata").read(int, key, **default)
+
+
+def uniform_window(config: Mapping[str, Any], num_layers: int) -> int | None:
+    """Qwen's sliding window, which here must hold for every layer or for none."""
+    reader = Reader(config, "config.json")
+    if not reader.read(bool, "use_sliding_window", default=False):
+        return None
+    num_full = reader.read(int, "max_window_layers", default=0)
+    layer_types: list[str] = reader.read(list, "layer_types", default=[])
+    if layer_types:
+        num_full = layer_types.count("full_attention")
+    if num_full >= num_layers:
+        return None
+    if num_full > 0:
+        key = "layer_types" if layer_types else "max_window_layers"
+        raise ModelFormatError(
+            f"config.json: key '{key}': a sliding window in some layers only is not supported"
+        )
+    return reader.read(int, "sliding_window")
+
+
+def _optional_id(reader: Reader, key: str, vocab_size: int) -> int | None:
+    token_id = reader.read(int, key, default=None)
+    return next(_within(vocab_size, [] if token_id is None else [token_id]), None)
+
+
+def _within(vocab_size: int, token_ids: list[int]) -> Iterator[int]:
+    """Ids beyond the vocabulary can never be produced, so they are left out."""
+    return (token_id for token_id in token_ids if 0 <= token_id < vocab_size)

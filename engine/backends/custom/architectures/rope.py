@@ -1,0 +1,184 @@
+"""Rotary embedding settings, from the three spellings in use.
+
+Hugging Face wrote `rope_theta` + `rope_scaling` for years and now writes one `rope_parameters`;
+GGUF has its own keys. A scaling rule that is not implemented is refused by name: running without it
+gives fluent nonsense.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.backends.custom.architectures.base import ModelConfig, Reader, RopeConfig
+from engine.core.errors import ModelFormatError
+
+DEFAULT_THETA = 10_000.0
+YARN_BETA_FAST = 32.0
+YARN_BETA_SLOW = 1.0
+
+
+def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+    top = Reader(config, "config.json")
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    where = f"config.json {key}"
+    settings: dict[str, Any] = top.read(dict, key, default={})
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise ModelFormatError(f"{where}: settings that differ between layers are not supported")
+    reader = Reader(settings, where)
+    theta = reader.read(float, "rope_theta", default=None)
+    if theta is None:
+        theta = top.read(float, "rope_theta", default=DEFAULT_THETA)
+    part = reader.read(float, "partial_rotary_factor", default=None)
+    if part is None:
+        part = top.read(float, "partial_rotary_factor", default=1.0)
+    plain = RopeConfig(theta=theta, dim=int(head_dim * part))
+    kind = reader.read(str, "rope_type", default=None) or reader.read(
+        str, "type", default="default"
+    )
+    original = top.read(int, "original_max_position_embeddings", default=None) or reader.read(
+        int, "original_max_position_embeddings", default=max_position
+    )
+    match kind:
+        case "default":
+            rope = plain
+        case "linear":
+            rope = replace(plain, kind="linear", factor=reader.read(float, "factor"))
+        case "dynamic":
+            # Acts beyond this length only, which is also the longest served: a key in the cache
+            # must not depend on how long its sequence became later.
+            rope = replace(
+                plain,
+                kind="dynamic",
+                factor=reader.read(float, "factor"),
+                original_max_position=max_position,
+            )
+        case "llama3":
+            rope = replace(
+                plain,
+                kind="llama3",
+                factor=reader.read(float, "factor"),
+                original_max_position=original,
+                low_freq_factor=reader.read(float, "low_freq_factor"),
+                high_freq_factor=reader.read(float, "high_freq_factor"),
+            )
+        case "yarn":
+            rope = _yarn_from_hf(plain, reader, original, max_position)
+        case _:
+            raise ModelFormatError(
+                f"{where}: rope type '{kind}' is not supported "
+                "(supported: default, linear, dynamic, llama3, yarn)"
+            )
+    return _check_rope(rope, where)
+
+
+def _yarn_from_hf(
+    plain: RopeConfig, reader: Reader, original: int, max_position: int
+) -> RopeConfig:
+    if not reader.read(bool, "truncate", default=True):
+        raise ModelFormatError(
+            "config.json rope settings: yarn with 'truncate' off is not supported"
+        )
+    factor = reader.read(float, "factor", default=None) or max_position / max(original, 1)
+    attention = reader.read(float, "attention_factor", default=None)
+    mscale = reader.read(float, "mscale", default=None)
+    mscale_all = reader.read(float, "mscale_all_dim", default=None)
+    if attention is None and mscale and mscale_all:
+        attention = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
+    return replace(
+        plain,
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=reader.read(float, "beta_fast", default=None) or YARN_BETA_FAST,
+        beta_slow=reader.read(float, "beta_slow", default=None) or YARN_BETA_SLOW,
+        attention_factor=attention,
+    )
+
+
+def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+    where = "GGUF metadata"
+    reader = Reader(metadata, where)
+    prefix = f"{reader.read(str, 'general.architecture')}.rope"
+    plain = RopeConfig(
+        theta=reader.read(float, f"{prefix}.freq_base", default=DEFAULT_THETA),
+        dim=reader.read(int, f"{prefix}.dimension_count", default=head_dim),
+    )
+    factor = reader.read(float, f"{prefix}.scaling.factor", default=None)
+    old_factor = reader.read(float, f"{prefix}.scale_linear", default=None)
+    # Old converters wrote only a factor, which meant linear; 0 or 1 means no scaling.
+    implied = "linear" if (factor or old_factor or 1.0) != 1.0 else "none"
+    kind = reader.read(str, f"{prefix}.scaling.type", default=implied)
+    match kind:
+        case "none":
+            rope = plain
+        case "linear":
+            rope = replace(plain, kind="linear", factor=factor or old_factor or 1.0)
+        case "yarn":
+            factor = reader.read(float, f"{prefix}.scaling.factor")
+            stretch = reader.read(float, f"{prefix}.scaling.attn_factor", default=None)
+            rope = replace(
+                plain,
+                kind="yarn",
+                factor=factor,
+                original_max_position=reader.read(
+                    int, f"{prefix}.scaling.original_context_length", default=max_position
+                ),
+                beta_fast=reader.read(
+                    float, f"{prefix}.scaling.yarn_beta_fast", default=YARN_BETA_FAST
+                ),
+                beta_slow=reader.read(
+                    float, f"{prefix}.scaling.yarn_beta_slow", default=YARN_BETA_SLOW
+                ),
+                # GGUF's number multiplies the usual magnitude; ours replaces it.
+                attention_factor=stretch and stretch * _yarn_magnitude(factor, 1.0),
+            )
+        case _:
+            raise ModelFormatError(
+                f"{where}: key '{prefix}.scaling.type': '{kind}' is not supported "
+                "(supported: none, linear, yarn)"
+            )
+    return _check_rope(rope, where)
+
+
+def stretched_position(rope: RopeConfig, max_position: int) -> int:
+    """The longest usable position. Yarn checkpoints often state the length before stretching."""
+    if rope.kind == "yarn" and rope.original_max_position is not None:
+        return max(max_position, int(rope.original_max_position * rope.factor))
+    return max_position
+
+
+def with_factors(config: ModelConfig) -> ModelConfig:
+    """The same model, frequencies divided by a stored vector (GGUF's form of llama3 scaling)."""
+    if config.rope is None or config.rope.kind != "default":
+        raise ModelFormatError(
+            "the checkpoint stores rotary frequency factors and also names a scaling rule; "
+            "only one can hold"
+        )
+    return replace(config, rope=replace(config.rope, kind="factors"))
+
+
+def _yarn_magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _check_rope(rope: RopeConfig, where: str) -> RopeConfig:
+    """Every number a frequency is computed from is finite and above zero."""
+    numbers = {
+        "theta": rope.theta,
+        "factor": rope.factor,
+        "original_max_position": rope.original_max_position,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "attention_factor": rope.attention_factor,
+    }
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            raise ModelFormatError(
+                f"{where}: rotary {name} must be above 0 and finite, found {number}"
+            )
+    if rope.kind == "llama3" and rope.low_freq_factor == rope.high_freq_factor:
+        raise ModelFormatError(f"{where}: low_freq_factor and high_freq_factor must differ")
+    return rope

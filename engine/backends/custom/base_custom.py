@@ -1,0 +1,217 @@
+"""The backend over our own engine, whatever framework it runs on.
+
+The frontend's side: text in, token ids to the engine, text out. A framework's backend class names
+its framework and nothing else; the engine behind it runs in a supervised process, or in a thread
+when embedded.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import psutil
+
+from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.custom.generation import Generation
+from engine.backends.custom.link import EngineLink
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.client import (
+    EngineClient,
+    InlineClient,
+    OnExit,
+    OnMessage,
+    ProcessClient,
+)
+from engine.backends.custom.text import TextModel, load_text
+from engine.backends.process import RestartPolicy
+from engine.core.errors import InvalidRequestError, UnavailableError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Event,
+    GenerationContext,
+    Health,
+    ModelCard,
+)
+from engine.core.interfaces.request import ControlReply, EngineStats, GenerateRequest, Ready
+from engine.core.utils.model_store import resolve_model
+
+# The engine's process runs this module; an embedding one imports it in the engine's thread.
+WORKER_MODULE = "engine.backends.custom.worker"
+TOKENIZER_THREADS = 2
+STALLED_AFTER_S = 30.0
+
+
+class CustomBackend(InferenceBackend):
+    """A model on one of our frameworks.
+
+    `backend_args` of a `BackendConfig` are `EngineOptions` by name. `in_process` runs the engine in
+    a thread of this process; otherwise it runs in a child that can die without harm.
+    """
+
+    framework: ClassVar[str]
+
+    def __init__(
+        self,
+        model: str | BackendConfig,
+        *,
+        options: EngineOptions | None = None,
+        served_name: str | None = None,
+        in_process: bool = False,
+    ) -> None:
+        config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
+        self._options = options or EngineOptions(
+            model_path=config.model_name, framework=self.framework, **config.backend_args
+        )
+        self._served_name = served_name or Path(config.model_name).stem
+        self._in_process = in_process
+        self._link = EngineLink(self._make_client, RestartPolicy())
+        self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._text: TextModel | None = None
+        self._created = int(time.time())
+
+    async def start(self) -> str:
+        path = resolve_model(self._options.model_path)
+        self._options = msgspec.structs.replace(self._options, model_path=str(path))
+        loop = asyncio.get_running_loop()
+        # The tokenizer loads here while the engine loads the weights over there.
+        reading = loop.run_in_executor(self._encoders, load_text, path)
+        loading = asyncio.ensure_future(self._link.start())
+        try:
+            self._text, _ = await asyncio.gather(reading, loading)
+        except BaseException:
+            await self.stop()
+            raise
+        return f"engine://{self.framework}/{self._served_name}"
+
+    async def stop(self) -> None:
+        await self._link.stop()
+        self._encoders.shutdown(wait=False)
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine told when it had loaded; None while it is not running."""
+        return self._link.ready
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._link.pid
+
+    @property
+    def num_restarts(self) -> int:
+        return self._link.num_restarts
+
+    async def flush_cache(self) -> ControlReply:
+        return await self._link.flush_cache()
+
+    def health(self) -> Health:
+        stalled = self._link.stalled_s()
+        is_stalled = stalled is not None and stalled > STALLED_AFTER_S
+        return Health(
+            ready=self._link.ready is not None and self._text is not None and not is_stalled,
+            detail="The engine makes no progress." if is_stalled else self._link.detail,
+            step_age_s=stalled,
+            memory_bytes=self._memory_bytes(),
+        )
+
+    def models(self) -> list[ModelCard]:
+        text, ready = self._text, self._link.ready
+        if text is None:
+            return []
+        return [
+            ModelCard(
+                id=self._served_name,
+                created=self._created,
+                owned_by="engine",
+                max_model_len=ready.max_seq_len if ready else text.config.max_position,
+                backend=self.framework,
+                quantization=text.quantization,
+                num_params=text.config.num_params,
+                size_bytes=text.size_bytes,
+                capabilities=("completions", "chat") if text.can_chat else ("completions",),
+            )
+        ]
+
+    def stats(self) -> EngineStats | None:
+        return self._link.stats
+
+    async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        text = self._loaded_text()
+        prompt = await self._encode(text.encode_chat, request.messages)
+        async for event in self._generate(prompt, request.context):
+            yield event
+
+    async def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
+        text = self._loaded_text()
+        prompt = await self._encode(text.encode_prompt, request.prompt)
+        async for event in self._generate(prompt, request.context):
+            yield event
+
+    async def _generate(
+        self, prompt: tuple[int, ...], context: GenerationContext
+    ) -> AsyncIterator[Event]:
+        text = self._loaded_text()
+        self._check_length(len(prompt), context)
+        request = GenerateRequest(
+            request_id=context.request_id,
+            prompt=prompt,
+            params=context.params,
+            eos_ids=text.eos_ids,
+            priority=context.priority,
+            salt=context.salt,
+            timeout_s=context.timeout_s,
+        )
+        link = self._link
+        generation = Generation(
+            request, text, lambda choice: link.forget(context.request_id, choice)
+        )
+        link.submit(request, generation)
+        events = generation.events()
+        try:
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()
+            link.done(context.request_id)
+
+    def _check_length(self, num_prompt: int, context: GenerationContext) -> None:
+        ready = self._link.ready
+        if ready is None:
+            raise UnavailableError(self._link.detail, retry_after=2.0)
+        asked = context.params.max_tokens or 0
+        if num_prompt + asked > ready.max_seq_len or num_prompt >= ready.max_seq_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {ready.max_seq_len} tokens. However, you "
+                f"requested {num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} in "
+                "the completion). Shorten the prompt or lower max_tokens.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
+    def _loaded_text(self) -> TextModel:
+        if self._text is None:
+            raise UnavailableError(self._link.detail, retry_after=2.0)
+        return self._text
+
+    async def _encode(self, encode, content):  # type: ignore[no-untyped-def]
+        """Run a tokenizer call off the event loop: a long text takes long."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, content)
+
+    def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
+        if self._in_process:
+            return InlineClient(WORKER_MODULE, self._options, on_message)
+        return ProcessClient(WORKER_MODULE, self._options, on_message, on_exit)
+
+    def _memory_bytes(self) -> int:
+        """Resident memory of this process and the engine's."""
+        total = 0
+        for pid in {psutil.Process().pid, self._link.pid} - {None}:
+            try:
+                total += psutil.Process(pid).memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        return total

@@ -1,0 +1,28 @@
+"""The PyTorch framework's entry. Importing it does not import PyTorch; its functions do.
+
+A server's frontend holds a `TorchBackend` and never loads the framework: the engine's process does.
+"""
+
+from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.weights.model import ModelSource
+
+
+class TorchBackend(CustomBackend):
+    """A model on PyTorch, on a CPU or a CUDA device."""
+
+    framework = "torch"
+
+
+def find_device(device: str, dtype: str) -> DeviceInfo:
+    """Where a model would run, and as what type."""
+    from engine.backends.custom.frameworks.torch.execution import build
+
+    return build.find_device(device, dtype)
+
+
+def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
+    """Load the model's weights and allocate its cache; the runner is ready when this returns."""
+    from engine.backends.custom.frameworks.torch.execution import build
+
+    return build.build_runner(source, config)

@@ -1,0 +1,67 @@
+"""From a model source and a configuration to a loaded runner, and what device there is for it."""
+
+import psutil
+import torch
+
+from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
+from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
+from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.errors import ConfigError
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def find_device(device: str, dtype: str) -> DeviceInfo:
+    """Decide "auto": CUDA when there is one, and the type that is fastest there."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = _device(device)
+    if found.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(found)
+        return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
+    free_bytes = psutil.virtual_memory().available
+    return DeviceInfo(device, "float32" if dtype == "auto" else dtype, free_bytes)
+
+
+def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
+    """Load the model's weights and allocate its cache; the runner is ready when this returns."""
+    device, dtype = _device(config.device), _dtype(config.dtype)
+    if source.config.rope is None and config.max_seq_len > source.config.max_position:
+        raise ConfigError(
+            f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
+            "learned positions; lower it"
+        )
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    model = build_model(source.config, source.weights, config.max_seq_len, device, dtype)
+    if can_pack(dtype, device):
+        pack_linears(model)
+    return TorchRunner(model, config, device, dtype)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype '{name}' is unknown; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device '{name}' is unknown; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is not supported; use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device '{name}' is not there: PyTorch sees {count} CUDA devices; use cpu"
+            )
+    return device

@@ -1,0 +1,53 @@
+"""The tokens of each slot's sequence, on the device, for penalties.
+
+Given once when a slot begins to sample; from then on the sampler's own tokens are appended there,
+so a penalty sees a token that has not reached the host yet. A sequence's token lies at its
+position, so a row drawing for position p has exactly p tokens behind it.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.runtime.seam import I32, SamplingInputs
+
+
+class TokenHistory:
+    def __init__(self, max_slots: int, max_seq_len: int, device: torch.device) -> None:
+        # One more column: the token that follows a full sequence is drawn though never computed on.
+        self._tokens = torch.zeros((max_slots, max_seq_len + 1), dtype=torch.int64, device=device)
+        self._num_prompt = np.zeros(max_slots, np.int64)
+        self._device = device
+
+    def begin(self, sampling: SamplingInputs) -> None:
+        """Take over the histories that came with a step."""
+        if not len(sampling.history_slots):
+            return
+        self._num_prompt[sampling.history_slots] = sampling.history_num_prompt
+        lengths = np.diff(sampling.history_start)
+        slots = np.repeat(sampling.history_slots, lengths).astype(np.int64)
+        starts = np.repeat(sampling.history_start[:-1], lengths)
+        columns = np.arange(len(slots)) - starts
+        self._tokens[self._put(slots), self._put(columns)] = self._put(
+            sampling.history_tokens[: len(slots)].astype(np.int64)
+        )
+
+    def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        self._tokens[slots, positions] = tokens
+
+    def counts(self, slots: I32, positions: I32, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """How often each token occurs, (P, V) float32: in all of a row, and in its output alone."""
+        length = int(positions.max())
+        columns = torch.arange(length, device=self._device)
+        known = columns < self._put(positions)[:, None]
+        output = columns >= self._put(self._num_prompt[slots])[:, None]
+        tokens = self._tokens[self._put(slots.astype(np.int64)), :length]
+        zeros = torch.zeros((len(slots), vocab_size), device=self._device)
+        return (
+            zeros.scatter_add(1, tokens, known.float()),
+            zeros.scatter_add(1, tokens, (known & output).float()),
+        )
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self._device)

@@ -1,0 +1,186 @@
+"""`TorchRunner`: the seam's two calls over a model, its paged cache and per-slot state.
+
+Nothing here waits for the device but `TorchPendingTokens.wait`: control flow is decided on the
+host's arrays, and what the host does not know yet (last tokens, which rows are finite) stays in
+tensors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
+from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
+from engine.backends.custom.frameworks.torch.execution.random import token_words
+from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.kernels.attention import (
+    AttentionPlan,
+    attention_backend,
+)
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.runtime.seam import (
+    BatchInputs,
+    RunnerConfig,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """A forward pass over the paged cache."""
+
+    positions: Tensor  # (T,) int64
+    rotation: Rotation | None
+    write_slots: Tensor  # (T,) int64
+    plan: AttentionPlan
+    cache: PagedCache
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.write(layer, self.write_slots, k, v)
+        return self.plan.attend(q, k, v, self.cache.layers[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """What `sample` needs of a `forward`."""
+
+    logits: Tensor | None  # (R, V) float32; None: no row samples
+    finite: Tensor  # (S,) bool
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPendingTokens:
+    """A step's results on their way to the host."""
+
+    sampled: Sampled  # host tensors, filled once `done` has passed
+    finite: Tensor
+    done: torch.cuda.Event | None
+
+    def wait(self) -> StepOutput:
+        if self.done is not None:
+            self.done.synchronize()
+        sampled = self.sampled
+        return StepOutput(
+            tokens=sampled.tokens.numpy().astype(np.int32),
+            finite=self.finite.numpy(),
+            logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
+            top_ids=None if sampled.top_ids is None else sampled.top_ids.numpy().astype(np.int32),
+            top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.numpy(),
+        )
+
+
+class TorchRunner:
+    def __init__(
+        self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        vocab_size = model.config.vocab_size
+        self._spec = RunnerSpec(
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_slots=config.max_slots,
+            max_seq_len=config.max_seq_len,
+            vocab_size=vocab_size,
+            depth=0 if device.type == "cpu" else 1,
+        )
+        self._model = model
+        self._device = device
+        self._attention = attention_backend(
+            config.attention,
+            block_size=config.block_size,
+            window=model.config.sliding_window,
+            dtype=dtype,
+        )
+        self._cache = PagedCache(model.config, config.num_blocks, config.block_size, device, dtype)
+        self._history = TokenHistory(config.max_slots, config.max_seq_len, device)
+        self._last_token = torch.zeros(config.max_slots, dtype=torch.int64, device=device)
+        self._words = to_device(token_words(vocab_size), device)
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    @torch.inference_mode()
+    def forward(self, inputs: BatchInputs) -> StepHandle:
+        positions = self._put(inputs.positions.astype(np.int64))
+        step = PagedStep(
+            positions,
+            self._model.rotation(positions),
+            self._put(inputs.write_slots),
+            self._attention.plan(inputs, positions),
+            self._cache,
+        )
+        x = self._model(self._token_ids(inputs), step)  # (T, D)
+        finite = self._guard(inputs, x, step.write_slots)
+        if not len(inputs.logit_rows):
+            return StepHandle(None, finite)
+        rows = self._put(inputs.logit_rows.astype(np.int64))
+        return StepHandle(self._model.logits(x.index_select(0, rows)), finite)
+
+    @torch.inference_mode()
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> TorchPendingTokens:
+        if handle.logits is None:
+            sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
+        else:
+            self._history.begin(sampling)
+            sampled = sample(handle.logits, sampling, self._history, self._words)
+            self._remember(sampling, sampled.tokens)
+        return self._send(sampled, handle.finite)
+
+    def close(self) -> None:
+        """Free the model and the cache; the runner cannot be used again."""
+        del self._model, self._cache, self._history, self._last_token, self._words
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _token_ids(self, inputs: BatchInputs) -> Tensor:
+        """(T,), with FROM_DEVICE replaced by the last token drawn for the row's slot."""
+        token_ids = self._put(inputs.token_ids.astype(np.int64))
+        if inputs.token_ids.min(initial=0) >= 0:
+            return token_ids
+        slots = np.repeat(inputs.slots, np.diff(inputs.query_start)).astype(np.int64)
+        return torch.where(token_ids < 0, self._last_token[self._put(slots)], token_ids)
+
+    def _guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
+        """Which rows are finite, (S,); what the others wrote to the cache is erased.
+
+        The residual stream carries any NaN or infinity of a token to its end, so its sum tells.
+        """
+        bad = ~torch.isfinite(x.sum(dim=-1, dtype=torch.float32))  # (T,)
+        self._cache.erase(write_slots, bad)
+        if len(inputs.slots) == len(inputs.token_ids):
+            return ~bad
+        row_of = np.repeat(np.arange(len(inputs.slots)), np.diff(inputs.query_start))
+        num_bad = torch.zeros(len(inputs.slots), device=x.device)
+        return num_bad.index_add_(0, self._put(row_of), bad.float()) == 0
+
+    def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
+        slots = self._put(sampling.slots.astype(np.int64))
+        self._last_token.index_copy_(0, slots, tokens)
+        if sampling.has_penalties:
+            positions = self._put(sampling.position.astype(np.int64))
+            self._history.append(slots, positions, tokens)
+
+    def _send(self, sampled: Sampled, finite: Tensor) -> TorchPendingTokens:
+        def host(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else to_host(tensor)
+
+        on_host = Sampled(
+            to_host(sampled.tokens),
+            host(sampled.logprobs),
+            host(sampled.top_ids),
+            host(sampled.top_logprobs),
+        )
+        on_host_finite, done = to_host(finite), None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+        return TorchPendingTokens(on_host, on_host_finite, done)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self._device)

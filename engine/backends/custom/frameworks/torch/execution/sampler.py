@@ -1,0 +1,152 @@
+"""From logits to tokens: one stateless function, in a fixed order.
+
+Penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
+model itself, before any of these. Top-k, top-p and min-p are floors: every token as likely as the
+least likely one kept is kept too, so that the result depends on values alone. The draw adds keyed
+Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
+from engine.backends.custom.frameworks.torch.execution.random import gumbel, row_keys
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.runtime.seam import I32, U32, SamplingInputs
+
+MINUS_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """On the device. The last three are None unless some row asked for log-probabilities."""
+
+    tokens: Tensor  # (R,) int64
+    logprobs: Tensor | None = None  # (R,)
+    top_ids: Tensor | None = None  # (R, K)
+    top_logprobs: Tensor | None = None  # (R, K)
+
+
+def sample(
+    logits: Tensor, sampling: SamplingInputs, history: TokenHistory, words: Tensor
+) -> Sampled:
+    """logits (R, V) float32 are left as they are; `words` are the vocabulary's `token_words`."""
+    adjusted = logits
+    if sampling.has_penalties:
+        adjusted = penalize(adjusted, sampling, history)
+    if len(sampling.bias_rows):
+        adjusted = add_bias(adjusted, sampling)
+    if sampling.mask is not None:
+        adjusted = apply_mask(adjusted, sampling.mask)
+    tokens = adjusted.argmax(dim=-1)
+    if not sampling.all_greedy:
+        rows = np.flatnonzero(sampling.temperature)
+        drawn = draw(_take(adjusted, rows), sampling, rows, words)
+        tokens = tokens.index_copy(0, to_device(rows, logits.device), drawn)
+    if (sampling.num_logprobs < 0).all():
+        return Sampled(tokens)
+    return with_logprobs(logits, tokens, int(sampling.num_logprobs.max()))
+
+
+def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) -> Tensor:
+    """Repetition scales away from likely; frequency and presence subtract, over output only."""
+    active = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    rows = np.flatnonzero(active)
+
+    def column(values: NDArray[np.float32]) -> Tensor:
+        return to_device(values[rows], logits.device)[:, None]
+
+    everywhere, in_output = history.counts(
+        sampling.slots[rows], sampling.position[rows], logits.shape[1]
+    )
+    some = _take(logits, rows)
+    repetition = column(sampling.repetition)
+    repeated = torch.where(some > 0, some / repetition, some * repetition)
+    some = torch.where(everywhere > 0, repeated, some)
+    some = some - column(sampling.frequency) * in_output
+    some = some - column(sampling.presence) * (in_output > 0)
+    return logits.index_copy(0, to_device(rows, logits.device), some)
+
+
+def add_bias(logits: Tensor, sampling: SamplingInputs) -> Tensor:
+    rows = to_device(sampling.bias_rows.astype(np.int64), logits.device)
+    ids = to_device(sampling.bias_ids.astype(np.int64), logits.device)
+    values = to_device(sampling.bias_values, logits.device)
+    return logits.index_put((rows, ids), values, accumulate=True)
+
+
+def apply_mask(logits: Tensor, mask: U32) -> Tensor:
+    words = to_device(mask.view(np.int32), logits.device)  # (R, ceil(V / 32))
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(allowed == 0, MINUS_INFINITY)
+
+
+def draw(logits: Tensor, sampling: SamplingInputs, rows: NDArray[np.intp], words: Tensor) -> Tensor:
+    """One token for each of the chosen rows, whose temperature is above 0: (len(rows),)"""
+    device = logits.device
+    logits = logits / to_device(sampling.temperature[rows], device)[:, None]
+    top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
+    if (top_k > 0).any():
+        logits = keep_top_k(logits, top_k)
+    if (top_p < 1).any() or min_p.any():
+        logits = keep_likely(logits, top_p, min_p)
+    keys = row_keys(sampling.seed[rows], sampling.choice[rows], sampling.position[rows])
+    return (logits + gumbel(to_device(keys, device), words)).argmax(dim=-1)
+
+
+def keep_top_k(logits: Tensor, top_k: I32) -> Tensor:
+    size = logits.shape[1]
+    counts = np.where(top_k > 0, np.minimum(top_k, size), size).astype(np.int64)
+    rows = np.flatnonzero(counts < size)
+    if not len(rows):
+        return logits
+    some = _take(logits, rows)
+    best = some.topk(int(counts[rows].max())).values
+    floor = best.gather(1, to_device(counts[rows] - 1, logits.device)[:, None])
+    kept = some.masked_fill(some < floor, MINUS_INFINITY)
+    return logits.index_copy(0, to_device(rows, logits.device), kept)
+
+
+def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.float32]) -> Tensor:
+    """Top-p, then min-p (a share of the best token's probability, which top-p never removes)."""
+    probs = logits.softmax(dim=-1)
+    floor = probs.amax(dim=-1, keepdim=True) * to_device(min_p, logits.device)[:, None]
+    rows = np.flatnonzero(top_p < 1)
+    if len(rows):
+        where = to_device(rows, logits.device)
+        target = to_device(top_p[rows], logits.device)
+        nucleus = nucleus_floor(_take(probs, rows), target)
+        floor = floor.index_copy(0, where, torch.maximum(floor[where], nucleus))
+    return logits.masked_fill(probs < floor, MINUS_INFINITY)
+
+
+def nucleus_floor(probs: Tensor, target: Tensor) -> Tensor:
+    """The largest probability at or above which tokens sum to at least the target: (R, 1).
+
+    Found by bisection over the bits of a float, whose order is that of the values: exact, and
+    several times faster than sorting the vocabulary on a CPU.
+    """
+    floor = torch.zeros((probs.shape[0], 1), dtype=torch.int32, device=probs.device)
+    for bit in reversed(range(30)):  # 1.0 is below 2 ** 30
+        higher = floor | (1 << bit)
+        mass = torch.where(probs >= higher.view(torch.float32), probs, 0.0).sum(-1, keepdim=True)
+        floor = torch.where(mass >= target[:, None], higher, floor)
+    return floor.view(torch.float32)
+
+
+def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Sampled:
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None]) - total
+    top = logits.topk(num_top)
+    return Sampled(tokens, chosen[:, 0], top.indices, top.values - total)
+
+
+def _take(values: Tensor, rows: NDArray[np.intp]) -> Tensor:
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, to_device(rows, values.device))

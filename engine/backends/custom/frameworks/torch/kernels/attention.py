@@ -1,0 +1,54 @@
+"""The attention backends: how queries of a mixed batch meet keys and values in the paged cache.
+
+A backend plans once per step, on the host, from the step's arrays; the plan is then applied in
+every layer. Backends differ in speed only: all of them are tested against "reference".
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
+from engine.backends.custom.runtime.seam import BatchInputs
+from engine.core.errors import ConfigError
+
+
+class AttentionPlan(Protocol):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+        """One layer. q (T, N, H); k, v (T, K, H) are the step's own, already written to the cache.
+
+        cache is (num_blocks, block_size, 2, K, H), a key before its value. Gives (T, N, H).
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    def plan(self, inputs: BatchInputs, positions: Tensor) -> AttentionPlan:
+        """`positions` is inputs.positions as int64 on the device."""
+        ...
+
+
+class AttentionFactory(Protocol):
+    def __call__(
+        self, *, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> AttentionBackend: ...
+
+
+ATTENTION: dict[str, AttentionFactory] = {
+    "reference": ReferenceAttention,
+    "sdpa": SdpaAttention,
+}
+AUTO = "sdpa"
+
+
+def attention_backend(
+    name: str, *, block_size: int, window: int | None, dtype: torch.dtype
+) -> AttentionBackend:
+    chosen = AUTO if name == "auto" else name
+    if chosen not in ATTENTION:
+        raise ConfigError(
+            f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
+        )
+    return ATTENTION[chosen](block_size=block_size, window=window, dtype=dtype)

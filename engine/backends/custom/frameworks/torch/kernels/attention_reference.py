@@ -1,0 +1,51 @@
+"""Attention as its definition reads: one row at a time, scores written out. Slow and plain."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.runtime.seam import BatchInputs
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    inputs: BatchInputs
+    block_size: int
+    window: int | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        tables = to_device(self.inputs.block_tables, q.device)
+        starts = self.inputs.query_start
+        for row, length in enumerate(self.inputs.seq_lens):
+            tokens = slice(starts[row], starts[row + 1])
+            position = torch.arange(length, device=q.device)
+            blocks = tables[row, position // self.block_size].long()
+            offsets = position % self.block_size
+            keys, values = cache[blocks, offsets].unbind(1)  # (L, K, H) each
+            out[tokens] = self._row(q[tokens], keys, values, position)
+        return out
+
+    def _row(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        """q (T, N, H) are the last T of the L positions; keys, values (L, K, H)."""
+        group = q.shape[1] // keys.shape[1]
+        keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)
+        values = values.repeat_interleave(group, dim=1)
+        scores = torch.einsum("tnh,lnh->ntl", q.float(), keys.float()) * q.shape[-1] ** -0.5
+        distance = position[-q.shape[0] :, None] - position  # (T, L)
+        hidden = distance < 0
+        if self.window is not None:
+            hidden |= distance >= self.window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        return torch.einsum("ntl,lnh->tnh", weights, values.float()).to(q.dtype)
+
+
+class ReferenceAttention:
+    def __init__(self, *, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+        self._block_size = block_size
+        self._window = window
+
+    def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
+        return ReferencePlan(inputs, self._block_size, self._window)

@@ -1,0 +1,60 @@
+"""Self-attention but for attending, which is the step's: paged in serving, plain in training.
+
+Query and key heads lie side by side in the fused projection, so both are rotated by one operation.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rotate
+
+
+class Step(Protocol):
+    """What a forward pass is given besides its tokens."""
+
+    @property
+    def positions(self) -> Tensor:
+        """(T,) int64"""
+        ...
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """None: the model has no rotary embedding."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from q (T, N, H) to k, v (T, K, H) and whatever came before them: (T, N, H)."""
+        ...
+
+
+class Attention(nn.Module):
+    """`fused`: the checkpoint holds q, k and v as one matrix already."""
+
+    def __init__(self, config: ModelConfig, layer: int, fused: bool = False) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = () if fused else (("q", queries), ("k", keys), ("v", keys))
+        self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.qkv_bias, parts)
+        self.o = Linear(queries, config.hidden_size, config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)  # (T, N + K, H), (T, K, H)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((heads, kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        if step.rotation is not None:
+            qk = rotate(qk, step.rotation)
+        q, k = qk.split((heads, kv_heads), dim=1)  # (T, N, H), (T, K, H)
+        return self.o(step.attend(self.layer, q, k, v).flatten(1))

@@ -1,0 +1,64 @@
+"""Matrix layers. Fused ones (q, k, v; gate, up) are one matrix whose row ranges are loaded by name.
+
+Parameters are created empty, never initialised: a model is allocated in its final dtype and filled
+from a checkpoint. `pack_linears` is a transform of a finished model, so models know nothing of it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. `parts` names row ranges that checkpoints store as separate matrices."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        parts: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        super().__init__()
+        assert not parts or sum(size for _, size in parts) == out_features, (parts, out_features)
+        self.parts = parts
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PackedLinear(nn.Module):
+    """A `Linear` whose weight lies in oneDNN's blocked layout: half the time in bfloat16.
+
+    Inference only, on the CPU only; the packed tensor cannot be read back or trained.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Packing pays in bfloat16; in float32 the unpacked matrix is faster for a single row."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every `Linear` below `module`; each plain copy goes before the next pack comes."""
+    for name, child in module.named_children():
+        if isinstance(child, Linear):
+            setattr(module, name, PackedLinear(child.weight, child.bias))
+        else:
+            pack_linears(child)

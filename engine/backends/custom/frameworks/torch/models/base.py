@@ -1,0 +1,107 @@
+"""What every decoder shares: tables at both ends, a list of blocks, and its two uses.
+
+Serving calls `forward` with a step that reads and writes the paged cache; parity tests and training
+call `forward_sequence`, which is plain differentiable PyTorch over the same modules.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.layers.attention import Step
+from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """A whole sequence at once, attending to itself only."""
+
+    positions: Tensor  # (T,)
+    rotation: Rotation | None
+    visible: Tensor  # (T, T) bool: which keys each query sees
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, N or K, T, H)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+class PreNormBlock(nn.Module):
+    """One layer: attention, then feed-forward, each on a normalised copy of the stream."""
+
+    def __init__(
+        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = attn_norm, attn
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), step)  # (T, D)
+        return x + self.mlp(self.mlp_norm(x))  # (T, D)
+
+
+class Decoder(nn.Module):
+    """Subclasses set `layers` and `norm`; names of parameters are the names of weights."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = rotary
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def embed_tokens(self, token_ids: Tensor, step: Step) -> Tensor:
+        return self.embed(token_ids)  # (T, D)
+
+    def forward(self, token_ids: Tensor, step: Step) -> Tensor:
+        """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
+        x = self.embed_tokens(token_ids, step)
+        for block in self.layers:
+            x = block(x, step)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(R, D) -> (R, V) float32"""
+        return self.head(self.norm(x)).to(torch.float32)
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        if self.rotary is None:
+            return None
+        return self.rotary.rotation(positions, self.embed.weight.dtype)
+
+    @overload
+    def forward_sequence(self, token_ids: Tensor) -> Tensor: ...
+    @overload
+    def forward_sequence(
+        self, token_ids: Tensor, with_states: Literal[True]
+    ) -> tuple[Tensor, list[Tensor]]: ...
+    def forward_sequence(
+        self, token_ids: Tensor, with_states: bool = False
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Logits (T, V) of one sequence (T,); on request also the states after each block."""
+        step = self._sequence_step(token_ids)
+        states = [self.embed_tokens(token_ids, step)]
+        for block in self.layers:
+            states.append(block(states[-1], step))
+        logits = self.logits(states[-1])
+        return (logits, states) if with_states else logits
+
+    def _sequence_step(self, token_ids: Tensor) -> SequenceStep:
+        positions = torch.arange(len(token_ids), device=token_ids.device)
+        distance = positions[:, None] - positions
+        visible = distance >= 0
+        if self.config.sliding_window is not None:
+            visible &= distance < self.config.sliding_window
+        return SequenceStep(positions, self.rotation(positions), visible)

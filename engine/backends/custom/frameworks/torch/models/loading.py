@@ -1,0 +1,108 @@
+"""Builds a family's model and fills it from a checkpoint, one tensor at a time.
+
+Parameters are allocated empty in their final dtype and place; each weight is decoded, cast into its
+parameter (or its rows of a fused one) and dropped, so the peak is the model plus one float32
+tensor.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
+from engine.backends.custom.frameworks.torch.models.llama import Llama
+from engine.backends.custom.frameworks.torch.models.qwen2 import Qwen2
+from engine.backends.custom.frameworks.torch.models.qwen3 import Qwen3
+from engine.core.errors import ModelFormatError
+
+MODELS: dict[str, type[Decoder]] = {"gpt2": GPT2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
+ROPE_FACTORS = "rope.factors"
+
+
+class Weight(Protocol):
+    def numpy(self) -> NDArray[np.float32]:
+        """The decoded tensor, (out, in) for a matrix."""
+        ...
+
+
+def build_model(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    max_seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
+    if config.family not in MODELS:
+        raise ModelFormatError(
+            f"the torch framework has no model for family '{config.family}'; "
+            f"it has {', '.join(sorted(MODELS))}"
+        )
+    rotary = None
+    if config.rope is not None:
+        factors = weights.get(ROPE_FACTORS)
+        rotary = Rotary(
+            config.rope, max_seq_len, device, None if factors is None else _tensor(factors)
+        )
+    with _factory_defaults(device, dtype):
+        model = MODELS[config.family](config, rotary)
+    _fill(model, weights)
+    return model
+
+
+@contextmanager
+def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _fill(model: Decoder, weights: Mapping[str, Weight]) -> None:
+    places = dict(_places(model))
+    unknown = sorted(weights.keys() - places.keys() - {ROPE_FACTORS})
+    missing = sorted(places.keys() - weights.keys())
+    if unknown or missing:
+        raise ModelFormatError(
+            f"the checkpoint does not fit family '{model.config.family}': "
+            f"missing weights {missing[:4]}, unexpected weights {unknown[:4]}"
+        )
+    for name, place in places.items():
+        value = _tensor(weights[name])
+        if value.shape != place.shape:
+            raise ModelFormatError(
+                f"weight '{name}' has shape {tuple(value.shape)}, "
+                f"the model's configuration says {tuple(place.shape)}"
+            )
+        with torch.no_grad():
+            place.copy_(value)
+
+
+def _places(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Weight name -> where its values go: a parameter, or the rows of one that fuses several."""
+    for name, parameter in model.named_parameters():  # a tied head is not listed twice
+        path, _, kind = name.rpartition(".")
+        module = model.get_submodule(path)
+        if not isinstance(module, Linear) or not module.parts:
+            yield name, parameter
+            continue
+        start, parent = 0, path.rpartition(".")[0]
+        for part, size in module.parts:
+            yield f"{parent}.{part}.{kind}", parameter.detach()[start : start + size]
+            start += size
+
+
+def _tensor(weight: Weight) -> Tensor:
+    values = weight.numpy()
+    return torch.from_numpy(values if values.flags.writeable else values.copy())

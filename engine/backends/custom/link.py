@@ -1,0 +1,182 @@
+"""The frontend's hold on its engine: open requests, readiness, restarts.
+
+When the engine dies, every open request ends with an error at once, new ones are refused, and the
+engine is started again after a growing pause; after too many deaths in a row it stays down and says
+so.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.backends.custom.runtime.client import EngineClient, OnExit, OnMessage
+from engine.backends.process import RestartPolicy
+from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
+from engine.core.interfaces.request import (
+    Abort,
+    Control,
+    ControlReply,
+    Deltas,
+    EngineStats,
+    Fatal,
+    FromEngine,
+    GenerateRequest,
+    Ready,
+    Stats,
+    TokenDelta,
+)
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 10.0
+
+
+class Receiver(Protocol):
+    """Where a request's deltas go."""
+
+    def deliver(self, item: TokenDelta | EngineError) -> None: ...
+
+
+ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
+
+
+class EngineLink:
+    """One engine at a time, made anew by `make_client` after each death."""
+
+    def __init__(self, make_client: ClientFactory, restarts: RestartPolicy) -> None:
+        self._make_client = make_client
+        self._restarts = restarts
+        self._client: EngineClient | None = None
+        self._receivers: dict[str, Receiver] = {}
+        self._replies: dict[int, asyncio.Future[ControlReply]] = {}
+        self._num_controls = 0
+        self._became_ready = asyncio.Event()
+        self._fatal: EngineError | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.ready: Ready | None = None
+        self.stats: EngineStats | None = None
+        self.num_restarts = 0
+
+    async def start(self) -> Ready:
+        """Start the engine and wait until it has loaded. Raises what kept it from loading."""
+        await self._launch()
+        await self._became_ready.wait()
+        if self.ready is None:
+            raise self._fatal or ModelError("The engine ended while loading; its log says why.")
+        return self.ready
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+        self._fail_open(UnavailableError("The server is shutting down."))
+        if self._client is not None:
+            await self._client.stop()
+        self.ready = None
+
+    def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
+        if self.ready is None or self._client is None:
+            raise UnavailableError(self.detail, retry_after=2.0)
+        self._client.send(request)
+        self._receivers[request.request_id] = receiver
+
+    def forget(self, request_id: str, choice: int | None) -> None:
+        """Tell the engine to drop a request, or one choice of it. Never raises."""
+        if choice is None:
+            self._receivers.pop(request_id, None)
+        if self.ready is not None and self._client is not None:
+            try:
+                self._client.send(Abort(request_id, choice))
+            except EngineError as error:
+                log.debug("nothing to abort: %s", error)
+
+    def done(self, request_id: str) -> None:
+        """The request has ended by itself."""
+        self._receivers.pop(request_id, None)
+
+    async def flush_cache(self) -> ControlReply:
+        """Make the engine forget every prefix that no running request uses."""
+        if self.ready is None or self._client is None:
+            raise UnavailableError(self.detail, retry_after=2.0)
+        self._num_controls += 1
+        reply: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._replies[self._num_controls] = reply
+        self._client.send(Control(self._num_controls, "flush_cache"))
+        return await asyncio.wait_for(reply, CONTROL_TIMEOUT_S)
+
+    @property
+    def detail(self) -> str:
+        """The state in words, for health reports and refusals."""
+        if self.ready is not None:
+            return "ready"
+        if self._fatal is not None:
+            return f"The engine is down: {self._fatal.message}"
+        return "The engine is loading."
+
+    @property
+    def pid(self) -> int | None:
+        return self._client.pid if self._client is not None else None
+
+    def stalled_s(self) -> float | None:
+        return self._client.stalled_s() if self._client is not None else None
+
+    async def _launch(self) -> None:
+        self._client = self._make_client(self._on_message, self._on_exit)
+        await self._client.start()
+
+    def _on_message(self, message: FromEngine) -> None:
+        if isinstance(message, Deltas):
+            for delta in message.deltas:
+                receiver = self._receivers.get(delta.request_id)
+                if receiver is not None:
+                    receiver.deliver(delta)
+        elif isinstance(message, Stats):
+            self.stats = message.stats
+        elif isinstance(message, Ready):
+            self.ready, self._fatal = message, None
+            self._became_ready.set()
+        elif isinstance(message, ControlReply):
+            reply = self._replies.pop(message.control_id, None)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+        elif isinstance(message, Fatal):
+            self._fatal = error_from_code(message.code, message.message)
+            self._on_down(self._fatal)
+
+    def _on_exit(self, status: int) -> None:
+        """The engine process ended without being asked to."""
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+        log.error("the engine process ended: %s", cause)
+        was_ready = self.ready is not None
+        self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
+        if self._stopping or not (was_ready or self.num_restarts):
+            return  # it never loaded: starting it again would end the same way
+        delay = self._restarts.delay_after_death()
+        if delay is None:
+            self._fatal = ModelError("it died too often and is not started again")
+            log.critical("the engine died too often; it stays down")
+            return
+        self._restarting = asyncio.get_running_loop().create_task(self._restart(delay))
+
+    async def _restart(self, delay: float) -> None:
+        log.warning("starting the engine again in %.1f s", delay)
+        await asyncio.sleep(delay)
+        self.num_restarts += 1
+        await self._launch()
+
+    def _on_down(self, error: EngineError) -> None:
+        self.ready = None
+        self.stats = None
+        self._fail_open(error)
+        self._became_ready.set()
+
+    def _fail_open(self, error: EngineError) -> None:
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.deliver(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        self._replies.clear()

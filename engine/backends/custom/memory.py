@@ -1,0 +1,112 @@
+"""Plans an engine's memory before anything is loaded: weights, KV blocks, batch and context.
+
+Too little memory shrinks the cache, then the batch, then the context, each with a line that says
+so. When not even a short context fits, loading is refused with what would fit.
+"""
+
+from dataclasses import dataclass
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.options import EngineOptions
+from engine.core.errors import ResourceError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIB = 1024 * 1024
+# Of the memory that is left beside the weights, what the KV pool takes when nobody says.
+POOL_SHARE = 0.5
+# Activations, logits and the interpreter.
+WORKSPACE_BYTES = 256 * MIB
+MIN_CONTEXT = 128
+MIN_TOKENS_PER_SLOT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory is spent; `notes` are sentences for the user about what was cut."""
+
+    weight_bytes: int
+    pool_bytes: int
+    num_blocks: int  # counts the null block
+    max_slots: int
+    max_seq_len: int
+    bytes_per_token: int
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The plan as text, one line per fact."""
+        block_size = self.pool_bytes // self.num_blocks // self.bytes_per_token
+        tokens = (self.num_blocks - 1) * block_size
+        return [
+            f"weights {self.weight_bytes / MIB:,.0f} MiB",
+            f"KV cache {self.pool_bytes / MIB:,.0f} MiB: {self.num_blocks - 1:,} blocks, "
+            f"{tokens:,} tokens at {self.bytes_per_token:,} bytes",
+            f"batch {self.max_slots} sequences, context {self.max_seq_len:,} tokens",
+            *self.notes,
+        ]
+
+
+def plan_memory(
+    config: ModelConfig, options: EngineOptions, dtype: str, available_bytes: int
+) -> MemoryPlan:
+    """Divide `available_bytes` of the device's memory. Raises `ResourceError` if nothing useful
+    fits.
+    """
+    value_bytes = DTYPE_BYTES[dtype]
+    weight_bytes = config.num_params * value_bytes
+    token_bytes = config.kv_bytes_per_token(value_bytes)
+    notes: list[str] = []
+    room = available_bytes - weight_bytes - WORKSPACE_BYTES
+    if room < MIN_CONTEXT * token_bytes:
+        raise ResourceError(_refusal(config, weight_bytes, token_bytes, available_bytes, dtype))
+    max_seq_len = min(options.max_seq_len or config.max_position, config.max_position)
+    if options.max_seq_len and options.max_seq_len > config.max_position:
+        notes.append(
+            f"context is {config.max_position:,}, the model's own: "
+            f"{options.max_seq_len:,} asked for is more than it was made for"
+        )
+    wanted = options.max_slots * max_seq_len * token_bytes
+    pool_bytes = options.pool_bytes or min(wanted, int(room * POOL_SHARE))
+    if pool_bytes > room:
+        notes.append(
+            f"KV cache is {room / MIB:,.0f} MiB instead of {pool_bytes / MIB:,.0f} MiB: "
+            "no more memory is free"
+        )
+        pool_bytes = room
+    block_bytes = token_bytes * options.block_size
+    num_blocks = max(2, pool_bytes // block_bytes)
+    capacity = (num_blocks - 1) * options.block_size
+    max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
+    if max_slots < options.max_slots:
+        notes.append(
+            f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
+            f"{capacity:,} tokens"
+        )
+    if capacity < max_seq_len:
+        notes.append(
+            f"context is {capacity:,} instead of {max_seq_len:,} tokens: that is the whole KV cache"
+        )
+        max_seq_len = capacity
+    return MemoryPlan(
+        weight_bytes=weight_bytes,
+        pool_bytes=num_blocks * block_bytes,
+        num_blocks=num_blocks,
+        max_slots=max_slots,
+        max_seq_len=max_seq_len,
+        bytes_per_token=token_bytes,
+        notes=tuple(notes),
+    )
+
+
+def _refusal(
+    config: ModelConfig, weight_bytes: int, token_bytes: int, available: int, dtype: str
+) -> str:
+    needed = weight_bytes + WORKSPACE_BYTES + MIN_CONTEXT * token_bytes
+    message = (
+        f"the model needs {needed / MIB:,.0f} MiB as {dtype} "
+        f"and {available / MIB:,.0f} MiB are free"
+    )
+    halved = (weight_bytes + MIN_CONTEXT * token_bytes) // 2 + WORKSPACE_BYTES
+    if dtype == "float32" and halved <= available:
+        return f"{message}; it would fit with --dtype bfloat16 ({halved / MIB:,.0f} MiB)"
+    fits = max(0, available - WORKSPACE_BYTES) // DTYPE_BYTES[dtype]
+    return f"{message}; a model of up to {fits / 1e6:,.0f} M parameters would fit"

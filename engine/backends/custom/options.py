@@ -1,0 +1,30 @@
+"""Everything that an engine is told at its start; it crosses a process boundary as bytes."""
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to load and how much of the machine it may take. None: planned from what is there."""
+
+    model_path: str
+    framework: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_seq_len: int | None = None
+    use_mmap: bool = True
+    threads: int | None = None
+    attention: str = "auto"
+    max_slots: int = 64
+    max_batch_tokens: int = 2048
+    max_queued: int = 1024
+    pool_bytes: int | None = None
+    block_size: int = 16
+    cache_enabled: bool = True
+    cache_bytes: int | None = None
+    cache_max_sequences: int | None = None
+    cache_ttl_s: float | None = None
+    eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    log_level: str = "warning"
+    log_format: str = "pretty"

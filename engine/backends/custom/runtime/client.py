@@ -1,0 +1,196 @@
+"""How a frontend holds an engine: the same messages, whether it runs in a thread or in a process.
+
+`InlineClient` runs the loop in a thread of this process; `ProcessClient` starts a child and speaks
+frames with it over a private socket. Either way `on_message` is called on the frontend's event
+loop, in order.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from engine.backends.custom.runtime.heartbeat import Heartbeat, heartbeat_file
+from engine.backends.custom.runtime.transport import RECEIVE_BYTES, FrameDecoder, encode_frame
+from engine.backends.process import ChildProcess
+from engine.core.errors import EngineError, UnavailableError
+from engine.core.interfaces.request import Fatal, FromEngine, Stop, ToEngine
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+OnMessage = Callable[[FromEngine], None]
+OnExit = Callable[[int], None]
+
+
+class EngineClient(Protocol):
+    """A running engine. `start` returns at once; a `Ready` or `Fatal` message tells how it went."""
+
+    async def start(self) -> None: ...
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message for the engine. Raises `UnavailableError` when the engine is gone."""
+        ...
+
+    def stalled_s(self) -> float | None: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    async def stop(self) -> None: ...
+
+
+class QueueChannel:
+    """The engine's end of an inline client."""
+
+    def __init__(self, deliver: OnMessage) -> None:
+        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._deliver = deliver
+
+    def poll(self, timeout_s: float) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        with contextlib.suppress(queue.Empty):
+            if timeout_s > 0:
+                messages.append(self.inbox.get(timeout=timeout_s))
+            while True:
+                messages.append(self.inbox.get_nowait())
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._deliver(message)
+
+
+class InlineClient:
+    """The engine in a thread: for embedding and tests. `module` has a `run_engine` function."""
+
+    def __init__(self, module: str, options: msgspec.Struct, on_message: OnMessage) -> None:
+        self._module = module
+        self._options = options
+        self._on_message = on_message
+        self._file = heartbeat_file()
+        self._heartbeat = Heartbeat(self._file.fileno())
+        self._channel: QueueChannel | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def deliver(message: FromEngine) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+                loop.call_soon_threadsafe(self._on_message, message)
+
+        self._channel = QueueChannel(deliver)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToEngine) -> None:
+        if self._channel is None or self._thread is None or not self._thread.is_alive():
+            raise UnavailableError("The engine is not running.")
+        self._channel.inbox.put(message)
+
+    def stalled_s(self) -> float | None:
+        return self._heartbeat.stalled_s()
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def stop(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self.send(Stop())
+            await asyncio.to_thread(self._thread.join, STOP_GRACE_S)
+
+    def _run(self) -> None:
+        assert self._channel is not None
+        try:
+            run_engine = importlib.import_module(self._module).run_engine
+            run_engine(self._options, self._channel, self._heartbeat.beat)
+        except EngineError as error:
+            self._channel.send(Fatal(error.error_code, error.message))
+        except Exception:
+            log.exception("the engine failed")
+            self._channel.send(Fatal("INTERNAL_ERROR", "The engine failed; its log says why."))
+
+
+class ProcessClient:
+    """The engine in a child process, which can be killed at any moment without harm to this one.
+
+    `on_exit` is called once, on the event loop, when the child is gone without having been asked to
+    stop.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        options: msgspec.Struct,
+        on_message: OnMessage,
+        on_exit: OnExit,
+    ) -> None:
+        self._module = module
+        self._options = options
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._file = heartbeat_file()
+        self._heartbeat = Heartbeat(self._file.fileno())
+        self._child: ChildProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argv = [sys.executable, "-m", self._module, str(theirs.fileno())]
+            argv += [str(self._file.fileno()), str(os.getpid())]
+            self._child = ChildProcess(argv, (theirs.fileno(), self._file.fileno()))
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(encode_frame(self._options))
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def send(self, message: ToEngine) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise UnavailableError("The engine is restarting; try again.", retry_after=1.0)
+        self._writer.write(encode_frame(message))
+
+    def stalled_s(self) -> float | None:
+        return self._heartbeat.stalled_s()
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None, "the engine process was never started"
+        return self._child.pid
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._child is None:
+            return
+        with contextlib.suppress(UnavailableError):
+            self.send(Stop())
+        await self._child.stop(STOP_GRACE_S)
+        if self._reading is not None:
+            await self._reading
+        self._file.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Deliver messages until the child's end closes, then see how it ended."""
+        frames: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        try:
+            while data := await reader.read(RECEIVE_BYTES):
+                for message in frames.feed(data):
+                    self._on_message(message)
+        except (ConnectionError, msgspec.DecodeError, EngineError):
+            log.exception("the connection to the engine broke")
+        assert self._child is not None and self._writer is not None
+        self._writer.close()
+        status = await self._child.stop(STOP_GRACE_S)
+        if not self._stopping:
+            self._on_exit(status)

@@ -1,0 +1,128 @@
+"""Opening files that nobody vouches for: which may be read, and how their bytes are held.
+
+Weights are accepted as safetensors and GGUF only. Formats that can carry code are refused by name
+and by their first bytes, so that renaming one does not help.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.errors import ModelError, ModelFormatError
+
+CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".h5")
+_MAX_JSON_BYTES = 16 * 1024 * 1024
+
+
+class FileBytes:
+    """The bytes of one file, mapped or read up front. Views stay valid after `close`.
+
+    Closing only lets go: the mapping disappears with the last view of it, never under one.
+    """
+
+    def __init__(self, path: Path, *, use_mmap: bool) -> None:
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size == 0:
+                    raise ModelFormatError(f"{path.name}: the file is empty")
+                self.buffer: mmap.mmap | bytes | None = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    if use_mmap
+                    else file.read()
+                )
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        self.path = path
+        self.size = len(self.buffer)
+
+    def view(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
+        """A read-only window; no byte is touched."""
+        if self.buffer is None:
+            raise ModelError(f"{self.path.name} has been closed; open the model again")
+        return np.frombuffer(self.buffer, np.uint8, num_bytes, start)
+
+    def close(self) -> None:
+        self.buffer = None
+
+
+def refuse_code_formats(path: Path, head: bytes) -> None:
+    """Fail when a name or the first bytes are those of a format that can carry code."""
+    if path.suffix.lower() in CODE_SUFFIXES:
+        raise ModelFormatError(
+            f"{path.name}: {path.suffix} files can carry code and are never loaded; "
+            "convert the model to safetensors or GGUF"
+        )
+    found = None
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        found = "a zip archive (as torch.save writes)"
+    # A safetensors file may begin so too, with its header's length; from byte 3 on it has zeros.
+    elif head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        found = "a pickle" if any(head[3:8]) else None
+    elif head[:6] == b"\x93NUMPY":
+        found = "a numpy array file"
+    elif head[:4] == b"\x89HDF":
+        found = "an HDF5 file"
+    if found:
+        raise ModelFormatError(
+            f"{path.name}: the content is {found}, whatever the name says; "
+            "it is never loaded, convert the model to safetensors or GGUF"
+        )
+
+
+def member(directory: Path, name: str) -> Path:
+    """The file called `name` inside a model directory.
+
+    `name` must be a plain file name. A link may lead elsewhere inside the directory or, as in the
+    hub's cache (`snapshots/REVISION/file -> ../../blobs/HASH`), into the blobs folder beside it.
+    """
+    if not name or name in (".", "..") or set(name) & set("/\\\0:"):
+        raise ModelFormatError(f"'{name}' is not a plain file name inside {directory.name}")
+    path = directory / name
+    home = directory.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(folder) for folder in allowed):
+        raise ModelFormatError(
+            f"{directory.name}/{name} is a link out of the model directory; copy the file there"
+        )
+    return path
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without repeated keys; anything else is an error that names `where`."""
+
+    def unique(pairs: list[tuple[Hashable, Any]]) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise ValueError(f"key '{key}' appears more than once")
+            result[key] = value
+        return result
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ModelFormatError(f"{where}: must be a JSON object")
+    return parsed
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    path = member(directory, name)
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ModelFormatError(f"{name}: {size} bytes is more than any model's {name} needs")
+        return parse_json(path.read_bytes(), name)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,0 +1,260 @@
+"""A model on disk, understood: its config and each weight under our name, all of it checked.
+
+Nothing is allocated from a number in a file before that number agreed with the tensors found. What
+a model directory says about code (`auto_map` and the like) is never looked at.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import (
+    Architecture,
+    ModelConfig,
+    Reader,
+    TensorSpec,
+    Transform,
+)
+from engine.backends.custom.architectures.rope import with_factors
+from engine.backends.custom.weights.files import (
+    CODE_SUFFIXES,
+    member,
+    read_json,
+    refuse_code_formats,
+)
+from engine.backends.custom.weights.gguf import open_gguf, part_names
+from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
+from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
+from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
+from engine.core.errors import ModelError, ModelFormatError
+from engine.core.registry.model_registry import architecture_for_gguf, architecture_for_hf
+
+CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+
+# Buffers that old checkpoints carry along and no model needs: rotary tables, causal masks.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_SAMPLED_BLOCKS = 8
+_NAMED_IN_ERRORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of the model: where it is stored and how it becomes ours."""
+
+    spec: TensorSpec
+    tensor: LazyTensor
+    transform: Transform
+    head_dim: int
+
+    def row_order(self) -> NDArray[np.intp] | None:
+        """Which stored row each of our rows is; None when they are in the same order."""
+        if self.transform not in ("unpermute_q", "unpermute_k"):
+            return None
+        # Stored heads interleave their rotary pairs (0, H/2, 1, H/2 + 1, ...); ours keep halves.
+        stored = np.arange(self.spec.shape[0]).reshape(-1, self.head_dim // 2, 2)
+        return stored.swapaxes(1, 2).reshape(-1)
+
+    def numpy(self) -> NDArray[np.float32]:
+        """The values in our layout, as a fresh contiguous array."""
+        values = self.tensor.numpy()
+        order = self.row_order()
+        if order is not None:
+            return values[order]
+        return np.ascontiguousarray(values.T) if self.transform == "transpose" else values
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """An opened model. `metadata` is the GGUF metadata or the content of config.json."""
+
+    path: Path
+    config: ModelConfig
+    checkpoint: Checkpoint
+    weights: Mapping[str, Weight]
+    metadata: Mapping[str, Any]
+
+    @property
+    def quantization(self) -> str | None:
+        """The storage type of most bytes, unless that is a plain float."""
+        sizes: dict[str, int] = {}
+        for tensor in self.checkpoint.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        most = max(sizes, key=lambda dtype: sizes[dtype])
+        return most if most in TRAITS and TRAITS[most].quantized else None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def open_model(path: Path, *, use_mmap: bool = True) -> ModelSource:
+    """Open a .gguf file, a directory with config.json and safetensors, or one with one GGUF."""
+    if path.is_dir():
+        if any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
+            return _open_hf(path, use_mmap)
+        return _open_gguf(_only_gguf(path), use_mmap)
+    if not path.exists():
+        raise ModelError(f"there is no model at {path}")
+    refuse_code_formats(path, b"")
+    if path.suffix == ".safetensors":
+        raise ModelFormatError(
+            f"{path.name} lacks a config; give the directory that holds it and its {CONFIG_NAME}"
+        )
+    return _open_gguf(path, use_mmap)
+
+
+def _only_gguf(directory: Path) -> Path:
+    names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
+    sets = {part_names(name) for name in names}
+    if len(sets) == 1:
+        return member(directory, names[0])
+    if sets:
+        shown = ", ".join(sorted(parts[0] for parts in sets)[:_NAMED_IN_ERRORS])
+        raise ModelFormatError(
+            f"{directory.name} holds {len(sets)} GGUF models ({shown}, ...); name the file to load"
+        )
+    coded = sorted(e.name for e in directory.iterdir() if e.suffix.lower() in CODE_SUFFIXES)
+    if coded:
+        raise ModelFormatError(
+            f"{directory.name} holds weights only as {coded[0]}, a format that can carry code and "
+            "is never loaded; convert the model to safetensors or GGUF"
+        )
+    raise ModelError(f"{directory} holds no model: neither {SINGLE_NAME} nor a .gguf file")
+
+
+def _open_hf(directory: Path, use_mmap: bool) -> ModelSource:
+    metadata = read_json(directory, CONFIG_NAME)
+    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
+    if not all(isinstance(name, str) for name in names):
+        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
+    family: Architecture = architecture_for_hf(names)
+    # What generation stops at is stated best by the generation config, where there is one.
+    stated = dict(metadata)
+    if (directory / GENERATION_CONFIG_NAME).exists():
+        eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
+        stated["eos_token_id"] = metadata.get("eos_token_id") if eos is None else eos
+    config = family.config_from_hf(stated)
+    checkpoint = open_safetensors(directory, use_mmap)
+    weights = _resolve(directory.name, family, config, checkpoint)
+    return ModelSource(directory, config, checkpoint, weights, metadata)
+
+
+def _open_gguf(path: Path, use_mmap: bool) -> ModelSource:
+    checkpoint = open_gguf(path, use_mmap)
+    metadata = checkpoint.metadata
+    name = Reader(metadata, path.name).read(str, "general.architecture")
+    family: Architecture = architecture_for_gguf(name)
+    config = _settle(family.config_from_gguf(metadata), family, checkpoint)
+    _check_vocabulary(path.name, config, metadata)
+    weights = _resolve(path.name, family, config, checkpoint)
+    return ModelSource(path, config, checkpoint, weights, metadata)
+
+
+def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
+    """Decide by the tensors found what GGUF metadata does not say: tied head, biases, factors."""
+    widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
+    found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
+    settled = replace(
+        config,
+        tie_embeddings="head.weight" not in found,
+        qkv_bias=config.qkv_bias or "layers.0.attn.q.bias" in found,
+        out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
+        mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
+    )
+    return with_factors(settled) if "rope.factors" in found else settled
+
+
+def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
+    """Each of the tokenizer's columns must have one entry per embedding row."""
+    for key in ("tokens", "scores", "token_type"):
+        column = metadata.get(f"tokenizer.ggml.{key}")
+        if column is None:
+            continue
+        if not isinstance(column, list | np.ndarray) or len(column) != config.vocab_size:
+            count = len(column) if isinstance(column, list | np.ndarray) else "no"
+            raise ModelFormatError(
+                f"{where}: tokenizer.ggml.{key} has {count} entries for a vocabulary of "
+                f"{config.vocab_size}"
+            )
+
+
+def _resolve(
+    where: str, family: Architecture, config: ModelConfig, checkpoint: Checkpoint
+) -> dict[str, Weight]:
+    """Find, check and name every weight; refuse a checkpoint with too few or too many tensors."""
+    weights: dict[str, Weight] = {}
+    missing: list[str] = []
+    for spec in family.tensors(config):
+        tensor = _find(spec, checkpoint)
+        if tensor is None:
+            if not spec.optional:
+                missing.append(spec.name)
+            continue
+        transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
+        weights[spec.name] = Weight(spec, tensor, transform, config.head_dim)
+    if missing:
+        raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
+    for weight in weights.values():
+        _check_weight(where, weight)
+    # A checkpoint with a tied head may store it twice.
+    specs = family.tensors(replace(config, tie_embeddings=False))
+    known = {tensor.name for spec in specs if (tensor := _find(spec, checkpoint)) is not None}
+    extra = [
+        name
+        for name in checkpoint.tensors
+        if name not in known and not name.endswith(_IGNORED_SUFFIXES)
+    ]
+    if extra:
+        raise ModelFormatError(
+            f"{where}: a {config.family} model of {config.num_layers} layers has no place for "
+            f"these tensors: {_some(extra)}"
+        )
+    return weights
+
+
+def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
+    """The stored tensor. Checkpoints of a bare Hugging Face model lack the first name component."""
+    if checkpoint.format == "gguf":
+        return None if spec.gguf is None else checkpoint.tensors.get(spec.gguf)
+    if spec.hf is None:
+        return None
+    bare = spec.hf.partition(".")[2]
+    return checkpoint.tensors.get(spec.hf) or checkpoint.tensors.get(bare)
+
+
+def _check_weight(where: str, weight: Weight) -> None:
+    """Shape, storage type, and that a few blocks spread over the tensor decode to finite values."""
+    tensor, spec = weight.tensor, weight.spec
+    expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
+    if tensor.shape != expected:
+        raise ModelFormatError(
+            f"{where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+            f"the config asks for {list(expected)}"
+        )
+    if tensor.dtype not in TRAITS:
+        raise ModelFormatError(
+            f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
+            f"(supported: {', '.join(TRAITS)})"
+        )
+    traits = traits_of(tensor.dtype)
+    blocks = tensor.raw().reshape(-1, traits.block_bytes)
+    sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
+    values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
+    if not np.isfinite(values).all():
+        raise ModelFormatError(
+            f"{where}: tensor '{tensor.name}' holds NaN or infinite values; the file is damaged"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    rest = len(listed) - _NAMED_IN_ERRORS
+    return ", ".join(listed[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,152 @@
+"""GGUF storage types: how many values a block holds, in how many bytes, and what they are.
+
+The table is the one place that knows a type. A decoder fills (n, block_elems) floats from
+(n, block_bytes) bytes; `dequantize` feeds it chunks that stay in the processor's cache. Results are
+the same to the last bit as the reference formulas in float32, in their order of operations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.weights import kquants
+from engine.core.errors import ModelFormatError
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+# Values decoded at a time: half a megabyte of output, inside a second-level cache.
+_CHUNK_VALUES = 128 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QuantTraits:
+    """One storage type. `type_id` is its number in GGUF files."""
+
+    name: str
+    type_id: int
+    block_elems: int
+    block_bytes: int
+    decode: Callable[[Bytes, Floats], None]
+
+    @property
+    def quantized(self) -> bool:
+        return self.block_elems > 1
+
+    def num_bytes(self, num_values: int) -> int:
+        return num_values // self.block_elems * self.block_bytes
+
+
+def traits_of(name: str) -> QuantTraits:
+    try:
+        return TRAITS[name]
+    except KeyError:
+        raise ModelFormatError(
+            f"storage type '{name}' is not supported (supported: {', '.join(TRAITS)})"
+        ) from None
+
+
+def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
+    """Decode the flat bytes of a whole tensor into a fresh, writable array of `shape`."""
+    traits = traits_of(name)
+    num_values = prod(shape)
+    if num_values % traits.block_elems or raw.size != traits.num_bytes(num_values):
+        raise ModelFormatError(
+            f"{raw.size} bytes of {name} cannot be a tensor of shape {list(shape)}"
+        )
+    out = np.empty((num_values // traits.block_elems, traits.block_elems), np.float32)
+    blocks = raw.reshape(len(out), traits.block_bytes)
+    step = max(1, _CHUNK_VALUES // traits.block_elems)
+    # Hostile scales may be infinite; the caller checks for that, numpy need not warn.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, len(out), step):
+            traits.decode(blocks[start : start + step], out[start : start + step])
+    return out.reshape(shape)
+
+
+def _half(blocks: Bytes, offset: int) -> Floats:
+    """The float16 at `offset` of every block, as a column."""
+    return blocks[:, offset : offset + 2].view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Bytes, out: Floats) -> None:
+    """Low halves of the bytes first, then the high halves."""
+    half = packed.shape[1]
+    out[:, :half] = packed & 0x0F
+    out[:, half:] = packed >> 4
+
+
+def _f32(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks.view("<f4")
+
+
+def _f16(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks.view("<f2")
+
+
+def _bf16(blocks: Bytes, out: Floats) -> None:
+    """The upper half of a float32."""
+    np.left_shift(blocks.view("<u2"), 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _q4_0(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 2:], out)
+    out -= 8
+    out *= _half(blocks, 0)
+
+
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 4:], out)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """32 bits per block, each moved to where it extends a nibble."""
+    bits = np.unpackbits(np.ascontiguousarray(packed), axis=1, bitorder="little")
+    bits <<= 4
+    return bits
+
+
+def _q5_0(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 6:], out)
+    out += _fifth_bits(blocks[:, 2:6])
+    out -= 16
+    out *= _half(blocks, 0)
+
+
+def _q5_1(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 8:], out)
+    out += _fifth_bits(blocks[:, 4:8])
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes, out: Floats) -> None:
+    np.multiply(blocks[:, 2:].view(np.int8), _half(blocks, 0), out=out)
+
+
+TRAITS: dict[str, QuantTraits] = {
+    traits.name: traits
+    for traits in (
+        QuantTraits("F32", 0, 1, 4, _f32),
+        QuantTraits("F16", 1, 1, 2, _f16),
+        QuantTraits("BF16", 30, 1, 2, _bf16),
+        QuantTraits("Q4_0", 2, 32, 18, _q4_0),
+        QuantTraits("Q4_1", 3, 32, 20, _q4_1),
+        QuantTraits("Q5_0", 6, 32, 22, _q5_0),
+        QuantTraits("Q5_1", 7, 32, 24, _q5_1),
+        QuantTraits("Q8_0", 8, 32, 34, _q8_0),
+        QuantTraits("Q2_K", 10, 256, 84, kquants.decode_q2_k),
+        QuantTraits("Q3_K", 11, 256, 110, kquants.decode_q3_k),
+        QuantTraits("Q4_K", 12, 256, 144, kquants.decode_q4_k),
+        QuantTraits("Q5_K", 13, 256, 176, kquants.decode_q5_k),
+        QuantTraits("Q6_K", 14, 256, 210, kquants.decode_q6_k),
+        QuantTraits("IQ4_NL", 20, 32, 18, kquants.decode_iq4_nl),
+        QuantTraits("IQ4_XS", 23, 256, 136, kquants.decode_iq4_xs),
+    )
+}
+BY_TYPE_ID: dict[int, QuantTraits] = {traits.type_id: traits for traits in TRAITS.values()}

@@ -1,0 +1,135 @@
+"""The engine process: options in, a loaded model behind a socket out.
+
+It reads its options from the socket it was given, plans memory, loads the model, says that it is
+ready, and serves until its frontend stops it or is gone. `run_engine` is also what an embedded
+engine runs in a thread.
+"""
+
+import importlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.backends.custom.memory import MemoryPlan, plan_memory
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.batch import warm_up
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.heartbeat import Heartbeat
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import Channel, EngineLoop
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.transport import ConnectionClosedError, SocketChannel
+from engine.backends.custom.weights.model import open_model
+from engine.backends.process import die_with_parent
+from engine.core.errors import EngineError
+from engine.core.interfaces.request import Fatal, Ready, ToEngine
+from engine.core.observability.logging import setup_logging
+
+log = logging.getLogger(__name__)
+
+FRAMEWORKS = "engine.backends.custom.frameworks"
+OPTIONS_TIMEOUT_S = 30.0
+
+
+def load_runner(options: EngineOptions) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
+    """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
+    framework = importlib.import_module(f"{FRAMEWORKS}.{options.framework}.engine")
+    source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
+    device = framework.find_device(options.device, options.dtype)
+    plan = plan_memory(source.config, options, device.dtype, device.free_bytes)
+    for line in (f"{device.name}, {device.dtype}", *plan.lines()):
+        log.info("memory plan: %s", line)
+    config = RunnerConfig(
+        device=device.name,
+        dtype=device.dtype,
+        block_size=options.block_size,
+        num_blocks=plan.num_blocks,
+        max_slots=plan.max_slots,
+        max_seq_len=plan.max_seq_len,
+        num_threads=options.threads,
+        attention=options.attention,
+    )
+    return framework.build_runner(source, config), config, plan
+
+
+def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
+    pool = BlockPool(spec.num_blocks)
+    radix = RadixCache(pool, spec.block_size, options.eviction_policy, options.cache_ttl_s)
+    limit = options.cache_bytes
+    block_bytes = bytes_per_token * spec.block_size
+    kv = KVCache(
+        pool,
+        radix,
+        spec.block_size,
+        sharing=options.cache_enabled,
+        max_cached_blocks=limit // block_bytes if limit is not None else None,
+        max_cached_sequences=options.cache_max_sequences,
+    )
+    return Scheduler(kv, spec.max_slots, spec.max_seq_len)
+
+
+def run_engine(options: EngineOptions, channel: Channel, beat: Callable[[bool], None]) -> None:
+    """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
+    started_at = time.monotonic()
+    runner, config, plan = load_runner(options)
+    warm_up(runner)
+    spec = runner.spec
+    scheduler = build_scheduler(spec, options, plan.bytes_per_token)
+    budget = StepBudget(options.max_batch_tokens, spec.max_slots)
+    loop = EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat)
+    channel.send(
+        Ready(
+            max_seq_len=spec.max_seq_len,
+            num_blocks=spec.num_blocks - 1,
+            block_size=spec.block_size,
+            max_slots=spec.max_slots,
+            dtype=config.dtype,
+            device=config.device,
+            load_s=time.monotonic() - started_at,
+        )
+    )
+    loop.run()
+
+
+def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
+    """The engine process. Its exit status is 0 only when it was asked to stop."""
+    die_with_parent(parent_pid)
+    # The frontend decides when we end; a Ctrl-C in the terminal reaches it as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=socket_fd)
+    channel: SocketChannel[ToEngine] = SocketChannel(sock, ToEngine)
+    try:
+        options = _read_options(sock)
+        setup_logging(options.log_level, options.log_format)
+        run_engine(options, channel, Heartbeat(heartbeat_fd).beat)
+    except ConnectionClosedError:
+        return 0  # the frontend is gone, and so is our purpose
+    except EngineError as error:
+        channel.send(Fatal(error.error_code, error.message))
+        return 1
+    except Exception as error:
+        log.exception("the engine failed")
+        channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
+        return 1
+    return 0
+
+
+def _read_options(sock: socket.socket) -> EngineOptions:
+    """The first message of the frontend; nothing else is sent before `Ready`."""
+    frames: SocketChannel[EngineOptions] = SocketChannel(sock, EngineOptions)
+    deadline = time.monotonic() + OPTIONS_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for options in frames.poll(1.0):
+            return options
+    raise ConnectionClosedError("the frontend sent no options")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:4])))

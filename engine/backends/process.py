@@ -1,0 +1,88 @@
+"""A child process that its parent looks after: started in a group of its own, never left behind.
+
+A child dies with its parent (the kernel's death signal, and the closing of the pipe it reads), and
+is killed as a group. `RestartPolicy` says when to start it again and when to give up.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Called first thing in a child: the kernel kills it when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the parent ended before the child had started")
+
+
+class ChildProcess:
+    """One run of a child. A new run is a new object."""
+
+    def __init__(
+        self, argv: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str] | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            argv, pass_fds=pass_fds, env=env, start_new_session=True, stdin=subprocess.DEVNULL
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def wait(self) -> int:
+        """The exit status, once it has ended."""
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(0.02)
+        return status
+
+    async def stop(self, grace_s: float) -> int:
+        """Give it `grace_s` to end by itself, then kill its group."""
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self.wait(), grace_s)
+        self.kill()
+        return await self.wait()
+
+    def kill(self) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@dataclass
+class RestartPolicy:
+    """Capped exponential backoff with jitter; gives up after `max_deaths` within `window_s`."""
+
+    max_deaths: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    _deaths: deque[float] = field(default_factory=deque)
+
+    def delay_after_death(self) -> float | None:
+        """Seconds to wait before the next start; None: it dies too often, leave it."""
+        now = self.clock()
+        self._deaths.append(now)
+        while self._deaths and self._deaths[0] < now - self.window_s:
+            self._deaths.popleft()
+        if len(self._deaths) >= self.max_deaths:
+            return None
+        delay: float = self.first_delay_s * 2 ** (len(self._deaths) - 1)
+        return min(self.max_delay_s, delay) * random.uniform(0.8, 1.2)

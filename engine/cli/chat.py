@@ -1,0 +1,80 @@
+"""`engine chat`: a conversation in the terminal, with the model in this process or behind a URL."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.cli.console import DeviceOption, DtypeOption, ModelArgument, messages, output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.llm import LLM
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
+
+
+def chat(
+    model: ModelArgument = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens per answer.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 0.95,
+    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answers.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Talk with a model in the terminal."""
+    from engine.core.interfaces.request import SamplingParams
+    from engine.llm import DEFAULT_MODEL, LLM
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    overrides = {"model.device": device, "model.dtype": dtype}
+    settings = {key: value for key, value in overrides.items() if value is not None}
+    with messages().status("Loading the model ..."):
+        llm = LLM(model or DEFAULT_MODEL, settings=settings)
+    with llm:
+        console = output()
+        console.print(f"[bold]{llm.card.id}[/] is ready. {HELP}", highlight=False)
+        opening = [{"role": "system", "content": system}] if system else []
+        conversation = list(opening)
+        while (line := _read_line(console)) is not None:
+            if line == "/reset":
+                conversation = list(opening)
+                console.print("[dim]The conversation is forgotten.[/]")
+            elif line:
+                conversation.append({"role": "user", "content": line})
+                answer = _answer(console, llm, conversation, params)
+                conversation.append({"role": "assistant", "content": answer})
+
+
+def _read_line(console: "Console") -> str | None:
+    """The next line of the user, or None when the conversation is over."""
+    try:
+        line = console.input("[bold green]you>[/] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+    return None if line == "/exit" else line
+
+
+def _answer(console: "Console", llm: "LLM", conversation: list, params) -> str:
+    """Print the answer as it comes; Ctrl-C cuts it short and keeps what was said."""
+    from engine.core.interfaces.backend import TextEvent, UsageEvent
+
+    pieces: list[str] = []
+    console.print("[bold blue]model>[/] ", end="")
+    events = llm.stream_chat(conversation, params)
+    try:
+        for event in events:
+            if isinstance(event, TextEvent):
+                pieces.append(event.text)
+                console.print(event.text, end="", markup=False, highlight=False, soft_wrap=True)
+            elif isinstance(event, UsageEvent):
+                rate = event.completion_tokens / event.decode_s if event.decode_s else 0.0
+                note = f"{event.completion_tokens} tokens, {rate:.0f} tok/s"
+                console.print(f"\n[dim]({note}, {event.cached_tokens} cached)[/]", highlight=False)
+    except KeyboardInterrupt:
+        events.close()
+        console.print("\n[dim](cut short)[/]")
+    return "".join(pieces)

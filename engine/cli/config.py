@@ -1,0 +1,62 @@
+"""`engine config show`: every setting, its value, and which source it came from."""
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
+
+if TYPE_CHECKING:
+    from engine.core.config import LoadedSettings
+
+HIDDEN = "********"
+
+app = typer.Typer(add_completion=False)
+
+
+@app.callback()
+def _group() -> None:
+    """Show the settings in force and where each comes from."""
+
+
+@app.command()
+def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Print every setting with its value and its origin. Secrets are hidden."""
+    rows = setting_rows(load_cli_settings(config))
+    if as_json:
+        import json
+
+        print(json.dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "from")
+    section = ""
+    for key, value, origin in rows:
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            table.add_section()
+        changed = "" if origin == "default" else "bold"
+        shown = "-" if value is None else value if isinstance(value, str) else _as_toml(value)
+        table.add_row(Text(key), Text(shown, style=changed), Text(origin, style=changed))
+    output().print(table)
+
+
+def setting_rows(loaded: "LoadedSettings") -> list[tuple[str, Any, str]]:
+    """`section.key`, value as JSON holds it, origin; secrets replaced."""
+    from engine.core.config_schema import SECRET_KEYS
+
+    sections = loaded.settings.model_dump(mode="json")
+    rows = []
+    for key, origin in loaded.origins.items():
+        section, name = key.split(".")
+        value = sections[section][name]
+        if key in SECRET_KEYS and value is not None:
+            value = HIDDEN
+        rows.append((key, value, origin))
+    return rows
+
+
+def _as_toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,76 @@
+"""What the commands share: output, the options that several of them take, and loading of settings.
+
+Results go to standard output and everything else to standard error, so that output can be piped.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.core.config import LoadedSettings
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="PATH",
+        help="TOML file with settings. Default: $LLM_ENGINE_CONFIG, else ./engine.toml if there.",
+    ),
+]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A name that `engine list` shows, a file or a folder."),
+]
+BackendOption = Annotated[str | None, typer.Option("--backend", help="What runs the model.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def output() -> "Console":
+    """The console for results."""
+    from rich.console import Console
+
+    return Console()
+
+
+def messages() -> "Console":
+    """The console for progress and notes."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def print_error(error: EngineError) -> None:
+    """One line, in red on a terminal. The text may hold what a file or a server said."""
+    text = "".join(each if each.isprintable() else " " for each in str(error))
+    label = "error:"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        label = f"\x1b[31m{label}\x1b[0m"
+    print(label, text, file=sys.stderr)
+
+
+def exit_code(error: EngineError) -> int:
+    """2 for what the user can put right on the command line or in settings, 1 for the rest."""
+    return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
+
+
+def load_cli_settings(
+    config: Path | None, flags: Mapping[str, Any] | None = None
+) -> "LoadedSettings":
+    """Settings of this process; `flags` are `section.key` -> value, None where not given."""
+    from engine.core.config import load_settings
+
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    return load_settings(config, given, os.environ)

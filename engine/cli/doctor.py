@@ -1,0 +1,191 @@
+"""`engine doctor`: what this machine has, which backends can run on it, and what is missing.
+
+Versions come from package metadata and GPUs from the driver, so that no framework is imported: a
+broken one must not break the command that says what is wrong.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import typer
+
+from engine import __version__
+from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
+from engine.core.errors import EngineError
+
+_GIB = 2**30
+_GPU_QUERY_TIMEOUT_S = 10.0
+# Packages that a built-in backend needs, and the extra that installs them.
+_BACKEND_NEEDS = {"torch": (("torch",), "torch")}
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
+_CPU_FEATURES = {
+    **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
+    **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},
+    **{"amx_bf16": "AMX BF16", "asimd": "NEON", "sve": "SVE", "i8mm": "I8MM", "bf16": "BF16"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact. `ok` is None where it is neither good nor bad; `fix` says what would mend it."""
+
+    topic: str
+    name: str
+    detail: str
+    ok: bool | None = None
+    fix: str | None = None
+
+
+def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Tell what this machine can run, and why. Exits with 1 if no backend can run here."""
+    gpus = _gpus()
+    has_gpu = any(each.ok for each in gpus)
+    findings = [
+        *_software(),
+        *_hardware(),
+        *gpus,
+        *_backends(has_gpu),
+        *_settings_and_model(config),
+    ]
+    if as_json:
+        import json
+
+        print(json.dumps([asdict(each) for each in findings]))
+    else:
+        _print_table(findings)
+    if not any(each.ok for each in findings if each.topic == "backend"):
+        raise typer.Exit(1)
+
+
+def _software() -> list[Finding]:
+    found = [
+        Finding("software", "engine", __version__),
+        Finding("software", "Python", f"{platform.python_version()} ({sys.executable})"),
+    ]
+    return found + [
+        Finding("software", name, _installed_version(name) or "not installed") for name in _PACKAGES
+    ]
+
+
+def _hardware() -> list[Finding]:
+    model, features = _cpu()
+    usable = len(os.sched_getaffinity(0))
+    cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {usable} usable threads"
+    memory = psutil.virtual_memory()
+    room = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
+    limit = _container_memory_limit()
+    if limit is not None and limit < memory.total:
+        room += f"; this container may use {limit / _GIB:.1f} GiB"
+    return [
+        Finding("hardware", "CPU", f"{model}, {cores}"),
+        Finding("hardware", "instructions", ", ".join(features) or "none that kernels use"),
+        Finding("hardware", "memory", room),
+    ]
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """The processor's name and the instruction sets that matter here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine(), []
+    fields: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    features = [name for flag, name in _CPU_FEATURES.items() if flag in flags]
+    return fields.get("model name") or platform.machine(), features
+
+
+def _container_memory_limit() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _gpus() -> list[Finding]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return [Finding("hardware", "GPU", "no NVIDIA driver found; models run on the CPU")]
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=_GPU_QUERY_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = f"nvidia-smi failed: {error}"
+        return [Finding("hardware", "GPU", detail, False, "check the NVIDIA driver")]
+    rows = answer.stdout.strip().splitlines()
+    return [Finding("hardware", f"GPU {index}", row, True) for index, row in enumerate(rows)]
+
+
+def _backends(has_gpu: bool) -> list[Finding]:
+    from engine.core.registry.backend_registry import backend_names
+
+    found = []
+    for name in backend_names():
+        packages, extra = _BACKEND_NEEDS.get(name, ((), ""))
+        missing = [each for each in packages if _installed_version(each) is None]
+        if missing:
+            fix = f"pip install 'engine[{extra}]'"
+            found.append(Finding("backend", name, f"needs {', '.join(missing)}", False, fix))
+            continue
+        versions = [f"{each} {_installed_version(each)}" for each in packages]
+        detail = f"can run ({', '.join(versions) or 'added by another package'})"
+        if has_gpu and any(each.endswith("+cpu") for each in versions):
+            detail += "; this build cannot use the GPU"
+        found.append(Finding("backend", name, detail, True))
+    return found
+
+
+def _settings_and_model(config: Path | None) -> list[Finding]:
+    from engine.core.utils.model_store import resolve_model, store_directory
+
+    store = store_directory()
+    existing = next(each for each in (store, *store.parents) if each.exists())
+    free = shutil.disk_usage(existing).free
+    room = Finding("model", "store", f"{store}, {free / _GIB:.1f} GiB free")
+    try:
+        model = load_cli_settings(config).settings.model.model_path
+    except EngineError as error:
+        return [Finding("settings", "settings", "not valid", False, str(error)), room]
+    found = [Finding("settings", "settings", "valid", True), room]
+    try:
+        found.append(Finding("model", model, f"ready at {resolve_model(model)}", True))
+    except EngineError as error:
+        found.append(Finding("model", model, "not on this machine", False, str(error)))
+    return found
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    marks = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}
+    table = Table("", "what", "", "detail")
+    topic = ""
+    for each in findings:
+        if each.topic != topic:
+            table.add_section()
+        detail = f"{each.detail}\n{each.fix}" if each.fix else each.detail
+        heading = "" if each.topic == topic else each.topic
+        table.add_row(heading, Text(each.name), marks[each.ok], Text(detail))
+        topic = each.topic
+    output().print(table)

@@ -1,0 +1,103 @@
+"""The `engine` command. A sub-command's module is imported only when that command is used.
+
+`engine --help` prints the one-line descriptions below, so it loads neither server nor framework.
+"""
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from engine import __version__
+from engine.cli.console import exit_code, print_error
+from engine.core.errors import EngineError
+
+# Name -> where it is, and what `engine --help` says. A target is a function with Typer parameters,
+# or a Typer app for a command that has commands of its own.
+COMMANDS = {
+    "serve": ("engine.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
+    "chat": ("engine.cli.chat:chat", "Talk with a model in the terminal."),
+    "generate": ("engine.cli.generate:generate", "Continue a prompt and print the result."),
+    "pull": ("engine.cli.models:pull", "Download a model."),
+    "list": ("engine.cli.models:list_models", "List downloaded and known models."),
+    "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
+    "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
+    "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
+}
+
+
+class LazyCommand(TyperCommand):
+    """Stands for a command by name and help; turns into it when its arguments are parsed."""
+
+    def __init__(self, name: str, target: str, help_text: str) -> None:
+        super().__init__(name, help=help_text, short_help=help_text)
+        self._target = target
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        return self.resolve().make_context(info_name, args, parent=parent, **extra)
+
+    def resolve(self) -> Any:
+        """The real command, its module imported."""
+        module_name, attribute = self._target.split(":")
+        target = getattr(import_module(module_name), attribute)
+        if isinstance(target, typer.Typer):
+            return typer.main.get_command(target)
+        app = typer.Typer(add_completion=False)
+        app.command(self.name)(target)
+        return typer.main.get_command(app)
+
+
+class LazyGroup(TyperGroup):
+    """The commands above; an `EngineError` from any of them is one line and an exit code."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (target, help_text) in COMMANDS.items():
+            self.add_command(LazyCommand(name, target, help_text))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EngineError as error:
+            if ctx.params["debug"]:
+                raise
+            print_error(error)
+            raise typer.Exit(exit_code(error)) from None
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    name="engine",
+    help="Serve language models on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"engine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    app(prog_name="engine")
+
+
+if __name__ == "__main__":
+    main()

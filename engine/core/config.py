@@ -1,0 +1,273 @@
+"""Where settings come from: defaults < TOML file < LLM_ENGINE_* variables < command-line flags.
+
+Each source is a layer of `section.key` values that remembers what the user called each one, so
+that an error names it and `engine config show` can tell where a value is from. A name that no
+setting has is an error, never ignored. Loading is a pure function of its arguments and the files
+that they name.
+"""
+
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import PydanticBaseSettingsSource
+
+from engine.core.config_schema import SECRET_KEYS, Settings, setting_keys
+from engine.core.errors import ConfigError
+
+ENV_PREFIX = "LLM_ENGINE_"
+CONFIG_VARIABLE = "LLM_ENGINE_CONFIG"  # path of the TOML file
+DEFAULT_CONFIG_FILE = Path("engine.toml")
+MIN_KEY_LENGTH = 16
+
+# Short names for the settings that deployments set most; every key also has its systematic name.
+SHORT_VARIABLES = {
+    "LLM_ENGINE_HOST": "server.host",
+    "LLM_ENGINE_PORT": "server.port",
+    "LLM_ENGINE_API_KEY": "server.api_key",
+    "LLM_ENGINE_MODEL_PATH": "model.model_path",
+    "LLM_ENGINE_DEVICE": "model.device",
+    "LLM_ENGINE_MAX_SEQUENCE_LENGTH": "model.max_sequence_length",
+    "LLM_ENGINE_CACHE_ENABLED": "cache.enabled",
+    "LLM_ENGINE_CACHE_SIZE_MB": "cache.max_size_mb",
+    "LLM_ENGINE_LOG_LEVEL": "logging.level",
+}
+
+# Flags whose name isn't simply the key's.
+_FLAGS = {
+    "model.model_path": "MODEL",
+    "cache.enabled": "--cache",
+    "cache.max_size_mb": "--cache-size-mb",
+    "logging.level": "--log-level",
+    "logging.format": "--log-format",
+    "metrics.enabled": "--metrics",
+    "metrics.endpoint": "--metrics-endpoint",
+    "metrics.token_file": "--metrics-token-file",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings, and where each `section.key` is from: `default`, a file, a variable or a flag."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    value: Any
+    origin: str
+
+
+_Layer = dict[str, _Value]
+
+
+class _LayerSource(PydanticBaseSettingsSource):
+    """A layer, as pydantic-settings merges it."""
+
+    def __init__(self, layer: _Layer) -> None:
+        super().__init__(Settings)
+        self._layer = layer
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        prefix = field_name + "."
+        values = {
+            key.removeprefix(prefix): item.value
+            for key, item in self._layer.items()
+            if key.startswith(prefix)
+        }
+        return values, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        sections = {
+            name: self.get_field_value(field, name)[0]
+            for name, field in Settings.model_fields.items()
+        }
+        return {name: values for name, values in sections.items() if values}
+
+
+def load_settings(
+    config_path: Path | None = None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> LoadedSettings:
+    """Merge every source; `overrides` are flags, `section.key` -> value. Raises `ConfigError`."""
+    path = _find_config(config_path, environ)
+    layers = [_from_toml(path)] if path else []
+    layers += [_from_environ(environ), _from_flags(overrides)]
+    merged: _Layer = {}
+    for layer in layers:
+        _read_secret_files(layer)
+        merged |= layer
+    sources = tuple(_LayerSource(layer) for layer in reversed(layers))
+    try:
+        settings = Settings(_build_sources=(sources, {}))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, merged)) from None
+    origins = {key: merged[key].origin if key in merged else "default" for key in setting_keys()}
+    return LoadedSettings(settings, MappingProxyType(origins))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(settings: Settings) -> None:
+    """Refuse to serve other machines, or other sites' pages, without a key worth the name."""
+    server = settings.server
+    exposed = not is_loopback(server.host)
+    if server.api_key is None:
+        if exposed and not server.insecure_no_auth:
+            raise ConfigError(
+                f"server.host is {server.host}, which other machines can reach, and there is no API"
+                " key: set LLM_ENGINE_API_KEY or server.api_key_file, bind 127.0.0.1,"
+                " or pass --insecure-no-auth",
+                param="server.api_key",
+            )
+        if "*" in server.allowed_origins and not server.insecure_no_auth:
+            raise ConfigError(
+                "server.enable_cors lets every web site call this server, and there is no API key:"
+                " set LLM_ENGINE_API_KEY, or list the sites in server.cors_origins",
+                param="server.cors_origins",
+            )
+    elif exposed and len(server.api_key.get_secret_value()) < MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"server.api_key is shorter than {MIN_KEY_LENGTH} characters, too short for a server"
+            " that other machines can reach: `openssl rand -hex 24` makes a good one",
+            param="server.api_key",
+        )
+
+
+def variable_names() -> dict[str, str]:
+    """Every environment variable that sets something, with its `section.key`."""
+    systematic = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in setting_keys()}
+    return SHORT_VARIABLES | systematic
+
+
+def flag_name(key: str) -> str:
+    """What the command line calls a setting."""
+    return _FLAGS.get(key) or "--" + key.split(".")[1].replace("_", "-")
+
+
+def _find_config(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    named = path or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None)
+    if named is not None:
+        return named
+    return DEFAULT_CONFIG_FILE if DEFAULT_CONFIG_FILE.is_file() else None
+
+
+def _from_toml(path: Path) -> _Layer:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    layer: _Layer = {}
+    sections = list(Settings.model_fields)
+    for section, table in tables.items():
+        if section not in sections:
+            raise ConfigError(f"{path}: unknown section [{section}]" + _suggest(section, sections))
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            _check_known(key, f"{path}: unknown key {key}")
+            if key in SECRET_KEYS:
+                raise ConfigError(
+                    f"{path}: {key} must not be in a configuration file;"
+                    f" put it in a file of its own and name that in {key}_file",
+                    param=key,
+                )
+            layer[key] = _Value(value, str(path))
+    return layer
+
+
+def _from_environ(environ: Mapping[str, str]) -> _Layer:
+    names = variable_names()
+    layer: _Layer = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        key = names.get(variable)
+        if key is None:
+            raise ConfigError(
+                f"unknown environment variable {variable}" + _suggest(variable, list(names))
+            )
+        if not environ[variable]:  # empty, as container tools leave it, means not set
+            continue
+        if key in layer:
+            raise ConfigError(
+                f"{layer[key].origin} and {variable} both set {key}: keep one of them"
+            )
+        layer[key] = _Value(environ[variable], variable)
+    return layer
+
+
+def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
+    layer: _Layer = {}
+    for key, value in overrides.items():
+        _check_known(key, f"unknown setting {key}")
+        if key in SECRET_KEYS:
+            raise ConfigError(
+                f"{key} must not be on the command line, where other users can read it;"
+                f" use an environment variable or {flag_name(key + '_file')}",
+                param=key,
+            )
+        layer[key] = _Value(value, flag_name(key))
+    return layer
+
+
+def _read_secret_files(layer: _Layer) -> None:
+    """Let a layer that names a secret's file also give the secret, at the layer's own rank."""
+    for key in SECRET_KEYS:
+        named = layer.get(f"{key}_file")
+        if named is None or key in layer:
+            continue
+        try:
+            secret = Path(str(named.value)).expanduser().read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not plain ASCII"
+            raise ConfigError(
+                f"{key}_file ({named.origin}): cannot read {named.value}: {reason}",
+                param=f"{key}_file",
+            ) from None
+        layer[key] = _Value(secret, f"{named.origin} ({key.split('.')[1]}_file)")
+
+
+def _check_known(key: str, complaint: str) -> None:
+    keys = setting_keys()
+    if key not in keys:
+        raise ConfigError(complaint + _suggest(key, keys))
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    nearest = get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(known[:60])}"
+
+
+def _explain(error: ValidationError, merged: _Layer) -> str:
+    """One line for the first mistake; pydantic's own report has several, and shows secrets."""
+    first, *others = error.errors(include_url=False, include_context=False)
+    key = ".".join(str(part) for part in first["loc"][:2])
+    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    line = f"{key}: {reason}"
+    item = merged.get(key)
+    if item is not None:
+        given = "" if key in SECRET_KEYS else f", got {str(item.value)[:80]!r}"
+        line = f"{key} ({item.origin}): {reason}{given}"
+    return line + (f" (and {len(others)} more)" if others else "")

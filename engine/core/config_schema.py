@@ -1,0 +1,207 @@
+"""Every setting there is: its section, type, bounds and default.
+
+A key's name here is its name everywhere: `[server] port` in TOML, `LLM_ENGINE_SERVER__PORT` in the
+environment, `--port` on the command line. Sizes in `_mb` are MiB. All of it is frozen: nothing
+writes to settings after they are loaded.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
+
+
+def _split_commas(value: Any) -> Any:
+    """Environment variables and flags give a list as `a,b`."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _check_secret(value: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"[\x21-\x7e]+", value.get_secret_value()):
+        raise ValueError("must be printable ASCII without spaces, and not empty")
+    return value
+
+
+def _check_power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+def _check_origin(value: str) -> str:
+    if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
+        raise ValueError('must be "*" or an origin such as "https://app.example.com"')
+    return value
+
+
+def _lowercase(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Megabytes = Annotated[int, Field(ge=1, le=2**24)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
+Strings = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], BeforeValidator(_split_commas)
+]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
+]
+
+
+class Section(BaseModel):
+    """One table of the TOML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts `true` as 1; a port of `true` is a mistake."""
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError(f"must not be {str(value).lower()}")
+        return value
+
+
+class ServerSettings(Section):
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    port: int = Field(default=8080, ge=0, le=65535)  # 0: any free port
+    api_key: Secret | None = None  # from LLM_ENGINE_API_KEY or api_key_file only
+    api_key_file: Path | None = None
+    insecure_no_auth: bool = False  # serve other machines without a key
+    max_concurrent_requests: int = Field(default=256, ge=1, le=65536)
+    body_limit_mb: int = Field(default=8, ge=1, le=1024)
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
+    enable_cors: bool = False
+    cors_origins: Origins = ()  # empty with enable_cors: every origin
+    allowed_hosts: Strings = ()  # Host headers besides the bound address and loopback
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """The origins that browsers may call from; empty when CORS is off."""
+        if not self.enable_cors:
+            return ()
+        return self.cors_origins or ("*",)
+
+
+class ModelSettings(Section):
+    model_path: str = Field(  # a catalogue name, a file or a directory
+        default="smollm2-135m-instruct", min_length=1, max_length=4096
+    )
+    name: str | None = Field(default=None, min_length=1, max_length=256)  # None: from model_path
+    backend: Name = "auto"
+    device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3})?$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)  # None: the model's
+
+
+class CacheSettings(Section):
+    enabled: bool = True
+    max_size_mb: Megabytes | None = None  # what finished prefixes may keep of the pool; None: all
+    max_sequences: int = Field(default=1000, ge=1, le=10**7)  # distinct cached sequences
+    eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)  # None: no expiry
+    block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
+        default=16, ge=1, le=256
+    )
+
+
+class PerformanceSettings(Section):
+    batch_size: int = Field(default=64, ge=1, le=4096)  # sequences in one step
+    max_batch_tokens: int = Field(default=2048, ge=1, le=2**20)  # tokens in one step
+    max_queued_requests: int = Field(default=1024, ge=1, le=10**6)
+    memory_pool_size_mb: Megabytes | None = None  # the KV pool; None: planned from free memory
+    use_mmap: bool = True
+    threads: int | None = Field(default=None, ge=1, le=1024)  # None: the framework's choice
+    attention: Name = "auto"
+
+    @model_validator(mode="after")
+    def _every_sequence_gets_a_token(self) -> "PerformanceSettings":
+        if self.max_batch_tokens < self.batch_size:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least"
+                f" batch_size ({self.batch_size}): each sequence needs a token in every step"
+            )
+        return self
+
+
+class LoggingSettings(Section):
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lowercase)] = (
+        "info"
+    )
+    format: Literal["pretty", "json"] = "pretty"
+    log_requests: bool = True
+    slow_request_s: float = Field(default=30.0, gt=0, le=86400)  # slower requests log a time split
+
+
+class MetricsSettings(Section):
+    enabled: bool = True
+    endpoint: str = Field(default="/metrics", pattern=r"^(/[A-Za-z0-9_-]+)+$", max_length=128)
+    token: Secret | None = None  # read access to metrics alone; from the environment or token_file
+    token_file: Path | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _check_not_reserved(cls, value: str) -> str:
+        for path in RESERVED_PATHS:
+            if value == path or value.startswith(path + "/"):
+                raise ValueError(f"must not be below {path}, which the API uses")
+        return value
+
+
+class Settings(BaseSettings):
+    """The whole configuration. `Settings()` is the defaults; `load_settings` reads the sources."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    performance: PerformanceSettings = PerformanceSettings()
+    logging: LoggingSettings = LoggingSettings()
+    metrics: MetricsSettings = MetricsSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Nothing is read from the process environment behind the caller's back."""
+        return (init_settings,)
+
+
+def setting_keys() -> list[str]:
+    """Every `section.key`, in order."""
+    defaults = Settings()
+    return [
+        f"{section}.{key}"
+        for section in Settings.model_fields
+        for key in type(getattr(defaults, section)).model_fields
+    ]
+
+
+# Never given on a command line, where other users of the machine could read it, nor kept in a TOML
+# file, which tends to be committed: each has a `_file` key beside it instead.
+SECRET_KEYS = ("server.api_key", "metrics.token")

@@ -1,0 +1,137 @@
+"""Logs, configured once: one line per record on standard error, as text for people or as JSON.
+
+What clients send (a model name, a header, a request id) may end up in a record, so control
+characters, line separators and terminal escapes are escaped in both formats: a record can't forge a
+second one. Prompts and answers are never logged: callers pass counts and times, as `extra={...}`.
+"""
+
+import json
+import logging
+import math
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+# What every record has; anything else on it came from `extra`.
+_RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "color_message",  # uvicorn's message again, with terminal colours
+    "taskName",
+}
+# Control characters, Unicode line separators, marks that reorder text, lone surrogates.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_COLORS = {"DEBUG": 36, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+_HANDLER_NAME = "engine"
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Mark everything logged inside, in this task or thread, with a request id."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None:
+    """Make the root logger write "pretty" or "json"; a later call replaces an earlier one."""
+    target = stream or sys.stderr
+    handler = logging.StreamHandler(target)
+    handler.name = _HANDLER_NAME
+    if format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(PrettyFormatter(color=target.isatty()))
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if each.name == _HANDLER_NAME]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    # The server logs each request itself, with its id and times; these would repeat it.
+    for name in ("uvicorn.access", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _escape(text: str) -> str:
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if key not in _RECORD_FIELDS}
+
+
+def _request_id_of(record: logging.LogRecord) -> str | None:
+    """The id given with the record, else the one in context."""
+    given = vars(record).get("request_id")
+    return str(given) if given is not None else _request_id.get()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold as it is; anything else, NaN too, becomes text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return str(value)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: ts, level, logger, message, request_id, then the extras."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": _request_id_of(record),
+        }
+        fields |= {key: _plain(value) for key, value in _extra(record).items() if key not in fields}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        # ASCII output escapes every control and separator but DEL, which JSON permits as it is.
+        return json.dumps(fields, ensure_ascii=True).replace("\x7f", "\\u007f")
+
+
+class PrettyFormatter(logging.Formatter):
+    """`time level logger: message key=value [request id]`; a traceback follows, indented."""
+
+    def __init__(self, color: bool) -> None:
+        super().__init__()
+        self._color = color
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        level = f"{record.levelname:<8}"
+        if self._color:
+            level = f"\x1b[{_COLORS.get(record.levelname, 0)}m{level}\x1b[0m"
+        extra = _extra(record)
+        request_id = _request_id_of(record)
+        extra.pop("request_id", None)
+        parts = [_escape(record.getMessage())]
+        parts += [f"{key}={_escape(_short(value))}" for key, value in extra.items()]
+        if request_id is not None:
+            parts.append(f"[{_escape(request_id)}]")
+        line = f"{time} {level} {record.name}: {' '.join(parts)}"
+        if record.exc_info:
+            traceback = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n    | {_escape(each)}" for each in traceback)
+        return line
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,318 @@
+"""Prometheus metrics: the names that vLLM's dashboards query, beside our own `engine_*` names.
+
+The server calls these methods; nothing here is reached from the engine process, whose running
+totals arrive as `EngineStats` snapshots. Labels are fixed sets chosen here or by the operator,
+never text that a client sent.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from engine.core.interfaces.request import EngineStats, FinishReason
+from engine.core.observability.process import ProcessTreeCollector
+
+Outcome = Literal["ok", "abort", "error"]
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+_OUTCOMES: tuple[Outcome, ...] = ("ok", "abort", "error")
+_MODEL_LABELS = ("model_name", "engine")
+
+# Edges, in seconds, as vLLM has them, so that quantiles of both can be compared. Its whole-request
+# edges begin at 0.3 s, where a small model has already finished: finer ones are added below.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_PER_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_REQUEST_S = (
+    *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15),
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),
+)
+_STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS = tuple(2**power for power in range(15))
+_CHOICES = (1, 2, 5, 10, 20)
+
+# Running totals of `EngineStats`, and the counters that follow them.
+_TOTALS = (
+    ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens processed"),
+    ("prompt_tokens", "engine_prompt_tokens", "Prompt tokens processed"),
+    ("cached_tokens", "vllm:prompt_tokens_cached", "Prompt tokens taken from the cache"),
+    ("generated_tokens", "vllm:generation_tokens", "Tokens generated"),
+    ("generated_tokens", "engine_generated_tokens", "Tokens generated"),
+    ("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache"),
+    ("prefix_queries", "engine_prefix_cache_query_tokens", "Tokens looked up in the prefix cache"),
+    ("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache"),
+    ("prefix_hits", "engine_prefix_cache_hit_tokens", "Tokens found in the prefix cache"),
+    ("num_preemptions", "vllm:num_preemptions", "Sequences preempted for want of blocks"),
+    ("num_preemptions", "engine_preemptions", "Sequences preempted for want of blocks"),
+    ("num_evictions", "engine_evicted_blocks", "Cached blocks evicted"),
+    ("num_nonfinite", "engine_nonfinite_rows", "Rows whose logits were not finite"),
+    ("num_invariant_failures", "engine_invariant_failures", "Failed self-checks of the cache"),
+    ("num_steps", "engine_steps", "Steps run"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """How one request went. Times are seconds; `ttft_s` is None if no token was sent."""
+
+    finish_reasons: tuple[FinishReason, ...]  # one for each choice
+    choice_tokens: tuple[int, ...]  # generated, for each choice
+    prompt_tokens: int
+    cached_tokens: int
+    max_tokens: int | None  # as asked for
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    ttft_s: float | None
+    e2e_s: float
+
+    @property
+    def outcome(self) -> Outcome:
+        if "error" in self.finish_reasons:
+            return "error"
+        return "abort" if "abort" in self.finish_reasons else "ok"
+
+
+class Metrics:
+    """All series of one server, in a registry of its own."""
+
+    def __init__(self, model_name: str, engine: str = "0") -> None:
+        # Else each series gets a second one with its time of creation.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.registry.register(ProcessTreeCollector())
+        self._model = (model_name, engine)
+        self._last_stats = EngineStats()
+        self._totals = [(stat, self._counter(name, help_text)) for stat, name, help_text in _TOTALS]
+        self._define_engine_gauges()
+        self._define_request_series()
+        self._define_server_series()
+
+    def request_started(self) -> None:
+        """Call once for every generation request that was admitted."""
+        self._in_flight.inc()
+
+    def request_finished(self, request: FinishedRequest) -> None:
+        """Call once for every `request_started`, however the request ended."""
+        self._in_flight.dec()
+        self._requests[request.outcome].inc()
+        for reason in request.finish_reasons:
+            self._finish_reasons[reason].inc()
+        generated = sum(request.choice_tokens)
+        self._e2e.observe(request.e2e_s)
+        self._queue.observe(request.queue_s)
+        self._prefill.observe(request.prefill_s)
+        self._decode.observe(request.decode_s)
+        self._inference.observe(request.prefill_s + request.decode_s)
+        self._prompt_size.observe(request.prompt_tokens)
+        self._prompt_computed.observe(request.prompt_tokens - request.cached_tokens)
+        self._generation_size.observe(generated)
+        self._longest_choice.observe(max(request.choice_tokens, default=0))
+        self._num_choices.observe(len(request.finish_reasons))
+        if request.max_tokens is not None:
+            self._max_tokens.observe(request.max_tokens)
+        if request.ttft_s is not None:
+            self._first_token.observe(request.ttft_s)
+            if generated > 1:
+                self._mean_token.observe((request.e2e_s - request.ttft_s) / (generated - 1))
+
+    def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
+        """A chunk of a stream came `seconds` after the one before; at most one call per chunk."""
+        per_token = seconds / max(num_tokens, 1)
+        self._inter_token.observe(per_token)
+        self._per_output_token.observe(per_token)
+
+    def slow_request(self) -> None:
+        """A request took longer than `logging.slow_request_s`."""
+        self._slow_requests.inc()
+
+    def http_request(self, route: str | None, method: str, status: int, seconds: float) -> None:
+        """`route` is the pattern that matched, never the path as sent; None when none did."""
+        name = route or "unmatched"
+        known_method = method if method in _METHODS else "OTHER"
+        self._http_requests.labels(name, known_method, str(status)).inc()
+        self._http_seconds.labels(name).observe(seconds)
+
+    def engine_ready(self, startup_s: float) -> None:
+        """The engine can take requests; `startup_s` is how long loading and warm-up took."""
+        self._ready.set(1)
+        self._startup.set(startup_s)
+
+    def engine_lost(self) -> None:
+        """The engine died or is being stopped; its gauges would otherwise stay as they were."""
+        self._ready.set(0)
+        self._observe_gauges(EngineStats())
+
+    def engine_restarted(self) -> None:
+        """A new engine takes over, with totals that begin at zero."""
+        self._restarts.inc()
+        self._last_stats = EngineStats()
+
+    def observe(self, stats: EngineStats) -> None:
+        """Take over a snapshot: gauges as they are, totals by what they grew since the last one."""
+        # Totals only grow, so fewer steps than before means another engine.
+        last = self._last_stats if stats.num_steps >= self._last_stats.num_steps else EngineStats()
+        for stat, counter in self._totals:
+            grown = getattr(stats, stat) - getattr(last, stat)
+            if grown > 0:
+                counter.inc(grown)
+        if stats.num_steps > last.num_steps:
+            self._step_seconds.observe(stats.last_step_s)
+            self._step_tokens.observe(stats.last_step_tokens)
+        self._observe_gauges(stats)
+        self._last_stats = stats
+
+    def render(self) -> tuple[bytes, str]:
+        """The exposition text and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _observe_gauges(self, stats: EngineStats) -> None:
+        for running in self._running:
+            running.set(stats.num_running)
+        for waiting in self._waiting:
+            waiting.set(stats.num_waiting)
+        used = stats.num_referenced_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        for usage in self._kv_usage:
+            usage.set(used)
+        self._kv_blocks["free"].set(stats.num_free_blocks)
+        self._kv_blocks["used"].set(stats.num_referenced_blocks)
+        # Blocks that only the prefix cache holds: they can be had at any time.
+        cached_only = stats.num_blocks - stats.num_free_blocks - stats.num_referenced_blocks
+        self._kv_blocks["cached"].set(max(cached_only, 0))
+        self._cache_config.clear()
+        if stats.num_blocks:
+            self._cache_config.labels(*self._model, stats.block_size, stats.num_blocks).set(1)
+
+    def _define_engine_gauges(self) -> None:
+        self._running = [
+            self._gauge("vllm:num_requests_running", "Sequences being computed"),
+            self._gauge("engine_sequences_running", "Sequences being computed"),
+        ]
+        self._waiting = [
+            self._gauge("vllm:num_requests_waiting", "Sequences waiting for a first step"),
+            self._gauge("engine_sequences_waiting", "Sequences waiting for a first step"),
+        ]
+        self._kv_usage = [
+            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
+            self._gauge("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc"),
+        ]
+        blocks = Gauge(
+            "engine_kv_blocks",
+            "KV blocks: held by sequences, by the prefix cache alone, or by nobody",
+            (*_MODEL_LABELS, "state"),
+            registry=self.registry,
+        )
+        self._kv_blocks = {
+            state: blocks.labels(*self._model, state) for state in ("free", "used", "cached")
+        }
+        self._cache_config = Gauge(
+            "vllm:cache_config_info",
+            "Sizes of the KV cache, as labels",
+            (*_MODEL_LABELS, "block_size", "num_gpu_blocks"),
+            registry=self.registry,
+        )
+        self._step_seconds = self._histogram(
+            "engine_step_seconds", "Time of a step, of those seen in snapshots", _STEP_S
+        )
+        self._step_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens in a step, of those in snapshots", _STEP_TOKENS
+        )
+        self._ready = self._gauge("engine_ready", "Whether the engine takes requests")
+        self._startup = self._gauge("engine_startup_seconds", "Time of the last load and warm-up")
+        self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
+
+    def _define_request_series(self) -> None:
+        self._in_flight = self._gauge("engine_requests_in_flight", "Requests admitted, not ended")
+        self._slow_requests = self._counter("engine_slow_requests", "Requests over the slow limit")
+        outcomes = Counter(
+            "engine_requests",
+            "Generation requests ended, by outcome",
+            (*_MODEL_LABELS, "outcome"),
+            registry=self.registry,
+        )
+        self._requests = {each: outcomes.labels(*self._model, each) for each in _OUTCOMES}
+        reasons = Counter(
+            "vllm:request_success",
+            "Choices ended, by reason",
+            (*_MODEL_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._finish_reasons = {
+            each: reasons.labels(*self._model, each) for each in _FINISH_REASONS
+        }
+        make = self._histogram
+        self._first_token = make(
+            "vllm:time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S
+        )
+        self._inter_token = make(
+            "vllm:inter_token_latency_seconds", "Time between tokens of a stream", _PER_TOKEN_S
+        )
+        self._per_output_token = make(
+            "vllm:time_per_output_token_seconds",
+            "Older name of vllm:inter_token_latency_seconds",
+            _PER_TOKEN_S,
+        )
+        self._mean_token = make(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token after the first, for each request",
+            _PER_TOKEN_S,
+        )
+        self._e2e = make("vllm:e2e_request_latency_seconds", "Arrival to end", _REQUEST_S)
+        self._queue = make("vllm:request_queue_time_seconds", "Waiting for a step", _REQUEST_S)
+        self._inference = make("vllm:request_inference_time_seconds", "Computing", _REQUEST_S)
+        self._prefill = make("vllm:request_prefill_time_seconds", "First step to token", _REQUEST_S)
+        self._decode = make("vllm:request_decode_time_seconds", "After the first token", _REQUEST_S)
+        self._prompt_size = make("vllm:request_prompt_tokens", "Prompt tokens", _TOKENS)
+        self._prompt_computed = make(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not from cache", _TOKENS
+        )
+        self._generation_size = make("vllm:request_generation_tokens", "Tokens generated", _TOKENS)
+        self._longest_choice = make(
+            "vllm:request_max_num_generation_tokens", "Tokens of the longest choice", _TOKENS
+        )
+        self._num_choices = make("vllm:request_params_n", "Choices asked for", _CHOICES)
+        self._max_tokens = make("vllm:request_params_max_tokens", "Limit asked for", _TOKENS)
+
+    def _define_server_series(self) -> None:
+        self._http_requests = Counter(
+            "engine_http_requests",
+            "HTTP requests answered",
+            ("route", "method", "status"),
+            registry=self.registry,
+        )
+        self._http_seconds = Histogram(
+            "engine_http_request_seconds",
+            "Arrival to the last byte of the answer",
+            ("route",),
+            buckets=_REQUEST_S,
+            registry=self.registry,
+        )
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(name, help_text, _MODEL_LABELS, registry=self.registry).labels(*self._model)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, _MODEL_LABELS, registry=self.registry).labels(*self._model)
+
+    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
+        series = Histogram(
+            name, help_text, _MODEL_LABELS, buckets=tuple(buckets), registry=self.registry
+        )
+        return series.labels(*self._model)

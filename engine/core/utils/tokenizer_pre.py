@@ -1,0 +1,114 @@
+"""How text is cut into words before byte-level BPE, by the GGUF key `tokenizer.ggml.pre`.
+
+A name stands for a list of patterns that the model's authors published with their tokenizer. Each
+pattern is applied to the pieces left by the one before it, matches and gaps both becoming pieces.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, pre_tokenizers
+
+from engine.core.errors import ModelFormatError
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cl100k(digits: str) -> str:
+    return (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    )
+
+
+def _cased(digits: str, contraction: str) -> str:
+    """Words are cut where lower case turns into upper case, as in "camelCase"."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_LLAMA3 = _cl100k(r"\p{N}{1,3}")
+_QWEN2 = _cl100k(r"\p{N}")
+_QWEN35 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"|{_SPACES}"
+)
+_CJK = "[一-龥ࠀ-一가-\ud7ff]+"
+# Cased letters, as the DeepSeek LLM tokenizer lists them. Characters that text normalization would
+# change are escaped.
+_DEEPSEEK_LETTERS = (
+    r"\s?["
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
+    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ"
+    "\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+    "]+"
+)
+_DEEPSEEK_MARKS = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
+
+
+@dataclass(frozen=True, slots=True)
+class WordSplit:
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a word that is itself a piece is taken whole
+    add_bos: bool = False  # where the file does not say
+
+
+_SPLITS: dict[WordSplit, tuple[str, ...]] = {
+    WordSplit((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): ("default",),
+    WordSplit((_GPT2,)): (
+        *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+        *("gigachat", "modern-bert", "mellum", "a.x-4.0"),
+    ),
+    WordSplit((r"\p{N}", _GPT2)): (
+        *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+    ),
+    WordSplit((_LLAMA3,), ignore_merges=True, add_bos=True): (
+        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+    ),
+    WordSplit((_LLAMA3,)): ("dbrx", "smaug-bpe", "chatglm-bpe"),
+    WordSplit((_LLAMA3,), ignore_merges=True): ("glm4",),
+    WordSplit((_QWEN2,)): (
+        *("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "solar-open", "grok-2"),
+    ),
+    WordSplit((_QWEN35,)): ("qwen35",),
+    WordSplit((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")): ("falcon",),
+    WordSplit(("[\r\n]", _DEEPSEEK_LETTERS, _DEEPSEEK_MARKS, r"\s+$", _CJK, r"\p{N}")): (
+        "deepseek-llm",
+    ),
+    WordSplit(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")): ("deepseek-coder",),
+    WordSplit((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): (
+        *("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+    ),
+    WordSplit((_cased(r"\p{N}", ""),), ignore_merges=True, add_bos=True): ("tekken",),
+    WordSplit((_cased(r"\p{N}{1,3}", f"{_CONTRACTION}?"),)): ("gpt-4o", "llama4", "kanana2"),
+}
+
+_BY_NAME: dict[str, WordSplit] = {name: split for split, names in _SPLITS.items() for name in names}
+
+
+def word_split(name: str) -> WordSplit:
+    split = _BY_NAME.get(name)
+    if split is None:
+        raise ModelFormatError(
+            f"tokenizer.ggml.pre is {name!r}, which this engine does not know, and a guess would "
+            f"change the model's input. Known names: {', '.join(sorted(_BY_NAME))}."
+        )
+    return split
+
+
+def byte_level_words(split: WordSplit) -> pre_tokenizers.PreTokenizer:
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)

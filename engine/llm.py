@@ -1,0 +1,241 @@
+"""The engine as a library: `LLM` for text, `InferenceEngine` for OpenAI-shaped answers.
+
+Both run the engine in a thread of this process and speak to it exactly as the server does, so that
+outputs, batching and prefix sharing are the same. Use them as context managers, or call `close`.
+"""
+
+import asyncio
+import itertools
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.backends.custom.app import build_backend
+from engine.core.config import load_settings
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Event,
+    GenerationContext,
+    ModelCard,
+    TokenText,
+    UsageEvent,
+)
+from engine.core.interfaces.request import EngineStats, SamplingParams
+from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One choice: its text, why it ended, and the tokens' log-probabilities if asked for."""
+
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenText, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """The answer to one prompt; `text` is the first choice's."""
+
+    choices: tuple[Completion, ...]
+    usage: UsageEvent
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+
+class LLM:
+    """A model in this process. Settings are `section.key` overrides, as in a configuration file.
+
+    `LLM("smollm2-135m-instruct", settings={"model.dtype": "bfloat16"})`
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        loaded = load_settings(None, {"model.model_path": model, **(settings or {})}, {})
+        self._backend = build_backend(loaded.settings, in_process=True)
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._backend.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model. Safe to call twice."""
+        if self._thread.is_alive():
+            self._call(self._backend.stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """Continue each prompt (text or token ids), all of them batched together."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: Any = [prompts] if single else prompts
+        return self._collect([self._complete(prompt, params) for prompt in batch])
+
+    def chat(
+        self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None
+    ) -> list[GenerationOutput]:
+        """Answer a conversation, or several batched together."""
+        single = len(conversations) > 0 and isinstance(conversations[0], Mapping)
+        batch: Any = [conversations] if single else conversations
+        return self._collect([self._chat(messages, params) for messages in batch])
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Event, None, None]:
+        """The typed events of one continuation, as they come."""
+        return self._iterate(self._complete(prompt, params))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None
+    ) -> Generator[Event, None, None]:
+        """The typed events of one answer, as they come."""
+        return self._iterate(self._chat(messages, params))
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's own description: context length, quantization, size."""
+        return self._backend.models()[0]
+
+    def stats(self) -> EngineStats | None:
+        """Gauges and totals of the engine, as of its last report."""
+        return self._backend.stats()
+
+    def _context(self, params: SamplingParams | None) -> GenerationContext:
+        return GenerationContext(
+            request_id=f"llm-{next(self._ids)}", params=params or SamplingParams(max_tokens=None)
+        )
+
+    def _complete(self, prompt: Prompt, params: SamplingParams | None) -> AsyncIterator[Event]:
+        content = prompt if isinstance(prompt, str) else tuple(prompt)
+        request = CompletionRequest(context=self._context(params), prompt=content)
+        return self._backend.complete(request)
+
+    def _chat(self, messages: Messages, params: SamplingParams | None) -> AsyncIterator[Event]:
+        copied = tuple(dict(message) for message in messages)
+        return self._backend.chat(ChatRequest(context=self._context(params), messages=copied))
+
+    def _collect(self, streams: list[AsyncIterator[Event]]) -> list[GenerationOutput]:
+        async def gather() -> list[GenerationOutput]:
+            return await asyncio.gather(*(_collect_one(stream) for stream in streams))
+
+        return self._call(gather())
+
+    def _iterate(self, events: AsyncIterator[Event]) -> Generator[Event, None, None]:
+        async def next_event() -> Event | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._call(next_event())) is not None:
+                yield event
+        finally:
+            self._call(events.aclose())  # type: ignore[attr-defined]
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class InferenceEngine:
+    """The same engine with OpenAI's request and answer shapes."""
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self._llm = LLM(model, settings=settings)
+
+    def __enter__(self) -> "InferenceEngine":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def generate(self, prompts: Sequence[str], **params: Any) -> list[str]:
+        """Continue each prompt; parameters are those of `SamplingParams`."""
+        return [output.text for output in self._llm.generate(prompts, _params(params))]
+
+    def chat_completion(self, messages: Messages, **params: Any) -> dict[str, Any]:
+        """A whole `chat.completion` object."""
+        collected = Collected(_params(params).n)
+        usage: UsageEvent | None = None
+        for event in self._llm.stream_chat(messages, _params(params)):
+            if isinstance(event, UsageEvent):
+                usage = event
+            else:
+                collected.add([event])
+        assert usage is not None, "a stream that ends well ends with its usage"
+        body = chat_body(self._envelope(), collected, usage, params.get("logprobs") is not None)
+        return dict(json.loads(body))
+
+    def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:
+        """`chat.completion.chunk` objects as they come; the last one carries the usage."""
+        stream = ChatStream(self._envelope(), _params(params).n, include_usage=True)
+        yield from _parsed(stream.opening())
+        for event in self._llm.stream_chat(messages, _params(params)):
+            is_last = isinstance(event, UsageEvent)
+            yield from _parsed(stream.closing(event) if is_last else stream.chunk(event))
+
+    def _envelope(self) -> Envelope:
+        return new_envelope(f"chatcmpl-{secrets.token_hex(16)}", self._llm.card)
+
+
+async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
+    seen: list[Any] = [event async for event in events]
+    usage = seen.pop()
+    assert isinstance(usage, UsageEvent), "a stream that ends well ends with its usage"
+    collected = Collected(1 + max(event.choice for event in seen))
+    collected.add(seen)
+    choices = []
+    for index, finish in enumerate(collected.finish):
+        assert finish is not None, "every choice ends"
+        logprobs = tuple(collected.tokens[index]) or None
+        text = "".join(collected.texts[index])
+        choices.append(Completion(text, finish.reason, logprobs))
+    return GenerationOutput(tuple(choices), usage)
+
+
+def _params(params: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters by name; an unknown one is an error that lists what there is."""
+    known = {field for field in SamplingParams.__struct_fields__}
+    unknown = sorted(set(params) - known)
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown sampling parameter {unknown[0]!r}; there are: {', '.join(sorted(known))}",
+            param=unknown[0],
+        )
+    return SamplingParams(**{"max_tokens": None, **params})
+
+
+def _parsed(sse: bytes) -> Iterator[dict[str, Any]]:
+    """The objects of server-sent events."""
+    for event in sse.split(b"\n\n"):
+        if event:
+            yield json.loads(event.removeprefix(b"data: "))

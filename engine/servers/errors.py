@@ -1,0 +1,136 @@
+"""Failures as HTTP answers: always the OpenAI error body, never an input echoed back or an internal
+detail.
+
+`x-should-retry` is what stops an OpenAI client from sending a hopeless request three times;
+`retry-after` tells it when a retry makes sense. What is not an `EngineError` is a bug and is
+answered without its text.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.errors import (
+    AuthenticationError,
+    EngineError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    PayloadTooLargeError,
+    RequestTimeoutError,
+)
+from engine.servers.records import record_of
+
+MAX_ERRORS = 10
+MAX_MESSAGE = 2_000
+_MAX_SHOWN = 40
+_encode = msgspec.json.encode
+
+
+class ClientDisconnectedError(EngineError):
+    """The peer has gone. Nobody reads the answer: it exists for the log."""
+
+    category = "disconnect"
+    status = 499
+    code = "CLIENT_DISCONNECTED"
+
+
+def error_body(error: EngineError) -> bytes:
+    body = error.body()
+    if len(error.message) > MAX_MESSAGE:
+        body["error"]["message"] = error.message[:MAX_MESSAGE] + " ..."
+    return _encode(body)
+
+
+def error_headers(error: EngineError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if not error.retryable:
+        headers["x-should-retry"] = "false"
+    if error.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, PayloadTooLargeError | RequestTimeoutError):
+        # The rest of the body is still on its way; a closed connection ends it.
+        headers["connection"] = "close"
+    return headers
+
+
+def error_response(error: EngineError) -> Response:
+    return Response(
+        error_body(error), error.status, error_headers(error), media_type="application/json"
+    )
+
+
+def opaque_error() -> EngineError:
+    """What a client learns of a bug; the log has the rest, under the same request id."""
+    return EngineError("The server failed to answer this request. Its log says why.")
+
+
+def describe(value: Any) -> str:
+    """A value short enough for an error message."""
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a very large integer"
+    if isinstance(value, str) and len(value) > _MAX_SHOWN:
+        return f"a string of {len(value)} characters"
+    return _encode(value).decode("utf-8", "replace")
+
+
+def invalid_request(error: ValidationError) -> InvalidRequestError:
+    """All that pydantic found, as one error whose `param` is the first field."""
+    found = error.errors(include_url=False)
+    sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
+    if len(found) > MAX_ERRORS:
+        sentences.append(f"and {len(found) - MAX_ERRORS} more.")
+    return InvalidRequestError(" ".join(sentences), param=_param(found[0]))
+
+
+def _param(item: Mapping[str, Any]) -> str:
+    context = item.get("ctx", {})
+    if "param" in context:
+        return str(context["param"])
+    # A dictionary's key is the client's text and may be long.
+    return ".".join(str(part)[:64] for part in item["loc"]) or "body"
+
+
+def _sentence(item: Mapping[str, Any]) -> str:
+    rule = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    got = "" if item["type"] in ("missing", "described") else f", got {describe(item['input'])}"
+    return f"{_param(item)}: {rule}{got}."
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def engine_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        record_of(request.scope).error_code = error.error_code
+        return error_response(error)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method = request.method[:16]
+        path = request.url.path[:100]
+        known: EngineError
+        if error.status_code == 404:
+            known = NotFoundError(f"There is nothing at {path}.")
+        elif error.status_code == 405:
+            known = MethodNotAllowedError(f"{method} is not a method of {path}.")
+        else:
+            known = opaque_error()
+        response = await engine_error(request, known)
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    app.add_exception_handler(EngineError, engine_error)
+    app.add_exception_handler(HTTPException, http_error)

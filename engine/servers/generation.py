@@ -1,0 +1,217 @@
+"""The backend's work for one HTTP request: one or several event streams read as one.
+
+A pump task per prompt reads the backend whether or not the client keeps up, so what waits here is
+events, never formatted bytes, and no more of them than tokens were asked for. Whatever ends a
+request early (the client leaves, the drain runs out, the deadline passes, the backend fails) is one
+call of `fail`, which cancels the pumps; cancelling the reader of a backend's iterator releases what
+the request held there.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+import msgspec
+from starlette.types import Receive
+
+from engine.core.errors import EngineError, RequestTimeoutError
+from engine.core.interfaces.backend import Event, FinishEvent, TextEvent, UsageEvent
+from engine.servers.errors import ClientDisconnectedError, opaque_error
+
+logger = logging.getLogger(__name__)
+
+# A backend enforces the deadline itself; this much later the server stops waiting for it.
+DEADLINE_MARGIN_S = 5.0
+
+OutputEvent = TextEvent | FinishEvent
+# Seconds since the tokens before, in the same choice, and how many tokens there are now.
+OnTokens = Callable[[float, int], None]
+
+
+class Generation:
+    """`take` events until it gives none, then read `usage`; `close` it in any case."""
+
+    def __init__(
+        self,
+        sources: Sequence[AsyncIterator[Event]],
+        *,
+        choices_per_source: int,
+        timeout_s: float | None,
+        on_tokens: OnTokens,
+    ) -> None:
+        num_choices = len(sources) * choices_per_source
+        self.choice_tokens = [0] * num_choices
+        self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
+        self.first_token_at: float | None = None  # time.monotonic()
+        self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+        self.failure: EngineError | None = None
+        self._last_token_at = [0.0] * num_choices
+        self._on_tokens = on_tokens
+        self._pending: list[OutputEvent] = []
+        self._open = len(sources)
+        self._wake = asyncio.Event()
+        self._nudged = False
+        self._tasks = [
+            asyncio.create_task(self._pump(source, position * choices_per_source))
+            for position, source in enumerate(sources)
+        ]
+        self._deadline: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            late = RequestTimeoutError(f"The request took longer than {timeout_s:g} seconds.")
+            self._deadline = asyncio.get_running_loop().call_later(
+                timeout_s + DEADLINE_MARGIN_S, self.fail, late
+            )
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    def watch(self, receive: Receive) -> None:
+        """End the work when the client leaves; only once its request body has been read."""
+        self._tasks.append(asyncio.create_task(self._watch(receive)))
+
+    async def accepted(self, patience_s: float) -> None:
+        """Wait for the first event, but not long; raises what the backend refused with."""
+        timer = asyncio.get_running_loop().call_later(patience_s, self.nudge)
+        await self._wait()
+        timer.cancel()
+        if self.failure is not None and not self._pending:
+            raise self.failure
+
+    async def take(self) -> list[OutputEvent] | None:
+        """Everything that has arrived, in order; empty at the end; None if only nudged.
+
+        Raises the failure that ended the stream, once all that came before it has been taken.
+        """
+        if not await self._wait():
+            return None
+        if self._pending:
+            batch, self._pending = self._pending, []
+            return batch
+        if self.failure is not None:
+            raise self.failure
+        return []
+
+    def nudge(self) -> None:
+        """Wake whoever waits here, with nothing."""
+        self._nudged = True
+        self._wake.set()
+
+    def fail(self, error: EngineError) -> None:
+        """End everything with `error`; the first failure is the one that counts."""
+        if self.failure is None and self._open:
+            self.failure = error
+            for task in self._tasks:
+                task.cancel()
+            self._wake.set()
+
+    async def close(self) -> None:
+        """Release everything; returns when the backend's iterators have been unwound."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def _is_waiting(self) -> bool:
+        return not self._pending and self.failure is None and self._open > 0
+
+    async def _wait(self) -> bool:
+        """Until there is something to take, or a nudge came first: then False."""
+        self._nudged = False
+        while self._is_waiting:
+            if self._nudged:
+                return False
+            self._wake.clear()
+            await self._wake.wait()
+        return True
+
+    async def _pump(self, source: AsyncIterator[Event], first_choice: int) -> None:
+        try:
+            async for event in source:
+                self._accept(event, first_choice)
+        except EngineError as error:
+            self.fail(error)
+        except Exception:
+            logger.exception("A backend's stream failed without an EngineError.")
+            self.fail(opaque_error())
+        else:
+            self._open -= 1
+            self._wake.set()
+
+    def _accept(self, event: Event, first_choice: int) -> None:
+        if isinstance(event, UsageEvent):
+            self.usage = add_usage(self.usage, event)
+            return
+        if first_choice:
+            event = msgspec.structs.replace(event, choice=event.choice + first_choice)
+        if isinstance(event, FinishEvent):
+            self.finish_reasons[event.choice] = event.reason
+        elif event.num_tokens:
+            self._time_tokens(event)
+        self._pending.append(event)
+        self._wake.set()
+
+    def _time_tokens(self, event: TextEvent) -> None:
+        now = time.monotonic()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self.choice_tokens[event.choice]:
+            self._on_tokens(now - self._last_token_at[event.choice], event.num_tokens)
+        self._last_token_at[event.choice] = now
+        self.choice_tokens[event.choice] += event.num_tokens
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.fail(ClientDisconnectedError("The client left before its answer was complete."))
+
+
+def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
+    """Tokens add up; prompts run side by side, so of times the longest counts."""
+    return UsageEvent(
+        prompt_tokens=total.prompt_tokens + part.prompt_tokens,
+        completion_tokens=total.completion_tokens + part.completion_tokens,
+        cached_tokens=total.cached_tokens + part.cached_tokens,
+        queue_s=max(total.queue_s, part.queue_s),
+        prefill_s=max(total.prefill_s, part.prefill_s),
+        decode_s=max(total.decode_s, part.decode_s),
+    )
+
+
+def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
+    """Join neighbouring text events of one choice, for a client slower than its tokens."""
+    joined: list[OutputEvent] = []
+    run: list[TextEvent] = []
+
+    def end_run() -> None:
+        if len(run) > 1:
+            joined.append(_join(run))
+        else:
+            joined.extend(run)
+        run.clear()
+
+    for event in events:
+        if isinstance(event, TextEvent) and (not run or run[0].choice == event.choice):
+            run.append(event)
+            continue
+        end_run()
+        if isinstance(event, TextEvent):
+            run.append(event)
+        else:
+            joined.append(event)
+    end_run()
+    return joined
+
+
+def _join(run: Sequence[TextEvent]) -> TextEvent:
+    logprobs = [token for event in run for token in event.logprobs or ()]
+    return TextEvent(
+        choice=run[0].choice,
+        text="".join(event.text for event in run),
+        num_tokens=sum(event.num_tokens for event in run),
+        logprobs=tuple(logprobs) if run[0].logprobs is not None else None,
+    )

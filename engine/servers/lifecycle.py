@@ -1,0 +1,156 @@
+"""Which requests the server holds, whether it takes more, and how it lets go of them.
+
+One counter admits a request before any work is done for it. A `Ticket` is that admission together
+with whatever was started under it, so that one `close` gives everything back, whichever way the
+request ended.
+"""
+
+import asyncio
+import contextlib
+import copy
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from engine.core.errors import RateLimitError, UnavailableError
+from engine.core.interfaces.backend import Event
+from engine.core.interfaces.request import FinishReason
+from engine.core.observability.metrics import FinishedRequest, Metrics
+from engine.servers.errors import ClientDisconnectedError
+from engine.servers.generation import Generation
+from engine.servers.records import RequestRecord
+
+RETRY_AFTER_S = 1.0
+# How long answers may take to reach their sockets once their requests have been given up.
+FLUSH_S = 2.0
+
+
+class Lifecycle:
+    def __init__(self, max_concurrent: int) -> None:
+        self.started = time.monotonic()
+        self.total_requests = 0
+        self.num_admitted = 0
+        self.is_draining = False
+        self.generations: set[Generation] = set()
+        self._max_concurrent = max_concurrent
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def reserve(self, count: int) -> None:
+        """Admit `count` more, or raise at once."""
+        if self.is_draining:
+            raise UnavailableError(
+                "The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER_S
+            )
+        if self.num_admitted + count > self._max_concurrent:
+            raise RateLimitError(
+                f"The server already works on {self.num_admitted} requests;"
+                f" its limit is {self._max_concurrent}. Retry later.",
+                retry_after=RETRY_AFTER_S,
+            )
+        self.num_admitted += count
+        self._idle.clear()
+
+    def release(self, count: int) -> None:
+        self.num_admitted -= count
+        assert self.num_admitted >= 0, self.num_admitted
+        if self.num_admitted == 0:
+            self._idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; let what runs finish, then end the rest with an error."""
+        self.is_draining = True
+        if await self._idle_within(timeout_s):
+            return
+        self.fail_all()
+        await self._idle_within(FLUSH_S)
+
+    def fail_all(self) -> None:
+        self.is_draining = True
+        error = UnavailableError(
+            "The server shut down before this request was finished.", retry_after=RETRY_AFTER_S
+        )
+        for generation in list(self.generations):
+            generation.fail(error)
+
+    async def _idle_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+
+class Ticket:
+    """One admitted request, and what runs for it. `close` may be called twice."""
+
+    def __init__(self, lifecycle: Lifecycle, metrics: Metrics, record: RequestRecord) -> None:
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._record = record
+        self._generation: Generation | None = None
+        self._max_tokens: int | None = None
+        lifecycle.reserve(1)
+        lifecycle.total_requests += 1
+        self._num_reserved = 1
+
+    def generate(
+        self,
+        sources: Sequence[AsyncIterator[Event]],
+        *,
+        num_choices: int,
+        max_tokens: int | None,
+        timeout_s: float,
+    ) -> Generation:
+        """Start reading `sources`, `num_choices` from each; every source counts as a request."""
+        assert self._generation is None
+        if len(sources) > 1:
+            self._lifecycle.reserve(len(sources) - 1)
+            self._num_reserved = len(sources)
+        self._max_tokens = max_tokens
+        self._generation = Generation(
+            sources,
+            choices_per_source=num_choices,
+            timeout_s=timeout_s,
+            on_tokens=self._metrics.inter_token,
+        )
+        self._lifecycle.generations.add(self._generation)
+        self._metrics.request_started()
+        return self._generation
+
+    def detach(self) -> "Ticket":
+        """A ticket that takes over all of this one, for work that outlives its HTTP request."""
+        heir = copy.copy(self)
+        self._num_reserved = 0
+        return heir
+
+    async def close(self) -> None:
+        count, self._num_reserved = self._num_reserved, 0
+        if count == 0:
+            return
+        try:
+            if self._generation is not None:
+                await self._generation.close()
+                self._account(self._generation)
+        finally:
+            self._lifecycle.release(count)
+
+    def _account(self, generation: Generation) -> None:
+        self._lifecycle.generations.discard(generation)
+        usage = generation.usage
+        self._record.usage = usage
+        left = isinstance(generation.failure, ClientDisconnectedError)
+        unfinished: FinishReason = "abort" if left else "error"
+        first = generation.first_token_at
+        self._metrics.request_finished(
+            FinishedRequest(
+                finish_reasons=tuple(each or unfinished for each in generation.finish_reasons),
+                choice_tokens=tuple(generation.choice_tokens),
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                max_tokens=self._max_tokens,
+                queue_s=usage.queue_s,
+                prefill_s=usage.prefill_s,
+                decode_s=usage.decode_s,
+                ttft_s=None if first is None else first - self._record.started,
+                e2e_s=time.monotonic() - self._record.started,
+            )
+        )

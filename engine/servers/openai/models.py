@@ -1,0 +1,66 @@
+"""GET /v1/models and its deprecated alias /v1/engines. Model ids contain slashes, so they are
+matched as paths.
+"""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from engine.core.interfaces.backend import ModelCard
+from engine.servers.services import Services
+
+_DEPRECATED = {"deprecation": "true", "link": '</v1/models>; rel="successor-version"'}
+
+
+def model_body(card: ModelCard, is_ready: bool) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": card.owned_by,
+        "root": card.id,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+        "context_length": card.max_model_len,
+        "meta": {
+            "n_ctx_train": card.max_model_len,
+            "n_params": card.num_params,
+            "size": card.size_bytes,
+        },
+        "state": "loaded" if is_ready else "loading",
+        "capabilities": card.capabilities,
+        "backend": card.backend,
+        "quantization": card.quantization,
+    }
+
+
+def add_models_routes(app: FastAPI, services: Services) -> None:
+    def list_body() -> dict[str, Any]:
+        is_ready = services.backend.health().ready
+        cards = [model_body(card, is_ready) for card in services.backend.models()]
+        return {"object": "list", "data": cards}
+
+    def one_body(model_id: str) -> dict[str, Any]:
+        return model_body(services.find_model(model_id), services.backend.health().ready)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json(list_body())
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        return _json(one_body(model_id))
+
+    @app.get("/v1/engines")
+    async def list_engines() -> Response:
+        return _json(list_body(), _DEPRECATED)
+
+    @app.get("/v1/engines/{model_id:path}")
+    async def retrieve_engine(model_id: str) -> Response:
+        return _json(one_body(model_id), _DEPRECATED)
+
+
+def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")

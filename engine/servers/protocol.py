@@ -1,0 +1,82 @@
+"""uvicorn's HTTP protocol with the limits that it lacks: on the head of a request, and on idle
+connections.
+
+Without these a client may send its headers for ever, one byte at a time or megabytes of them, and
+any number of silent connections pile up. A body has its deadline where it is read (`limits.py`).
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_TIMEOUT_S = 10.0
+MAX_HEAD_BYTES = 65_536
+MAX_HEADERS = 100
+MAX_URL_BYTES = 8_192
+MAX_CONNECTIONS = 1_024
+
+
+class HeadTooLargeError(Exception):
+    """Raised inside a parser callback, which turns it into a 400."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._opened = self.loop.time()
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._oldest_idle().transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The request's headers are too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        num_bytes = sum(len(name) + len(value) for name, value in self.headers)
+        if (
+            num_bytes > MAX_HEAD_BYTES
+            or len(self.headers) > MAX_HEADERS
+            or len(self.url) > MAX_URL_BYTES
+        ):
+            raise HeadTooLargeError
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing is being answered, or the answer was given up and its client reads nothing."""
+        finished = self.cycle is None or self.cycle.response_complete
+        return finished or self.transport.is_closing()
+
+    def _oldest_idle(self) -> "LimitedProtocol":
+        """This very connection when all others are busy."""
+        idle = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+        return min((each for each in idle if each._is_idle), key=lambda each: each._opened)

@@ -1,0 +1,159 @@
+"""Running the application: a socket bound first, the model loaded behind it, and an orderly end.
+
+The port is taken before weights are read, so a conflict is known at once and probes are answered
+while the model loads. The first SIGTERM or SIGINT drains: `/readyz` turns 503, running requests
+finish, new ones are refused, and what is left at the deadline ends with an error. The second one
+ends everything now.
+"""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.core.config import check_exposure
+from engine.core.config_schema import Settings
+from engine.core.errors import ConfigError
+from engine.servers.protocol import LimitedProtocol
+from engine.servers.services import Services
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_TIMEOUT_S = 15
+# After the drain only sockets are left to close.
+CLOSE_TIMEOUT_S = 5
+
+
+def bind_socket(settings: Settings) -> socket.socket:
+    """Take the port, without listening yet. Raises `ConfigError` before anything slow begins."""
+    check_exposure(settings)
+    host, port = settings.server.host, settings.server.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        reason = (
+            "another program is using it; choose another with --port"
+            if error.errno == errno.EADDRINUSE
+            else error.strerror or str(error)
+        )
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}", param="server.port"
+        ) from None
+    sock.set_inheritable(False)
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """The URL that a bound socket is reached by."""
+    host, port = sock.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """`HttpServer.handle_signal` decides; uvicorn would raise the signal again at the end."""
+        return contextlib.nullcontext()
+
+
+class HttpServer:
+    """One run of an application made by `create_app`."""
+
+    def __init__(
+        self, app: FastAPI, sock: socket.socket, on_ready: Callable[[float], None] | None = None
+    ) -> None:
+        services = app.state.services
+        assert isinstance(services, Services)
+        self._services = services
+        self._sock = sock
+        self._on_ready = on_ready
+        self._num_signals = 0
+        self._draining: asyncio.Task[None] | None = None
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http=LimitedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            )
+        )
+
+    async def serve(self) -> None:
+        """Until it is told to stop; raises what the backend could not start with."""
+        loading = asyncio.create_task(self._load())
+        try:
+            await self._uvicorn.serve(sockets=[self._sock])
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await self._services.backend.stop()
+        if not loading.cancelled():
+            loading.result()
+
+    def handle_signal(self) -> None:
+        """First call: finish what runs, then stop. Second call: stop now."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            logger.info("draining: running requests may finish, new ones are refused")
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            logger.warning("stopping now")
+            self._services.lifecycle.fail_all()
+            self._uvicorn.should_exit = True
+
+    async def _load(self) -> None:
+        begun = time.monotonic()
+        try:
+            await self._services.backend.start()
+        except BaseException:
+            self._uvicorn.should_exit = True
+            raise
+        seconds = time.monotonic() - begun
+        self._services.metrics.engine_ready(seconds)
+        if self._on_ready is not None:
+            self._on_ready(seconds)
+
+    async def _drain(self) -> None:
+        await self._services.lifecycle.drain(self._services.settings.server.drain_timeout_s)
+        self._uvicorn.should_exit = True
+
+
+def run_server(
+    app: FastAPI, sock: socket.socket, on_ready: Callable[[float], None] | None = None
+) -> None:
+    """Serve on the main thread until a signal ends it. Returns after an orderly end."""
+    server = HttpServer(app, sock, on_ready)
+
+    async def serve_with_signals() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.handle_signal)
+        await server.serve()
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve_with_signals())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

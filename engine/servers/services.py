@@ -1,0 +1,123 @@
+"""What the routes share: the backend, admission, and the steps that all generating routes take."""
+
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.backends.base import InferenceBackend
+from engine.core.config_schema import Settings
+from engine.core.errors import NotFoundError, UnavailableError
+from engine.core.interfaces.backend import Event, GenerationContext, ModelCard, UsageEvent
+from engine.core.interfaces.request import SamplingParams
+from engine.core.observability.metrics import Metrics
+from engine.servers import sse
+from engine.servers.auth import principal_of
+from engine.servers.generation import Generation
+from engine.servers.lifecycle import Lifecycle, Ticket
+from engine.servers.limits import read_parsed
+from engine.servers.openai.format import Collected
+from engine.servers.openai.schema import Body, SamplingBody, parse_body
+from engine.servers.records import record_of
+
+# Loading or restarting takes seconds; asking again sooner is wasted.
+NOT_READY_RETRY_S = 5.0
+_MAX_NAMED_MODELS = 20
+
+
+@dataclass(frozen=True)
+class Services:
+    settings: Settings
+    backend: InferenceBackend
+    metrics: Metrics
+    lifecycle: Lifecycle
+
+    def admit(self, request: Request) -> Ticket:
+        """Raises at once when the request can't be taken now; the caller closes the ticket."""
+        health = self.backend.health()
+        if not health.ready:
+            raise UnavailableError(
+                f"The model is not ready: {health.detail}.", retry_after=NOT_READY_RETRY_S
+            )
+        return Ticket(self.lifecycle, self.metrics, record_of(request.scope))
+
+    async def admitted(self, request: Request) -> AsyncIterator[Ticket]:
+        """As a dependency: holds the ticket until the last byte of the answer has been sent."""
+        ticket = self.admit(request)
+        try:
+            yield ticket
+        finally:
+            await ticket.close()
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        max_bytes = self.settings.server.body_limit_mb * 2**20
+        return await read_parsed(request, max_bytes, lambda raw: parse_body(kind, raw))
+
+    def find_model(self, name: str | None) -> ModelCard:
+        cards = self.backend.models()
+        for card in cards:
+            if name is None or card.id == name:
+                return card
+        known = ", ".join(card.id for card in cards[:_MAX_NAMED_MODELS]) or "none"
+        raise NotFoundError(
+            f"There is no such model here. Available: {known}.",
+            param="model",
+            code="model_not_found",
+        )
+
+    def context(
+        self, request: Request, body: SamplingBody, params: SamplingParams, completion_id: str
+    ) -> GenerationContext:
+        principal = principal_of(request)
+        record = record_of(request.scope)
+        record.completion_id = completion_id
+        if body.user:
+            # Enough to tell an abusive end user apart in the log, without writing down who it is.
+            digest = hashlib.sha256(f"{principal.name}:{body.user}".encode()).hexdigest()
+            record.user_hash = digest[:16]
+        return GenerationContext(
+            request_id=completion_id,
+            params=params,
+            priority=body.priority or 0,
+            salt=principal.name,
+            timeout_s=self.settings.server.request_timeout_s,
+        )
+
+    def generate(
+        self, ticket: Ticket, params: SamplingParams, sources: Sequence[AsyncIterator[Event]]
+    ) -> Generation:
+        return ticket.generate(
+            sources,
+            num_choices=params.n,
+            max_tokens=params.max_tokens,
+            timeout_s=self.settings.server.request_timeout_s,
+        )
+
+
+def new_completion_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+async def answer_streaming(
+    request: Request, generation: Generation, format: sse.StreamFormat
+) -> Response:
+    """A response whose headers have not gone out yet. Raises what the backend refused with."""
+    generation.watch(request.receive)
+    await generation.accepted(sse.ACCEPT_WAIT_S)
+    return sse.EventStream(generation, format)
+
+
+async def answer_whole(
+    request: Request,
+    generation: Generation,
+    num_choices: int,
+    body: Callable[[Collected, UsageEvent], bytes],
+) -> Response:
+    generation.watch(request.receive)
+    collected = Collected(num_choices)
+    while events := await generation.take():
+        collected.add(events)
+    return Response(body(collected, generation.usage), media_type="application/json")

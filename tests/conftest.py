@@ -1,0 +1,24 @@
+"""Fixtures that several kinds of tests share: the default model, and a live server around it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.core.utils.pull import pull
+from tests.served import ServedEngine, serve
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's file; fetched on first use, as `engine pull` does."""
+    return pull(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def server(default_model: Path) -> Iterator[ServedEngine]:
+    """`engine serve` on the default model, as a user starts it. Shared: tests leave it idle."""
+    with serve(DEFAULT_MODEL, "--dtype", "float32") as served:
+        yield served

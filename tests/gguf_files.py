@@ -1,0 +1,162 @@
+"""GGUF files for tests: sound ones through the `gguf` package, hostile ones byte by byte."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.core.registry.model_registry import architecture
+
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
+F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def u32(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+def u64(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+def entry(key: str | bytes, type_id: int, payload: bytes) -> bytes:
+    return text(key) + u32(type_id) + payload
+
+
+def array(element_type: int, count: int, payload: bytes = b"") -> bytes:
+    return u32(element_type) + u64(count) + payload
+
+
+def tensor(name: str | bytes, dims: Sequence[int], type_id: int = F32, offset: int = 0) -> bytes:
+    shape = b"".join(u64(dim) for dim in dims)
+    return text(name) + u32(len(dims)) + shape + u32(type_id) + u64(offset)
+
+
+def assemble(
+    entries: Sequence[bytes] = (),
+    tensors: Sequence[bytes] = (),
+    data: bytes = b"",
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    num_tensors: int | None = None,
+    num_entries: int | None = None,
+    alignment: int = 32,
+) -> bytes:
+    """A file from its parts; the counts may lie."""
+    head = magic + u32(version)
+    head += u64(len(tensors) if num_tensors is None else num_tensors)
+    head += u64(len(entries) if num_entries is None else num_entries)
+    head += b"".join(entries) + b"".join(tensors)
+    return head + bytes(-len(head) % alignment) + data
+
+
+def tiny_config(family: str, **changes: Any) -> ModelConfig:
+    """A two-layer model whose sizes all differ, so that a mixed-up shape can't go unnoticed."""
+    layer_norm = family == "gpt2"
+    settings: dict[str, Any] = {
+        "family": family,
+        "vocab_size": 40,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4 if layer_norm else 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "max_position": 48,
+        "norm_eps": 1e-5,
+        "tie_embeddings": False,
+        "rope": None if layer_norm else RopeConfig(theta=500.0, dim=16),
+        "norm": "layer" if layer_norm else "rms",
+        "activation": "gelu_tanh" if layer_norm else "silu",
+        "qkv_bias": family in ("gpt2", "qwen2"),
+        "out_bias": layer_norm,
+        "mlp_bias": layer_norm,
+        "qk_norm": family == "qwen3",
+        "bos_id": 1,
+        "eos_ids": (2, 5),
+    }
+    return ModelConfig(**(settings | changes))
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> Arrays:
+    """Values for every weight, under our names and in our layout."""
+    rng = np.random.default_rng(seed)
+    return {
+        spec.name: rng.standard_normal(spec.shape, np.float32)
+        for spec in architecture(config.family).tensors(config)
+        if not spec.optional
+    }
+
+
+def gguf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
+    """The same weights as a converter would store them, under GGUF's names."""
+    stored: Arrays = {}
+    for spec in architecture(config.family).tensors(config):
+        if spec.name in weights:
+            values = weights[spec.name]
+            if spec.gguf_transform.startswith("unpermute"):
+                halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+            stored[spec.gguf] = values
+    return stored
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    stored: Arrays,
+    extra: Mapping[str, Any] | None = None,
+    num_tokens: int | None = None,
+    **writer_options: Any,
+) -> None:
+    """Write with the `gguf` package; `extra` adds or replaces unsigned, float or string keys."""
+    writer = gguf.GGUFWriter(path, config.family, **writer_options)
+    prefix = config.family
+    keys: dict[str, Any] = {
+        f"{prefix}.block_count": config.num_layers,
+        f"{prefix}.context_length": config.max_position,
+        f"{prefix}.embedding_length": config.hidden_size,
+        f"{prefix}.feed_forward_length": config.intermediate_size,
+        f"{prefix}.attention.head_count": config.num_heads,
+        f"{prefix}.attention.head_count_kv": config.num_kv_heads,
+        f"{prefix}.attention.key_length": config.head_dim,
+        f"{prefix}.attention.layer_norm_epsilon": config.norm_eps,
+        f"{prefix}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{prefix}.vocab_size": config.vocab_size,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
+    if config.rope is not None:
+        keys[f"{prefix}.rope.freq_base"] = config.rope.theta
+    for key, value in (keys | dict(extra or {})).items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)
+    count = config.vocab_size if num_tokens is None else num_tokens
+    writer.add_token_list([f"token{index}" for index in range(count)])
+    writer.add_token_types([1] * count)
+    for name, values in stored.items():
+        # Bytes are Q8_0 blocks; the writer works their shape out.
+        kind = gguf.GGMLQuantizationType.Q8_0 if values.dtype == np.uint8 else None
+        writer.add_tensor(name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

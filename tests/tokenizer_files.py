@@ -1,0 +1,102 @@
+"""Small vocabularies trained on the spot, as `tokenizer.json` directories and as GGUF metadata."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and it's the fox's 3rd jump in 2024.",
+    "def add(left, right):\n    return left + right  # sums, nothing more\n\n\n",
+    "Größe, naïve, façade, déjà vu; Привет, как дела? 你好，世界。こんにちは 안녕하세요",
+    "I'll say we've done it; you'd agree they're right.  Two spaces,\ttabs\t\tand\r\nlines.",
+    "HTTPServer camelCase snake_case 1234567890 3.14159 $19.99 50% (a) [b] {c} <d> |e|",
+    "🙂🚀 emoji 👩‍👩‍👧 family, flags 🇫🇷🇩🇪, and ½ + ² = ?",
+] * 4
+
+
+def byte_level_engine() -> tokenizers.Tokenizer:
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=700,
+            special_tokens=list(CONTROL),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return engine
+
+
+def byte_level_metadata(**changes: Any) -> dict[str, Any]:
+    """What a GGUF file would carry for `byte_level_engine`."""
+    model = json.loads(byte_level_engine().to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [3 if piece in CONTROL else 1 for piece in pieces],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """Pieces with scores, as SentencePiece's BPE writes them; all 256 bytes as fallback."""
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    engine.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    model = json.loads(engine.to_str())["model"]
+    merged = [left + right for left, right in model["merges"]]
+    characters = sorted(set(model["vocab"]) - set(merged))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *merged]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(merged))]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(merged) + len(characters))]
+    scores += [-float(len(merged) + rank) for rank in range(len(characters))]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces + characters,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def write_directory(path: Path, **settings: Any) -> Path:
+    """A Hugging Face model directory with `byte_level_engine`, BOS added by its post-processor."""
+    engine = byte_level_engine()
+    engine.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    engine.save(str(path / "tokenizer.json"))
+    config = {
+        "bos_token": "<|endoftext|>",
+        "eos_token": {"content": "<|im_end|>", "special": True},
+        "chat_template": TEMPLATE,
+        **settings,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    return path

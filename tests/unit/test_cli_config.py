@@ -1,0 +1,121 @@
+"""The command line itself: `config show`, `doctor`, and how errors and secrets come out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine import __version__
+from engine.cli.main import app
+from engine.core.config_schema import setting_keys
+from engine.core.errors import ConfigError
+
+SECRET = "correct-horse-battery"
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("LLM_ENGINE_CONFIG", "LLM_ENGINE_API_KEY", "LLM_ENGINE_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_config_show_lists_every_setting_with_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine.toml").write_text("[model]\ndtype = 'bfloat16'\n")
+    monkeypatch.setenv("LLM_ENGINE_PORT", "9999")
+    result = CliRunner().invoke(app, ["config", "show", "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert list(shown) == setting_keys()
+    assert shown["server.port"] == {"value": 9999, "origin": "LLM_ENGINE_PORT"}
+    assert shown["model.dtype"] == {"value": "bfloat16", "origin": "engine.toml"}
+    assert shown["server.host"]["origin"] == "default"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_config_show_hides_secrets(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_ENGINE_API_KEY", SECRET)
+    result = CliRunner().invoke(app, ["config", "show", *arguments])
+    assert result.exit_code == 0
+    assert "********" in result.output
+    assert "LLM_ENGINE_API_KEY" in result.output
+    assert SECRET not in result.output
+
+
+def test_error_is_one_line_and_exit_code_2() -> None:
+    Path("x.toml").write_text("[server]\nprot = 1\n")
+    result = CliRunner().invoke(app, ["config", "show", "--config", "x.toml"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: x.toml: unknown key server.prot; did you mean server.port?"
+    ]
+
+
+def test_error_text_cannot_reach_the_terminal_raw() -> None:
+    Path("x.toml").write_text('[server]\n"a\\u001b[31m\\nb" = 1\n')
+    result = CliRunner().invoke(app, ["config", "show", "--config", "x.toml"])
+    assert result.exit_code == 2
+    assert "\x1b" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_debug_shows_where_an_error_is_from() -> None:
+    result = CliRunner().invoke(app, ["--debug", "config", "show", "--config", "absent.toml"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_unknown_command_and_flag_name_the_nearest() -> None:
+    command = CliRunner().invoke(app, ["confg"])
+    assert command.exit_code == 2
+    assert "config" in command.stderr
+    flag = CliRunner().invoke(app, ["config", "show", "--confg", "x"])
+    assert flag.exit_code == 2
+    assert "--config" in flag.stderr
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"engine {__version__}"
+
+
+def test_doctor_reports_every_topic_and_the_missing_model() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    findings = json.loads(result.stdout)
+    assert {each["topic"] for each in findings} == {
+        "software",
+        "hardware",
+        "backend",
+        "settings",
+        "model",
+    }
+    (model,) = [each for each in findings if each["name"] == "smollm2-135m-instruct"]
+    assert model["ok"] is False
+    assert "engine pull" in model["fix"]
+
+
+def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engine.cli.doctor._BACKEND_NEEDS", {"torch": (("absent-package",), "torch")}
+    )
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    (backend,) = [
+        each
+        for each in json.loads(result.stdout)
+        if each["name"] == "torch" and each["topic"] == "backend"
+    ]
+    assert backend["ok"] is False
+    assert "engine[torch]" in backend["fix"]
+
+
+def test_doctor_survives_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_ENGINE_PORT", "many")
+    findings = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    (settings,) = [each for each in findings if each["topic"] == "settings"]
+    assert settings["ok"] is False
+    assert "server.port" in settings["fix"]

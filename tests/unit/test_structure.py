@@ -1,0 +1,315 @@
+"""The shape of the code: who may import whom, what never occurs, and how large things may grow.
+
+Everything here reads syntax trees, so it covers code that no other test runs.
+"""
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import engine.servers
+
+ROOT = Path(__file__).parents[2]
+
+MAX_FILE_LINES = 800
+MAX_FUNCTION_LINES = 100
+
+# A module may import rooms of its own rank or lower. The composition roots stand on top.
+RANKS = {
+    "engine.core": 0,
+    "engine.backends": 1,
+    "engine.routing": 2,
+    "engine.servers": 3,
+    "engine.backends.custom.app": 4,
+    "engine.cli": 4,
+    "engine.llm": 4,
+}
+# Where a tensor library, or a library that loads one, may be imported.
+FRAMEWORKS_FOLDER = "engine.backends.custom.frameworks"
+FRAMEWORK_HOMES = {
+    "accelerate": ("engine.backends.transformers",),
+    "flax": (f"{FRAMEWORKS_FOLDER}.jax",),
+    "jax": (f"{FRAMEWORKS_FOLDER}.jax",),
+    "sglang": (),
+    "tensorflow": (),
+    "tinygrad": (f"{FRAMEWORKS_FOLDER}.tinygrad",),
+    "torch": (f"{FRAMEWORKS_FOLDER}.torch", "engine.backends.transformers"),
+    "transformers": ("engine.backends.transformers",),
+    "triton": (f"{FRAMEWORKS_FOLDER}.torch",),
+    "vllm": (),
+}
+# Rooms that every framework shares, and what of the package they may import.
+SHARED_ROOMS = {
+    "engine.backends.custom.runtime": (
+        "engine.core",
+        "engine.backends.custom.runtime",
+        "engine.backends.process",
+    ),
+    "engine.backends.custom.architectures": (
+        "engine.core",
+        "engine.backends.custom.architectures",
+        "engine.backends.custom.weights.lazy_tensor",
+    ),
+}
+BANNED_MODULES = frozenset(
+    {"cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}
+)
+BANNED_BUILTINS = frozenset({"eval", "exec"})
+BANNED_CALLS = frozenset({"torch.load", "yaml.load", "numpy.load", "np.load"})
+# The only template environment is the sandboxed one that this file builds.
+JINJA_HOME = "engine.core.utils.template_sandbox"
+# Calls that make the host wait for the device.
+SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
+# Wall-clock time is for what people read; durations use time.monotonic.
+TIMESTAMP_MODULES = frozenset({"engine.servers.openai.format"})
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def at(self, node: ast.AST) -> str:
+        return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+@cache
+def sources(folder: str = "engine") -> tuple[Source, ...]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
+    return tuple(Source(path, text, ast.parse(text)) for path, text in texts)
+
+
+@cache
+def module_names() -> frozenset[str]:
+    return frozenset(each.module for each in sources())
+
+
+def is_within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Every imported module, also inside functions; `from a import b` gives a.b if that is one."""
+    known = module_names()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = source.module.split(".")
+                if source.path.name != "__init__.py":
+                    package = package[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield node, name if name in known else base
+
+
+def rank(module: str) -> int | None:
+    rooms = [room for room in RANKS if is_within(module, room)]
+    return RANKS[max(rooms, key=len)] if rooms else None
+
+
+def test_every_module_has_a_place() -> None:
+    unplaced = [each.module for each in sources() if rank(each.module) is None]
+    assert unplaced == ["engine"], "give a new room its rank above"
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for source in sources():
+        own = rank(source.module)
+        if own is None:  # the package itself, whose names resolve lazily
+            continue
+        for node, target in imports(source):
+            if target == "engine":
+                names = {alias.name for alias in node.names} if hasattr(node, "names") else set()
+                if names != {"__version__"}:
+                    wrong.append(f"{source.at(node)} imports the package from inside")
+                continue
+            theirs = rank(target)
+            if is_within(target, "engine") and (theirs is None or theirs > own):
+                wrong.append(f"{source.at(node)} imports {target}")
+    assert not wrong
+
+
+def test_frameworks_stay_in_their_rooms() -> None:
+    wrong = []
+    for source in sources():
+        for node, target in imports(source):
+            homes = FRAMEWORK_HOMES.get(target.split(".")[0])
+            if homes is not None and not any(is_within(source.module, home) for home in homes):
+                wrong.append(f"{source.at(node)} imports {target}")
+    assert not wrong
+
+
+def test_frameworks_do_not_import_each_other() -> None:
+    def name(module: str) -> str | None:
+        if not module.startswith(FRAMEWORKS_FOLDER + "."):
+            return None
+        return module.removeprefix(FRAMEWORKS_FOLDER + ".").split(".")[0]
+
+    wrong = [
+        f"{source.at(node)} imports {target}"
+        for source in sources()
+        if name(source.module) is not None
+        for node, target in imports(source)
+        if name(target) not in (None, name(source.module))
+    ]
+    assert not wrong
+
+
+def test_shared_rooms_depend_on_no_framework() -> None:
+    wrong = [
+        f"{source.at(node)} imports {target}"
+        for room, allowed in SHARED_ROOMS.items()
+        for source in sources()
+        if is_within(source.module, room)
+        for node, target in imports(source)
+        if is_within(target, "engine") and not any(is_within(target, each) for each in allowed)
+    ]
+    assert not wrong
+
+
+def test_nothing_can_run_code_from_data() -> None:
+    wrong = []
+    for source in sources():
+        wrong += [
+            f"{source.at(node)} imports {target}"
+            for node, target in imports(source)
+            if target.split(".")[0] in BANNED_MODULES
+        ]
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Name) and node.id in BANNED_BUILTINS:
+                wrong.append(f"{source.at(node)} uses {node.id}")
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) in BANNED_CALLS:
+                wrong.append(f"{source.at(node)} uses {ast.unparse(node)}")
+            elif isinstance(node, ast.keyword) and node.arg in (
+                "allow_pickle",
+                "trust_remote_code",
+            ):
+                wrong.append(f"{source.at(node.value)} passes {node.arg}")
+    assert not wrong
+
+
+def test_jinja_has_one_home() -> None:
+    users = {
+        source.module
+        for source in sources()
+        for _, target in imports(source)
+        if is_within(target, "jinja2")
+    }
+    assert users <= {JINJA_HOME}
+
+
+def test_the_device_is_waited_for_in_one_place() -> None:
+    """In frameworks, only `PendingTokens.wait` may read values back from the device."""
+    wrong = []
+    for source in sources():
+        if not is_within(source.module, FRAMEWORKS_FOLDER):
+            continue
+        allowed = {
+            id(inner)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "wait"
+            for inner in ast.walk(node)
+        }
+        wrong += [
+            f"{source.at(node)} calls .{node.func.attr}()"
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in SYNCS
+            and id(node) not in allowed
+        ]
+    assert not wrong
+
+
+def test_durations_do_not_use_the_wall_clock() -> None:
+    wrong = []
+    for source in sources():
+        if source.module in TIMESTAMP_MODULES:
+            continue
+        for node in ast.walk(source.tree):
+            by_name = isinstance(node, ast.ImportFrom) and node.module == "time"
+            if by_name and {alias.name for alias in node.names} & {"time", "time_ns"}:
+                wrong.append(source.at(node))
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "time.time",
+                "time.time_ns",
+            ):
+                wrong.append(source.at(node))
+    assert not wrong, "use time.monotonic, or add the module to TIMESTAMP_MODULES"
+
+
+@pytest.mark.parametrize("folder", ["engine", "tests", "benchmarks"])
+def test_files_and_functions_stay_small(folder: str) -> None:
+    large = []
+    for source in sources(folder):
+        num_lines = len(source.text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            large.append(f"{source.at(source.tree)} has {num_lines} lines")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                num_lines = node.end_lineno - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    large.append(f"{source.at(node)} {node.name} has {num_lines} lines")
+    assert not large
+
+
+def request_models() -> list[type[BaseModel]]:
+    """Every pydantic model that the servers define."""
+    found = set()
+    for info in pkgutil.walk_packages(engine.servers.__path__, "engine.servers."):
+        for item in vars(importlib.import_module(info.name)).values():
+            if isinstance(item, type) and issubclass(item, BaseModel):
+                found.add(item)
+    ours = [item for item in found if is_within(item.__module__, "engine.servers")]
+    return sorted(ours, key=lambda item: item.__qualname__)
+
+
+def numbers(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every part of a JSON schema that accepts a number."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield path, schema
+        for key, value in schema.items():
+            yield from numbers(value, f"{path}.{key}")
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from numbers(value, path)
+
+
+def test_every_number_in_a_request_is_bounded() -> None:
+    models = request_models()
+    assert models
+    unbounded = [
+        path
+        for model in models
+        for path, schema in numbers(model.model_json_schema(), model.__name__)
+        if "enum" not in schema
+        and "const" not in schema
+        and not (
+            {"minimum", "exclusiveMinimum"} & schema.keys()
+            and {"maximum", "exclusiveMaximum"} & schema.keys()
+        )
+    ]
+    assert not unbounded
