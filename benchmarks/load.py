@@ -20,7 +20,13 @@ from urllib.parse import urlsplit
 
 from benchmarks.client import Target, first_model, new_session
 from benchmarks.figures import spread
-from benchmarks.process import ServerError, ServerProcess, ServerSpec, peak_rss_mb
+from benchmarks.process import (
+    ServerError,
+    ServerProcess,
+    ServerSpec,
+    exit_on_sigterm,
+    peak_rss_mb,
+)
 from benchmarks.scenarios import SCENARIOS, Scenario, measure
 
 
@@ -28,7 +34,8 @@ def main() -> None:
     options = _parser().parse_args()
     options.base_url = options.base_url.rstrip("/").removesuffix("/v1")
     extra = json.loads(options.extra)
-    work = cold_starts(options, extra) if options.scenario == "cold" else _load(options, extra)
+    exit_on_sigterm()
+    work = _cold_starts(options, extra) if options.scenario == "cold" else _load(options, extra)
     figures = asyncio.run(work)
     print(json.dumps(figures), flush=True)
     sys.exit(1 if figures["failed"] else 0)
@@ -50,7 +57,7 @@ async def _load(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str,
     )
 
 
-async def cold_starts(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
+async def _cold_starts(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """Start the command, wait for one completion, stop it; the first time may fill caches."""
     port = urlsplit(options.base_url).port or 80
     command = tuple(shlex.split(options.command))

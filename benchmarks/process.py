@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,6 +103,11 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM unwind like Ctrl-C does, so that `finally` clauses stop the servers."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def process_tree(pid: int) -> list[psutil.Process]:

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.machine import machine, machine_line
 from benchmarks.peers import PEERS, Setup, Unavailable, install, ours, peers_cache
-from benchmarks.process import RunningServer, ServerProcess, ServerSpec
+from benchmarks.process import RunningServer, ServerProcess, ServerSpec, exit_on_sigterm
 from benchmarks.report import Rounds, comparison_table
 from benchmarks.scenarios import SCENARIOS, Scenario, measure
 from engine.core.errors import EngineError
@@ -48,6 +48,7 @@ def main() -> None:
     console.print(machine_line(facts), highlight=False)
     specs = _server_specs(options, model, console)
     scenarios = _scenarios(options)
+    exit_on_sigterm()
     logs = Path(tempfile.mkdtemp(prefix="engine-bench-"))
     console.print(f"server output is in {logs}", highlight=False)
     results = asyncio.run(compare(specs, scenarios, options.rounds, logs, console))

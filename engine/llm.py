@@ -22,6 +22,7 @@ from engine.core.interfaces.backend import (
     Event,
     GenerationContext,
     ModelCard,
+    TextEvent,
     TokenText,
     UsageEvent,
 )
@@ -39,6 +40,7 @@ class Completion:
     """One choice: its text, why it ended, and the tokens' log-probabilities if asked for."""
 
     text: str
+    token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenText, ...] | None
 
@@ -200,8 +202,10 @@ class InferenceEngine:
         stream = ChatStream(self._envelope(), _params(params).n, include_usage=True)
         yield from _parsed(stream.opening())
         for event in self._llm.stream_chat(messages, _params(params)):
-            is_last = isinstance(event, UsageEvent)
-            yield from _parsed(stream.closing(event) if is_last else stream.chunk(event))
+            if isinstance(event, UsageEvent):
+                yield from _parsed(stream.closing(event))
+            else:
+                yield from _parsed(stream.chunk(event))
 
     def _envelope(self) -> Envelope:
         return new_envelope(f"chatcmpl-{secrets.token_hex(16)}", self._llm.card)
@@ -218,13 +222,15 @@ async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
         assert finish is not None, "every choice ends"
         logprobs = tuple(collected.tokens[index]) or None
         text = "".join(collected.texts[index])
-        choices.append(Completion(text, finish.reason, logprobs))
+        texts = [event for event in seen if isinstance(event, TextEvent) and event.choice == index]
+        token_ids = tuple(token for event in texts for token in event.token_ids)
+        choices.append(Completion(text, token_ids, finish.reason, logprobs))
     return GenerationOutput(tuple(choices), usage)
 
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters by name; an unknown one is an error that lists what there is."""
-    known = {field for field in SamplingParams.__struct_fields__}
+    known = set(SamplingParams.__struct_fields__)
     unknown = sorted(set(params) - known)
     if unknown:
         raise InvalidRequestError(

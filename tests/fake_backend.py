@@ -39,7 +39,7 @@ class FakeBackend(InferenceBackend):
         """As new, for a test that shares a server with others."""
         self.words = tuple(words)
         self.prefill_s = 0.0
-        self.token_s = 0.0
+        self.token_s: float | None = 0.0  # None: all tokens at once
         self.refusal: EngineError | None = None  # raised before the first event
         self.failure: Exception | None = None  # raised after `fail_after` tokens of a choice
         self.fail_after = 0
@@ -61,7 +61,10 @@ class FakeBackend(InferenceBackend):
 
     def health(self) -> Health:
         detail = "ready" if self.ready else "loading weights"
-        return Health(ready=self.ready, detail=detail, step_age_s=0.5, memory_bytes=3 * 2**20)
+        return Health(ready=self.ready, detail=detail, step_age_s=0.5)
+
+    def memory_bytes(self) -> int:
+        return 3 * 2**20
 
     def models(self) -> list[ModelCard]:
         return [
@@ -108,7 +111,8 @@ class FakeBackend(InferenceBackend):
                     raise self.failure
                 for choice in range(context.params.n):
                     yield TextEvent(choice, word, 1, _logprobs(word, context.params.logprobs))
-                await asyncio.sleep(self.token_s)
+                if self.token_s is not None:
+                    await asyncio.sleep(self.token_s)
             reason = "stop" if len(words) == len(self.words) else "length"
             for choice in range(context.params.n):
                 yield FinishEvent(choice, reason)
@@ -118,7 +122,7 @@ class FakeBackend(InferenceBackend):
                 cached_tokens=num_prompt // 2,
                 queue_s=0.001,
                 prefill_s=self.prefill_s,
-                decode_s=self.token_s * len(words),
+                decode_s=(self.token_s or 0.0) * len(words),
             )
             finished = True
         finally:

@@ -1,10 +1,12 @@
 """Small vocabularies trained on the spot, as `tokenizer.json` directories and as GGUF metadata."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from gguf import GGUFReader
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -21,6 +23,13 @@ CORPUS = [
     "HTTPServer camelCase snake_case 1234567890 3.14159 $19.99 50% (a) [b] {c} <d> |e|",
     "🙂🚀 emoji 👩‍👩‍👧 family, flags 🇫🇷🇩🇪, and ½ + ² = ?",
 ] * 4
+
+
+@cache
+def read_gguf(path: Path) -> dict[str, Any]:
+    """The tokenizer's part of a GGUF file's metadata, by a reader that is not ours."""
+    fields = GGUFReader(path).fields
+    return {name: fields[name].contents() for name in fields if name.startswith("tokenizer.")}
 
 
 def byte_level_engine() -> tokenizers.Tokenizer:

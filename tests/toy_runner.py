@@ -1,8 +1,10 @@
-"""A model without weights, for tests of the runtime: what it generates is a hash of its KV contents.
+"""A model without weights, for tests of the runtime: what it generates is a hash of its KV
+contents.
 
-Each KV cell holds a hash of the previous cell and its own token, read through the block table. A block that
-is wrong, stale, shared and then written, or freed too early changes the output, so that "equal to generating
-alone" is an exact check. `ToyRunner` implements the whole runner seam in numpy; `generate_alone` is the oracle.
+Each KV cell holds a hash of the previous cell and its own token, read through the block table. A
+block that is wrong, stale, shared and then written, or freed too early changes the output, so that
+"equal to generating alone" is an exact check. `ToyRunner` implements the whole runner seam in
+numpy; `generate_alone` is the oracle.
 """
 
 import hashlib

@@ -52,6 +52,10 @@ class InferenceBackend(ABC):
         """The state now, without waiting for anything."""
 
     @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory resident in RAM, of every process that serves the models."""
+
+    @abstractmethod
     def models(self) -> list[ModelCard]:
         """The models that can be asked for; the first is the default."""
 

@@ -23,13 +23,13 @@ from engine.servers.openai.completions import add_completions_routes
 from engine.servers.openai.models import add_models_routes
 from engine.servers.request_log import RequestLog
 from engine.servers.services import Services
+from engine.servers.watcher import EngineWatcher
 
 
 def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> FastAPI:
     """The application over `backend`, which somebody else starts and stops (see `run.py`)."""
-    services = Services(
-        settings, backend, metrics, Lifecycle(settings.server.max_concurrent_requests)
-    )
+    lifecycle = Lifecycle(settings.server.max_concurrent_requests)
+    services = Services(settings, backend, metrics, lifecycle, EngineWatcher(backend, metrics))
     app = FastAPI(
         docs_url=None,
         redoc_url=None,

@@ -41,9 +41,7 @@ def add_health_routes(app: FastAPI, services: Services) -> None:
 def add_metrics_routes(app: FastAPI, services: Services) -> None:
     @app.get(services.settings.metrics.endpoint)
     async def metrics() -> Response:
-        stats = services.backend.stats()
-        if stats is not None:
-            services.metrics.observe(stats)
+        services.watcher.observe()
         # Walks the process tree and formats some hundred series: milliseconds.
         content, content_type = await asyncio.to_thread(services.metrics.render)
         return Response(content, headers={"content-type": content_type})
@@ -58,7 +56,7 @@ def _figures(services: Services, state: Health) -> dict[str, Any]:
         "uptime_seconds": round(time.monotonic() - services.lifecycle.started, 3),
         "total_requests": services.lifecycle.total_requests,
         "cache_hit_rate": round(hits / queries, 4) if queries else 0.0,
-        "memory_usage_mb": round(state.memory_bytes / 2**20, 1),
+        "memory_usage_mb": round(services.backend.memory_bytes() / 2**20, 1),
         "step_age_seconds": state.step_age_s,
     }
 

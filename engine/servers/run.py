@@ -98,11 +98,13 @@ class HttpServer:
     async def serve(self) -> None:
         """Until it is told to stop; raises what the backend could not start with."""
         loading = asyncio.create_task(self._load())
+        watching = asyncio.create_task(self._services.watcher.run())
         try:
             await self._uvicorn.serve(sockets=[self._sock])
         finally:
             loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(loading, watching, return_exceptions=True)
             await self._services.backend.stop()
         if not loading.cancelled():
             loading.result()

@@ -22,6 +22,7 @@ from engine.servers.limits import read_parsed
 from engine.servers.openai.format import Collected
 from engine.servers.openai.schema import Body, SamplingBody, parse_body
 from engine.servers.records import record_of
+from engine.servers.watcher import EngineWatcher
 
 # Loading or restarting takes seconds; asking again sooner is wasted.
 NOT_READY_RETRY_S = 5.0
@@ -34,6 +35,7 @@ class Services:
     backend: InferenceBackend
     metrics: Metrics
     lifecycle: Lifecycle
+    watcher: EngineWatcher
 
     def admit(self, request: Request) -> Ticket:
         """Raises at once when the request can't be taken now; the caller closes the ticket."""

@@ -1,8 +1,10 @@
-"""Random histories of the real runtime over the toy model, with every invariant checked after every rule.
+"""Random histories of the real runtime over the toy model, with every invariant checked after every
+rule.
 
-Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens meet aborts,
-evictions, flushes, expiry and restarts, in pools too small for them. Whatever happens, delivered tokens equal the
-oracle's, every accepted choice ends exactly once, and nothing is held when nothing runs.
+Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens
+meet aborts, evictions, flushes, expiry and restarts, in pools too small for them. Whatever happens,
+delivered tokens equal the oracle's, every accepted choice ends exactly once, and nothing is held
+when nothing runs.
 """
 
 import pytest

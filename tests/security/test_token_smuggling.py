@@ -13,6 +13,7 @@ from tests.tokenizer_files import (
     CONTROL,
     TEMPLATE,
     byte_level_metadata,
+    read_gguf,
     sentencepiece_metadata,
     write_directory,
 )
@@ -40,16 +41,17 @@ def test_every_control_token_is_plain_text_in_a_prompt(tokenizer: Tokenizer) -> 
             assert tokenizer.decode(ids) == around
 
 
-def test_every_control_token_of_the_real_model_is_plain_text(real_tokenizer: Tokenizer) -> None:
-    everything = "".join(real_tokenizer.specials.ids)
-    ids = real_tokenizer.encode_prompt(everything, add_bos=False)
-    assert controls(real_tokenizer, ids) == [] and real_tokenizer.decode(ids) == everything
-    template = ChatTemplate(real_tokenizer.chat_template, real_tokenizer.bos, real_tokenizer.eos)
-    plain = template.render([{"role": "user", "content": "x"}], real_tokenizer.specials)
-    loaded = template.render([{"role": "user", "content": everything}], real_tokenizer.specials)
-    encoded = real_tokenizer.encode_rendered(loaded)
-    assert controls(real_tokenizer, encoded) == [s for s in plain.segments if isinstance(s, int)]
-    assert everything in real_tokenizer.decode(encoded)
+def test_every_control_token_of_the_real_model_is_plain_text(default_model: Path) -> None:
+    tokenizer = Tokenizer.from_gguf(read_gguf(default_model))
+    everything = "".join(tokenizer.specials.ids)
+    ids = tokenizer.encode_prompt(everything, add_bos=False)
+    assert controls(tokenizer, ids) == [] and tokenizer.decode(ids) == everything
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.bos, tokenizer.eos)
+    plain = template.render([{"role": "user", "content": "x"}], tokenizer.specials)
+    loaded = template.render([{"role": "user", "content": everything}], tokenizer.specials)
+    encoded = tokenizer.encode_rendered(loaded)
+    assert controls(tokenizer, encoded) == [s for s in plain.segments if isinstance(s, int)]
+    assert everything in tokenizer.decode(encoded)
 
 
 def test_a_directory_hides_its_control_tokens_too(tmp_path: Path) -> None:

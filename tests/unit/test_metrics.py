@@ -135,7 +135,7 @@ def test_snapshots_add_what_grew(metrics: Metrics) -> None:
 def test_totals_survive_an_engine_restart(metrics: Metrics, announced: bool) -> None:
     metrics.observe(EngineStats(num_steps=100, prompt_tokens=500))
     if announced:
-        metrics.engine_lost()
+        metrics.set_ready(False)
         metrics.engine_restarted()
     metrics.observe(EngineStats(num_steps=1, prompt_tokens=7))
     assert value(metrics, "vllm:prompt_tokens_total") == 507
@@ -164,7 +164,7 @@ def test_block_states_add_up_and_vanish_with_the_engine(metrics: Metrics) -> Non
     assert states == {"free": 50, "used": 20, "cached": 30}
     assert value(metrics, "vllm:kv_cache_usage_perc") == pytest.approx(0.2)
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
-    metrics.engine_lost()
+    metrics.set_ready(False)
     assert value(metrics, "vllm:num_requests_running") == 0
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") is None

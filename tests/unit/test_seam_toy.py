@@ -1,4 +1,6 @@
-"""The whole runner seam, driven through the real runtime by the toy model: no framework, exact outputs."""
+"""The whole runner seam, driven through the real runtime by the toy model: no framework, exact
+outputs.
+"""
 
 import dataclasses
 

@@ -8,6 +8,7 @@ import pytest
 
 from engine.core.errors import InferenceError, InvalidRequestError
 from engine.core.observability.metrics import Metrics
+from engine.servers import generation
 from engine.servers.app import create_app
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
@@ -73,6 +74,15 @@ async def test_stream_begins_with_roles_and_ends_with_reasons(client: httpx.Asyn
         assert all(list(each["delta"]) == ["content"] for each in own[1:-1])
         assert "".join(each["delta"]["content"] for each in own[:-1]) == TEXT
         assert len(own) == 2 + 6  # one chunk per token
+
+
+async def test_a_burst_for_a_quick_client_is_one_chunk_per_token(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    backend.token_s = None
+    *chunks, _ = await stream_chat(client)
+    deltas = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
+    assert deltas == ["", *backend.words, None]
 
 
 async def test_usage_comes_alone_and_only_when_asked_for(client: httpx.AsyncClient) -> None:
@@ -231,3 +241,33 @@ async def test_one_request_is_one_log_line(
     assert {"queue_s", "prefill_s", "decode_s", "completion_id"} <= fields.keys()
     assert len(fields["user_hash"]) == 16
     assert "alice" not in str(fields)
+
+
+async def test_slow_request_is_a_warning_with_its_time_split(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = make_settings(logging={"slow_request_s": 1e-9, "log_requests": False})
+    app = create_app(settings, backend, Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await client.post("/v1/chat/completions", json=chat())
+        await client.get("/v1/models")
+    (record,) = [each for each in caplog.records if each.name == "engine.request"]
+    assert record.levelname == "WARNING"
+    assert vars(record)["queue_s"] == 0.001
+
+
+async def test_a_backend_that_misses_the_deadline_is_not_waited_for(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "DEADLINE_MARGIN_S", 0.0)
+    backend.prefill_s = 60
+    settings = make_settings(server={"request_timeout_s": 0.01})
+    app = create_app(settings, backend, Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        response = await client.post("/v1/chat/completions", json=chat())
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "TIMEOUT"
+    assert backend.num_open == 0
+    assert backend.requests[0].context.timeout_s == 0.01

@@ -69,7 +69,9 @@ JINJA_HOME = "engine.core.utils.template_sandbox"
 # Calls that make the host wait for the device.
 SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 # Wall-clock time is for what people read; durations use time.monotonic.
-TIMESTAMP_MODULES = frozenset({"engine.servers.openai.format"})
+TIMESTAMP_MODULES = frozenset(
+    {"engine.servers.openai.format", "engine.backends.custom.base_custom"}
+)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ when embedded.
 """
 
 import asyncio
+import contextlib
+import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import psutil
@@ -101,10 +103,6 @@ class CustomBackend(InferenceBackend):
     def engine_pid(self) -> int | None:
         return self._link.pid
 
-    @property
-    def num_restarts(self) -> int:
-        return self._link.num_restarts
-
     async def flush_cache(self) -> ControlReply:
         return await self._link.flush_cache()
 
@@ -115,8 +113,15 @@ class CustomBackend(InferenceBackend):
             ready=self._link.ready is not None and self._text is not None and not is_stalled,
             detail="The engine makes no progress." if is_stalled else self._link.detail,
             step_age_s=stalled,
-            memory_bytes=self._memory_bytes(),
+            num_restarts=self._link.num_restarts,
         )
+
+    def memory_bytes(self) -> int:
+        total = 0
+        for pid in {os.getpid(), self._link.pid} - {None}:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may die at any moment
+                total += psutil.Process(pid).memory_info().rss
+        return total
 
     def models(self) -> list[ModelCard]:
         text, ready = self._text, self._link.ready
@@ -197,7 +202,9 @@ class CustomBackend(InferenceBackend):
             raise UnavailableError(self._link.detail, retry_after=2.0)
         return self._text
 
-    async def _encode(self, encode, content):  # type: ignore[no-untyped-def]
+    async def _encode(
+        self, encode: Callable[[Any], tuple[int, ...]], content: Any
+    ) -> tuple[int, ...]:
         """Run a tokenizer call off the event loop: a long text takes long."""
         return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, content)
 
@@ -205,13 +212,3 @@ class CustomBackend(InferenceBackend):
         if self._in_process:
             return InlineClient(WORKER_MODULE, self._options, on_message)
         return ProcessClient(WORKER_MODULE, self._options, on_message, on_exit)
-
-    def _memory_bytes(self) -> int:
-        """Resident memory of this process and the engine's."""
-        total = 0
-        for pid in {psutil.Process().pid, self._link.pid} - {None}:
-            try:
-                total += psutil.Process(pid).memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        return total

@@ -8,7 +8,7 @@ forget a choice that met one. Exactly one ending per choice, then one `UsageEven
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from engine.backends.custom.text import TextModel
 from engine.core.errors import EngineError, InferenceError, error_from_code
@@ -49,11 +49,12 @@ class Generation:
         self._first_token_at: float | None = None
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
-        """Called by the link, in order, for every delta of this request or a failure of the engine."""
+        """Called by the link, in order, for every delta of this request or a failure of the engine.
+        """
         self._arrived.append(item)
         self._wake.set()
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         try:
             while self._open:
                 await self._wake.wait()
@@ -75,7 +76,8 @@ class Generation:
                 break
             if follower.choice != item.choice:
                 break
-            item = _merged(item, self._arrived.popleft())
+            self._arrived.popleft()
+            item = _merged(item, follower)
         return item
 
     def _take(self, item: TokenDelta | EngineError) -> Iterator[Event]:
@@ -108,7 +110,7 @@ class Generation:
         if ends:
             piece += detokenizer.flush()
         logprobs = self._logprobs(delta)
-        yield TextEvent(delta.choice, piece, len(ids), logprobs)
+        yield TextEvent(delta.choice, piece, len(ids), logprobs, ids)
         if not ends:
             return
         del self._open[delta.choice]

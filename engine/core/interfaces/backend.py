@@ -36,6 +36,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     text: str
     num_tokens: int
     logprobs: tuple[TokenText, ...] | None = None
+    token_ids: tuple[int, ...] = ()  # where the backend knows them
 
 
 class FinishEvent(msgspec.Struct, frozen=True):
@@ -104,4 +105,4 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     detail: str
     step_age_s: float | None = None  # since the last step while work is pending; None when idle
-    memory_bytes: int = 0
+    num_restarts: int = 0  # of the engine behind it

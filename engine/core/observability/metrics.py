@@ -155,10 +155,11 @@ class Metrics:
         self._ready.set(1)
         self._startup.set(startup_s)
 
-    def engine_lost(self) -> None:
-        """The engine died or is being stopped; its gauges would otherwise stay as they were."""
-        self._ready.set(0)
-        self._observe_gauges(EngineStats())
+    def set_ready(self, is_ready: bool) -> None:
+        """Whether the engine takes requests; the gauges of one that is gone would mislead."""
+        self._ready.set(is_ready)
+        if not is_ready:
+            self._observe_gauges(EngineStats())
 
     def engine_restarted(self) -> None:
         """A new engine takes over, with totals that begin at zero."""

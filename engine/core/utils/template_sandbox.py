@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -100,7 +100,7 @@ class _Meter(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return self._hook("concat", node.nodes, node)
+        return self._hook("join_text", node.nodes, node)
 
     def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -185,7 +185,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     def checked(self, value: Any) -> Any:
         return limits.checked(value)
 
-    def concat(self, *values: Any) -> str:
+    def join_text(self, *values: Any) -> str:
         return limits.join("", [_text(value) for value in values])
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -196,7 +196,9 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is out of bounds")
+        raise jinja2.exceptions.SecurityError(
+            f"{attribute!r} of a {type(obj).__name__} is out of bounds"
+        )
 
     def wrap_str_format(self, value: Any) -> None:
         """Jinja would offer its own `str.format`; here it is not among the string methods."""

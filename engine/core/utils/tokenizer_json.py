@@ -15,6 +15,8 @@ from engine.core.errors import ModelFormatError
 from engine.core.utils.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
+# Encoded once at load, so that a file the library cannot cope with is refused there.
+_PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
 
 
 def parts_from_directory(path: Path) -> TokenizerParts:
@@ -76,7 +78,7 @@ def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
     """Whether pieces are byte-level, and whether encoding starts with a space of its own."""
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
-    kinds = {step.get("type"): step for step in steps if isinstance(step, dict)}
+    kinds = {str(step.get("type")): step for step in steps if isinstance(step, dict)}
     if "ByteLevel" in kinds:
         return True, False
     if "Metaspace" in kinds:
@@ -84,7 +86,7 @@ def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
     if kinds.get("Replace", {}).get("pattern") == {"String": "▁"}:
         return False, "Strip" in kinds
     raise ModelFormatError(
-        f"{path / 'tokenizer.json'} decodes with {sorted(map(str, kinds))}; this engine reads "
+        f"{path / 'tokenizer.json'} decodes with {sorted(kinds)}; this engine reads "
         "byte-level and SentencePiece-style tokenizers."
     )
 
@@ -111,6 +113,11 @@ def _added_tokens(spec: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
     model = spec.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(model, dict) and any(
+        model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
+    ):
+        # The library slices pieces by the affix's length, even within a character.
+        raise ModelFormatError(f"{path / 'tokenizer.json'}: affixes in model are not supported.")
     if isinstance(vocab, list):  # Unigram: the position is the id
         vocab = {entry[0]: i for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
         if len(vocab) != len(model["vocab"]):  # type: ignore[index]
@@ -161,16 +168,26 @@ def _hide_specials(
     ]
     spec = {**spec, "model": {**model, "vocab": vocab}, "added_tokens": renamed}
     spec["padding"] = spec["truncation"] = None
-    try:
-        engine = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:
-        raise ModelFormatError(f"{path / 'tokenizer.json'} cannot be used: {error}.") from error
+    engine = _build(json.dumps(spec), path)
     for token in renamed:
         if engine.token_to_id(token["content"]) != token["id"]:
             raise ModelFormatError(
                 f"{path / 'tokenizer.json'}: added token {token['id']} does not follow the "
                 "vocabulary."
             )
+    return engine
+
+
+def _build(spec: str, path: Path) -> tokenizers.Tokenizer:
+    try:
+        engine = tokenizers.Tokenizer.from_str(spec)
+        for text in _PROBES:
+            engine.encode(text)
+    except BaseException as error:
+        # A panic inside the library is not an `Exception`.
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ModelFormatError(f"{path / 'tokenizer.json'} cannot be used: {error}.") from error
     return engine
 
 

@@ -18,7 +18,7 @@ Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `kind` names the scaling rule; the numbers that it does not use are None."""
+    """Rotary embedding. `kind` names the scaling rule; numbers that it does not use are None."""
 
     theta: float
     dim: int  # rotated dimensions of a head

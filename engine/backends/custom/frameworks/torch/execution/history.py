@@ -36,18 +36,17 @@ class TokenHistory:
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         self._tokens[slots, positions] = tokens
 
-    def counts(self, slots: I32, positions: I32, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """How often each token occurs, (P, V) float32: in all of a row, and in its output alone."""
+    def read(self, slots: I32, positions: I32) -> tuple[Tensor, Tensor]:
+        """The tokens of each row, (P, L), and which of them are output, (P, L) float32.
+
+        Rows shorter than L repeat their first token, marked as no output.
+        """
         length = int(positions.max())
         columns = torch.arange(length, device=self._device)
         known = columns < self._put(positions)[:, None]
         output = columns >= self._put(self._num_prompt[slots])[:, None]
         tokens = self._tokens[self._put(slots.astype(np.int64)), :length]
-        zeros = torch.zeros((len(slots), vocab_size), device=self._device)
-        return (
-            zeros.scatter_add(1, tokens, known.float()),
-            zeros.scatter_add(1, tokens, (known & output).float()),
-        )
+        return torch.where(known, tokens, tokens[:, :1]), (known & output).float()
 
     def _put(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)

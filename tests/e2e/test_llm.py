@@ -1,0 +1,73 @@
+"""The engine as a library: batched equals alone, and the documented shapes of answers."""
+
+import pytest
+
+from engine import LLM, InferenceEngine, SamplingParams
+from engine.core.errors import InvalidRequestError
+
+TOPICS = ["the sea", "a dog", "winter", "bread", "the moon", "a train", "music", "a garden"]
+STYLES = ["Tell me about", "Why do people like", "Write a line on", "What is", "Describe",
+          "A short story about", "Three facts about", "The history of"]
+PROMPTS = [f"{style} {topic}" for style in STYLES for topic in TOPICS]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def llm(default_model):
+    with LLM(str(default_model), settings={"model.dtype": "float32"}) as llm:
+        yield llm
+
+
+def first_difference(alone, together) -> int | None:
+    pairs = zip(alone.token_ids, together.token_ids, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def test_64_requests_together_equal_each_alone(llm):
+    assert len(PROMPTS) == 64
+    alone = [llm.generate(prompt, GREEDY)[0].choices[0] for prompt in PROMPTS]
+    together = [output.choices[0] for output in llm.generate(PROMPTS, GREEDY)]
+    for prompt, one, many in zip(PROMPTS, alone, together, strict=True):
+        where = first_difference(one, many)
+        if where is not None:  # allowed only where the two best tokens are as good as equal
+            best, second = one.logprobs[where].top
+            assert best.logprob - second.logprob < TIE, prompt
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(llm):
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=10)
+    alone = [llm.generate(prompt, params)[0].choices[0].token_ids for prompt in PROMPTS[:6]]
+    together = [o.choices[0].token_ids for o in llm.generate(PROMPTS[:6], params)]
+    assert alone == together
+
+
+def test_chat_and_usage(llm):
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    (answer,) = llm.chat(question, params)
+    assert "Paris" in answer.text and answer.choices[0].finish_reason == "stop"
+    (again,) = llm.chat(question, params)
+    assert again.usage.cached_tokens > 0 and again.text == answer.text
+
+
+def test_openai_shapes(default_model):
+    with InferenceEngine(str(default_model)) as engine:
+        assert len(engine.generate(["Hello", "Bye"], max_tokens=3, temperature=0.0)) == 2
+        messages = [{"role": "user", "content": "Say hi."}]
+        whole = engine.chat_completion(messages, max_tokens=8, temperature=0.0)
+        assert whole["object"] == "chat.completion"
+        chunks = list(engine.chat_completion_stream(messages, max_tokens=8, temperature=0.0))
+        text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
+        assert text == whole["choices"][0]["message"]["content"]
+        assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        with pytest.raises(InvalidRequestError, match="temprature"):
+            engine.generate(["x"], temprature=1.0)
+
+
+def test_a_stream_can_be_left_early(llm):
+    events = llm.stream("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(events)
+    events.close()
+    (after,) = llm.generate("The sky is", SamplingParams(max_tokens=3, temperature=0.0))
+    assert after.usage.completion_tokens == 3

@@ -1,0 +1,101 @@
+"""Streaming text: any cut of the tokens gives the same text, and a stop string never shows."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.errors import InvalidRequestError
+from engine.core.utils.detokenizer import Detokenizer
+from engine.core.utils.tokenizer import Tokenizer
+from tests.tokenizer_files import CORPUS, byte_level_metadata, sentencepiece_metadata
+
+BYTE_LEVEL = Tokenizer.from_gguf(byte_level_metadata())
+SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())
+
+tokenizers = st.sampled_from([BYTE_LEVEL, SENTENCEPIECE])
+# Ids past the vocabulary are what a padded embedding table can give.
+random_ids = st.lists(st.integers(0, 720), max_size=40)
+real_texts = st.lists(st.sampled_from(CORPUS), max_size=2).map("".join) | st.text(max_size=30)
+stops = st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+def chunks(data: st.DataObject, ids: Sequence[int]) -> list[Sequence[int]]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=10)))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    """The text before the match that completes first, by trying every end and every start."""
+    for end in range(len(text) + 1):
+        for start in range(end):
+            if text[start:end] in stop:
+                return text[:start], text[start:end]
+    return text, None
+
+
+@given(tokenizers, random_ids, st.booleans(), st.booleans(), st.data())
+def test_any_cut_equals_decode(
+    tokenizer: Tokenizer, ids: list[int], skip: bool, continuation: bool, data: st.DataObject
+) -> None:
+    detokenizer = Detokenizer(tokenizer, skip_special=skip, continuation=continuation)
+    pushed = [detokenizer.push(chunk) for chunk in chunks(data, ids)]
+    text = "".join(pushed) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special=skip, continuation=continuation)
+
+
+@given(tokenizers, real_texts, st.data())
+def test_whole_characters_arrive_as_soon_as_they_are_whole(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    sent, so_far = b"", ""
+    for chunk in chunks(data, ids):
+        sent += b"".join(map(tokenizer.token_bytes, chunk))
+        so_far += detokenizer.push(chunk)
+        whole = sent.decode("utf-8", "ignore")  # of a valid text, only an unfinished end is ignored
+        assert so_far == (whole.removeprefix(" ") if tokenizer.drops_leading_space else whole)
+    assert so_far == text and detokenizer.flush() == ""
+
+
+@given(st.text("ab \nc", max_size=40), stops, st.data())
+def test_text_ends_at_the_first_stop(text: str, stop: tuple[str, ...], data: st.DataObject) -> None:
+    ids = BYTE_LEVEL.encode(text)
+    expected, match = first_stop(text, stop)
+    detokenizer = Detokenizer(BYTE_LEVEL, stop)
+    out = ""
+    for chunk in chunks(data, ids):
+        out += detokenizer.push(chunk)
+        assert expected.startswith(out), "a character of a stop string was shown"
+    assert out + detokenizer.flush() == expected
+    assert detokenizer.stopped == match
+    assert detokenizer.push(ids) == "" == detokenizer.flush() or match is None
+
+
+@given(st.text("ab", max_size=30), stops)
+def test_holds_back_only_what_may_become_a_stop(text: str, stop: tuple[str, ...]) -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, stop)
+    out = detokenizer.push(BYTE_LEVEL.encode(text))
+    if detokenizer.stopped is None:
+        held = text[len(out) :]
+        assert held == "" or any(s.startswith(held) for s in stop)
+
+
+def test_stop_strings_count_characters_not_tokens() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, ("🙂",))
+    raw = [BYTE_LEVEL.encode("é")[0], *BYTE_LEVEL.encode("x🙂y")]
+    assert "".join(detokenizer.push([i]) for i in raw).endswith("x")
+    assert detokenizer.stopped == "🙂"
+
+
+def test_unfinished_character_is_replaced_at_the_end() -> None:
+    detokenizer = Detokenizer(SENTENCEPIECE)
+    assert detokenizer.push([3 + 0xF0, 3 + 0x9F]) == ""
+    assert detokenizer.flush() == "\ufffd" == SENTENCEPIECE.decode([3 + 0xF0, 3 + 0x9F])
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        Detokenizer(BYTE_LEVEL, ("",))

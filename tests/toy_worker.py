@@ -1,0 +1,44 @@
+"""The real engine process around the toy model, for tests of processes: no weights, starts at once."""
+
+import sys
+import time
+
+from engine.backends.custom import worker
+from engine.backends.custom.memory import MemoryPlan
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.seam import RunnerConfig, RunnerSpec
+from engine.core.errors import ResourceError
+from tests.toy_runner import VOCAB, ToyRunner
+
+STEP_S = 0.005  # slow enough to be killed in the middle
+
+
+class SlowToyRunner(ToyRunner):
+    def forward(self, inputs):
+        time.sleep(STEP_S)
+        return super().forward(inputs)
+
+
+def load_runner(options: EngineOptions):
+    if options.model_path == "unloadable":
+        raise ResourceError("it does not fit")
+    if options.model_path == "broken":
+        raise RuntimeError("secret detail")
+    spec = RunnerSpec(
+        block_size=options.block_size,
+        num_blocks=257,
+        max_slots=8,
+        max_seq_len=256,
+        vocab_size=VOCAB,
+        depth=0,
+    )
+    config = RunnerConfig("cpu", "float32", spec.block_size, 257, 8, 256, None)
+    plan = MemoryPlan(0, 257 * spec.block_size, 257, 8, 256, 1, ())
+    return SlowToyRunner(spec), config, plan
+
+
+worker.load_runner = load_runner
+run_engine = worker.run_engine
+
+if __name__ == "__main__":
+    sys.exit(worker.main(*map(int, sys.argv[1:4])))

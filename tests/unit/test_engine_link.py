@@ -1,0 +1,198 @@
+"""An engine in a process of its own: killed, restarted, refused, stopped, and never left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from engine.backends.custom.link import EngineLink
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.client import InlineClient, ProcessClient
+from engine.backends.process import RestartPolicy
+from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
+from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from tests.toy_runner import generate_alone
+
+WORKER = "tests.toy_worker"
+
+
+class Inbox:
+    """Collects one request's deltas."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = asyncio.Event()
+        self.error: EngineError | None = None
+
+    def deliver(self, item) -> None:
+        if isinstance(item, EngineError):
+            self.error = item
+        else:
+            self.tokens.extend(item.token_ids)
+            if item.finish_reason is None:
+                return
+        self.ended.set()
+
+
+def make_link(model_path: str = "toy", restarts: RestartPolicy | None = None) -> EngineLink:
+    options = EngineOptions(model_path=model_path, framework="toy")
+
+    def client(on_message, on_exit):
+        return ProcessClient(WORKER, options, on_message, on_exit)
+
+    return EngineLink(client, restarts or RestartPolicy(first_delay_s=0.01))
+
+
+def request(number: int, max_tokens: int = 12) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=1)
+    return GenerateRequest(request_id=f"r{number}", prompt=(1, 2, number % 20), params=params)
+
+
+async def ask(link: EngineLink, number: int, max_tokens: int = 12) -> Inbox:
+    inbox = Inbox()
+    link.submit(request(number, max_tokens), inbox)
+    await asyncio.wait_for(inbox.ended.wait(), 20)
+    return inbox
+
+
+def expected(number: int, max_tokens: int = 12) -> list[int]:
+    asked = request(number, max_tokens)
+    return generate_alone(asked.prompt, asked.params, 0, frozenset(), 256)[0]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_answers_equal_the_oracle_through_a_process():
+    link = make_link()
+    ready = await link.start()
+    assert ready.max_seq_len == 256 and link.pid not in (None, os.getpid())
+    inboxes = await asyncio.gather(*(ask(link, n) for n in range(10)))
+    assert [inbox.tokens for inbox in inboxes] == [expected(n) for n in range(10)]
+    await until(lambda: link.stats is not None and link.stats.num_running == 0)
+    assert link.stats.generated_tokens == 120
+    await link.stop()
+
+
+async def test_killed_in_the_middle_every_request_ends_and_the_next_works():
+    link = make_link()
+    await link.start()
+    first_pid = link.pid
+    inboxes = [Inbox() for _ in range(6)]
+    for number, inbox in enumerate(inboxes):
+        link.submit(request(number, max_tokens=200), inbox)
+    await until(lambda: all(inbox.tokens for inbox in inboxes))
+    os.kill(first_pid, signal.SIGKILL)
+    await asyncio.wait_for(asyncio.gather(*(i.ended.wait() for i in inboxes)), 5)
+    assert all(isinstance(inbox.error, UnavailableError) for inbox in inboxes)
+    with pytest.raises(UnavailableError):
+        link.submit(request(99), Inbox())
+    await until(lambda: link.ready is not None)
+    assert (link.num_restarts, link.pid != first_pid) == (1, True)
+    assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+async def test_dying_too_often_it_stays_down():
+    link = make_link(restarts=RestartPolicy(max_deaths=2, first_delay_s=0.01))
+    await link.start()
+    os.kill(link.pid, signal.SIGKILL)
+    await until(lambda: link.num_restarts == 1 and link.ready is not None)
+    os.kill(link.pid, signal.SIGKILL)
+    await until(lambda: "too often" in link.detail)
+    with pytest.raises(UnavailableError, match="too often"):
+        link.submit(request(1), Inbox())
+    await link.stop()
+
+
+async def test_what_keeps_it_from_loading_is_told():
+    with pytest.raises(ResourceError, match="it does not fit"):
+        await make_link("unloadable").start()
+    with pytest.raises(EngineError) as caught:
+        await make_link("broken").start()
+    assert "secret detail" not in caught.value.message
+
+
+async def test_a_worker_that_dies_silently_is_a_model_error():
+    options = EngineOptions(model_path="x", framework="x")
+    link = EngineLink(
+        lambda on_message, on_exit: ProcessClient("tests.no_such", options, on_message, on_exit),
+        RestartPolicy(),
+    )
+    with pytest.raises(ModelError):
+        await link.start()
+
+
+async def test_stop_leaves_no_child_and_ends_open_requests():
+    link = make_link()
+    await link.start()
+    child, inbox = psutil.Process(link.pid), Inbox()
+    link.submit(request(1, max_tokens=200), inbox)
+    await link.stop()
+    await asyncio.wait_for(inbox.ended.wait(), 5)
+    assert isinstance(inbox.error, UnavailableError)
+    assert not child.is_running()
+
+
+async def test_forgotten_requests_free_their_blocks():
+    link = make_link()
+    await link.start()
+    for number in range(5):
+        link.submit(request(number, max_tokens=200), Inbox())
+        link.forget(f"r{number}", None)
+    await until(lambda: link.stats and link.stats.num_running == link.stats.num_waiting == 0)
+    reply = await link.flush_cache()
+    assert reply.ok
+    await until(lambda: link.stats.num_free_blocks == link.stats.num_blocks)
+    await link.stop()
+
+
+async def test_the_same_link_holds_an_engine_in_a_thread():
+    options = EngineOptions(model_path="toy", framework="toy")
+    link = EngineLink(
+        lambda on_message, on_exit: InlineClient(WORKER, options, on_message), RestartPolicy()
+    )
+    await link.start()
+    assert (await ask(link, 3)).tokens == expected(3)
+    assert link.stalled_s() is None or link.stalled_s() < 5
+    await link.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_the_child_does_not_outlive_a_killed_parent():
+    script = textwrap.dedent("""
+        import asyncio
+        from tests.unit.test_engine_link import make_link
+
+        async def main():
+            link = make_link()
+            await link.start()
+            print(link.pid, flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([child], timeout=5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_backoff_grows_is_capped_and_gives_up():
+    now = [0.0]
+    policy = RestartPolicy(max_deaths=4, window_s=10, max_delay_s=0.3, clock=lambda: now[0])
+    delays = [policy.delay_after_death() for _ in range(3)]
+    assert delays[0] < delays[1] <= 0.3 * 1.2
+    assert policy.delay_after_death() is None
+    now[0] = 100.0
+    assert policy.delay_after_death() is not None

@@ -1,0 +1,77 @@
+"""The memory plan: what fits is used, what does not fit is cut and said, or refused with what would."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.memory import MIB, WORKSPACE_BYTES, plan_memory
+from engine.backends.custom.options import EngineOptions
+from engine.core.errors import ResourceError
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=1000,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    max_position=2048,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    rope=RopeConfig(theta=1e4, dim=64),
+)
+OPTIONS = EngineOptions(model_path="x", framework="torch", max_slots=8)
+
+
+def test_plenty_of_memory_gives_everything_asked_for():
+    plan = plan_memory(CONFIG, OPTIONS, "float32", 10**11)
+    assert (plan.max_slots, plan.max_seq_len, plan.notes) == (8, 2048, ())
+    assert plan.bytes_per_token == 2 * 4 * 2 * 64 * 4
+    assert (plan.num_blocks - 1) * 16 >= 8 * 2048 - 16
+
+
+def test_half_the_bytes_per_value_is_twice_the_tokens():
+    options = replace_options(pool_bytes=64 * MIB)
+    wide = plan_memory(CONFIG, options, "float32", 10**11)
+    narrow = plan_memory(CONFIG, options, "bfloat16", 10**11)
+    assert abs(narrow.num_blocks - 2 * wide.num_blocks) <= 1
+
+
+def test_a_small_pool_shrinks_batch_then_context_and_says_so():
+    options = replace_options(pool_bytes=700 * 4096)
+    plan = plan_memory(CONFIG, options, "float32", 10**11)
+    assert plan.max_slots < 8 and plan.max_seq_len < 2048
+    assert (plan.num_blocks - 1) * 16 >= plan.max_seq_len
+    assert any("batch is" in note for note in plan.notes)
+    assert any("context is" in note for note in plan.notes)
+
+
+def test_a_pool_beyond_what_is_free_is_cut_to_it():
+    options = replace_options(pool_bytes=10**12)
+    available = CONFIG.num_params * 4 + WORKSPACE_BYTES + 100 * MIB
+    plan = plan_memory(CONFIG, options, "float32", available)
+    assert plan.pool_bytes <= 100 * MIB
+    assert "no more memory is free" in plan.notes[0]
+
+
+def test_a_context_beyond_the_models_own_is_cut_and_said():
+    plan = plan_memory(CONFIG, replace_options(max_seq_len=4096), "float32", 10**11)
+    assert plan.max_seq_len == 2048 and "the model's own" in plan.notes[0]
+
+
+def test_too_large_a_model_is_refused_with_what_would_fit():
+    large = replace(CONFIG, num_layers=400)
+    between = large.num_params * 3 + WORKSPACE_BYTES
+    with pytest.raises(ResourceError, match="--dtype bfloat16"):
+        plan_memory(large, OPTIONS, "float32", between)
+    with pytest.raises(ResourceError, match="parameters would fit"):
+        plan_memory(large, OPTIONS, "bfloat16", WORKSPACE_BYTES + 20 * MIB)
+
+
+def replace_options(**changes) -> EngineOptions:
+    import msgspec
+
+    return msgspec.structs.replace(OPTIONS, **changes)

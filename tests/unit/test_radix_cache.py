@@ -1,0 +1,139 @@
+"""The prefix tree by itself: what matches, what splits, and who is evicted first under each policy."""
+
+import random
+
+import pytest
+
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.radix_cache import RadixCache
+
+SIZE = 2
+
+
+class Tree:
+    """A cache whose sequences are released as soon as they are stored."""
+
+    def __init__(self, num_blocks: int = 64, **options) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.cache = RadixCache(self.pool, SIZE, **options)
+
+    def store(self, *tokens: int, namespace: str = "") -> list[int]:
+        matched = self.cache.match(namespace, tokens)
+        self.pool.share(matched)
+        blocks = matched + self.pool.take(len(tokens) // SIZE - len(matched))
+        self.cache.insert(namespace, list(tokens), blocks, only_own=False)
+        self.pool.drop(blocks)
+        self.check()
+        return blocks
+
+    def has(self, *tokens: int, namespace: str = "") -> bool:
+        return len(self.cache.match(namespace, tokens)) * SIZE == len(tokens)
+
+    def check(self) -> None:
+        self.cache.check()
+        self.pool.check([], self.cache.blocks())
+
+
+def test_match_is_the_longest_prefix_in_whole_blocks():
+    tree = Tree()
+    blocks = tree.store(1, 2, 3, 4, 5, 6)
+    assert tree.cache.match("", [1, 2, 3, 4, 9, 9]) == blocks[:2]
+    assert tree.cache.match("", [1, 2, 3]) == blocks[:1]
+    assert tree.cache.match("", [2, 1]) == []
+
+
+def test_a_branch_splits_and_both_sides_stay():
+    tree = Tree()
+    tree.store(1, 2, 3, 4, 5, 6)
+    tree.store(1, 2, 3, 4, 7, 8)
+    assert tree.has(1, 2, 3, 4, 5, 6) and tree.has(1, 2, 3, 4, 7, 8)
+    assert tree.cache.num_leaves == 2 and tree.pool.num_cached == 4
+
+
+def test_match_agrees_with_brute_force_over_random_trees():
+    rng = random.Random(5)
+    for _ in range(60):
+        tree, stored = Tree(512), []
+        for _ in range(12):
+            tokens = [rng.randrange(2) for _ in range(SIZE * rng.randrange(1, 9))]
+            tree.store(*tokens)
+            stored.append(tokens)
+        for _ in range(20):
+            wanted = [rng.randrange(2) for _ in range(rng.randrange(0, 18))]
+            best = max(
+                n
+                for tokens in stored
+                for n in range(len(tokens) // SIZE + 1)
+                if tokens[: n * SIZE] == wanted[: n * SIZE] and n * SIZE <= len(wanted)
+            )
+            assert len(tree.cache.match("", wanted)) == best
+
+
+def test_a_running_sequence_stores_nothing_below_anothers_block():
+    tree = Tree()
+    tree.store(1, 2)
+    own = tree.pool.take(2)  # computed the same block again, and one more
+    tree.cache.insert("", [1, 2, 3, 4], own, only_own=True)
+    assert not tree.has(1, 2, 3, 4)
+    tree.cache.insert("", [1, 2, 3, 4], own, only_own=False)
+    tree.pool.drop(own)
+    tree.check()
+    assert tree.has(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "victim"),
+    [("lru", (5, 6)), ("lfu", (3, 4)), ("fifo", (1, 2))],
+)
+def test_the_policy_chooses_the_victim(policy, victim):
+    tree = Tree(policy=policy)
+    tree.store(1, 2)  # oldest
+    for _ in range(3):
+        tree.store(5, 6)  # used often, but not lately
+    tree.store(3, 4)
+    tree.store(3, 4)
+    for _ in range(4):
+        tree.store(1, 2)
+    tree.cache.evict(1)
+    remaining = {t for t in [(1, 2), (3, 4), (5, 6)] if tree.has(*t)}
+    assert remaining == {(1, 2), (3, 4), (5, 6)} - {victim}
+
+
+def test_eviction_trims_tails_and_spares_what_is_held():
+    tree = Tree()
+    blocks = tree.store(1, 2, 3, 4, 5, 6, 7, 8)
+    tree.pool.share(blocks[:2])
+    assert tree.cache.evict(10) == 2
+    assert tree.has(1, 2, 3, 4) and not tree.has(1, 2, 3, 4, 5, 6)
+    tree.cache.check()
+
+
+def test_namespaces_are_separate_trees_and_leave_nothing_behind():
+    tree = Tree(4096)
+    for number in range(1000):
+        tree.store(1, 2, namespace=f"tenant-{number}")
+    assert not tree.has(1, 2, namespace="tenant-x")
+    tree.cache.evict(1000)
+    assert not tree.cache._roots and tree.pool.num_free == tree.pool.num_usable
+
+
+def test_time_to_live():
+    now = [0.0]
+    tree = Tree(ttl_s=10.0, clock=lambda: now[0])
+    tree.store(1, 2, 3, 4)
+    now[0] = 8.0
+    tree.store(1, 2, 5, 6)  # renews what it shares
+    now[0] = 12.0
+    assert tree.has(1, 2, 5, 6) and not tree.has(1, 2, 3, 4)
+    assert tree.cache.expire() == 1
+    now[0] = 30.0
+    assert tree.cache.expire() == 2
+    assert tree.pool.num_free == tree.pool.num_usable
+
+
+def test_a_long_life_leaves_the_leaf_heap_bounded():
+    tree = Tree(16)
+    for number in range(5000):
+        tree.store(1, 2, 3, 4)
+        tree.store(1, 2, number % 3, 9)
+    assert len(tree.cache._leaves) < 200

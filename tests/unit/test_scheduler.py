@@ -1,0 +1,140 @@
+"""Scheduling policy: order, priorities, aging, holding, pinning, deadlines and bounds."""
+
+import msgspec
+
+from engine.backends.custom.runtime.budget import MIN_TOKENS, TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
+from engine.backends.custom.runtime.waiting import AGING_STEPS
+from engine.core.interfaces.request import Abort
+from tests.toy_engine import ToyEngine
+
+
+def order_of_first_tokens(engine: ToyEngine) -> list[str]:
+    order: list[str] = []
+    for _ in range(500):
+        engine.turn()
+        for (request_id, _), outcome in engine.outcomes.items():
+            if outcome.tokens and request_id not in order:
+                order.append(request_id)
+        if all(outcome.finish_reason for outcome in engine.outcomes.values()):
+            return order
+    raise AssertionError("no end")
+
+
+def test_first_come_first_served_within_a_priority():
+    engine = ToyEngine(max_slots=1)
+    engine.submit("late", (1, 2), priority=1, max_tokens=2)
+    engine.submit("a", (3, 4), max_tokens=2)
+    engine.submit("b", (5, 6), max_tokens=2)
+    engine.submit("urgent", (7, 8), priority=-1, max_tokens=2)
+    assert order_of_first_tokens(engine) == ["urgent", "a", "b", "late"]
+
+
+def test_waiting_long_enough_beats_a_priority():
+    engine = ToyEngine(max_slots=1, num_blocks=64)
+    engine.submit("patient", (1, 2), priority=1, max_tokens=2)
+    engine.submit("first", (9, 9), max_tokens=2)
+    engine.turn()
+    engine.scheduler._step += 2 * AGING_STEPS
+    for number in range(3):
+        engine.submit(f"fresh{number}", (3, number), max_tokens=2)
+    order = order_of_first_tokens(engine)
+    assert order.index("patient") < order.index("fresh0")
+
+
+def test_a_shared_prompt_is_computed_once_for_all_who_wait():
+    engine = ToyEngine(max_slots=8, num_blocks=200, block_size=2, budget=8)
+    prefix = tuple(range(1, 21))
+    for number in range(8):
+        engine.submit(f"r{number}", (*prefix, number), max_tokens=3)
+    engine.run()
+    engine.check()
+    computed = engine.runner.num_tokens
+    assert computed == len(prefix) + 8 * (1 + 2)  # the prefix once; each tail, and two more tokens
+    cached = sorted(engine.outcomes[f"r{n}", 0].num_cached for n in range(8))
+    assert cached == [0] + [20] * 7
+
+
+def test_the_held_go_on_when_their_leader_is_aborted():
+    engine = ToyEngine(max_slots=4, num_blocks=64, budget=2)
+    prompt = tuple(range(1, 16))
+    engine.submit("leader", prompt, max_tokens=4)
+    engine.turn(2)
+    engine.submit("follower", prompt, max_tokens=4)
+    engine.turn(2)
+    assert engine.scheduler.num_running == 1
+    engine.channel.inbox.append(Abort("leader"))
+    engine.run()
+    engine.check()
+    assert engine.outcomes["follower", 0].finish_reason == "length"
+
+
+def test_nobody_is_preempted_more_often_than_allowed():
+    engine = ToyEngine(num_blocks=10, max_slots=6, block_size=2, budget=12)
+    for number in range(12):
+        engine.submit(f"r{number}", (number, 1, 2, 3), max_tokens=14, temperature=1.0)
+    worst = 0
+    for _ in range(3000):
+        engine.turn()
+        worst = max([worst, *(s.num_preemptions for s in engine.scheduler.sequences())])
+        if all(outcome.finish_reason for outcome in engine.outcomes.values()):
+            break
+    engine.check()
+    assert 0 < worst <= MAX_PREEMPTIONS
+    assert all(outcome.finish_reason == "length" for outcome in engine.outcomes.values())
+
+
+def test_a_passed_deadline_ends_the_request_wherever_it_is():
+    engine = ToyEngine(max_slots=1)
+    for name in ("running", "waiting"):
+        engine.submit(name, (1, 2, 3), max_tokens=30)
+        request = engine.channel.inbox.pop()
+        engine.channel.inbox.append(msgspec.structs.replace(request, timeout_s=0.0))
+    engine.submit("other", (1, 2, 4), max_tokens=5)
+    engine.run()
+    assert {engine.outcomes[n, 0].error_code for n in ("running", "waiting")} == {"TIMEOUT"}
+    assert engine.outcomes["other", 0].finish_reason == "length"
+
+
+def test_the_queue_is_bounded():
+    engine = ToyEngine(max_slots=1, max_queued=2)
+    for number in range(4):
+        engine.submit(f"r{number}", (1, number), max_tokens=3)
+    engine.run()
+    refused = [n for n in range(4) if engine.outcomes[f"r{n}", 0].error_code]
+    assert refused == [2, 3]
+    assert engine.outcomes["r3", 0].error_code == "RATE_LIMIT_EXCEEDED"
+
+
+def test_everybody_running_gets_a_token_in_every_step():
+    engine = ToyEngine(max_slots=3, num_blocks=100, budget=4)
+    engine.submit("a", (1, 2), max_tokens=30)
+    engine.turn(2)
+    engine.submit("long", tuple(range(20)), max_tokens=2)
+    before = len(engine.outcomes["a", 0].tokens)
+    engine.turn(5)
+    assert len(engine.outcomes["a", 0].tokens) == before + 5
+
+
+def test_cached_blocks_and_sequences_are_bounded():
+    engine = ToyEngine(num_blocks=64, max_cached_blocks=6, max_cached_sequences=2)
+    for number in range(6):
+        engine.submit(f"r{number}", (number, number, 1, 2, 3), max_tokens=3)
+        engine.run()
+        assert engine.pool.num_evictable <= 6
+        assert engine.kv.radix.num_leaves <= 2
+    engine.check()
+
+
+def test_the_budget_learns_what_a_token_costs():
+    budget = StepBudget(max_tokens=4096, max_slots=8)
+    assert budget.tokens(num_decoding=3) == 4096  # nothing known yet
+    for _ in range(50):
+        budget.record(1000, 1.0)  # a millisecond a token
+    assert budget.tokens(num_decoding=0) == 4096  # nobody waits for a next token
+    assert budget.tokens(num_decoding=3) == int(TARGET_STEP_S / 0.001)
+    for _ in range(200):
+        budget.record(1000, 100.0)
+    assert budget.tokens(num_decoding=3) == 8 + MIN_TOKENS
+    budget.record(1, 100.0)  # a lone decode step tells nothing about prompts
+    assert budget.tokens(num_decoding=3) == 8 + MIN_TOKENS
