@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.engine import build_runner
+from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.random import (
     gumbel,
     row_keys,

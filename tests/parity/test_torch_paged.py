@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.engine import build_runner
+from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.seam import RunnerConfig

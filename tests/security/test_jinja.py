@@ -2,7 +2,6 @@
 
 import ast
 import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -115,14 +114,12 @@ BOMBS = {
 }
 
 
+@pytest.mark.timeout(20)  # unlimited, each would take minutes or all memory
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
 def test_bombs_end_soon_and_small(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.thread_time()
     with pytest.raises(EngineError):
         render(source)
-    # Far above the 250 ms limit, far below what any of these would take.
-    assert time.thread_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10
 
 

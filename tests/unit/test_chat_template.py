@@ -85,6 +85,14 @@ def test_template_that_cannot_work_fails_at_load(source: str) -> None:
         ChatTemplate(source, bos="", eos="")
 
 
+def test_deep_structures_are_refused() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequestError, match="levels deep"):
+        text_of("x", tools=deep)
+
+
 def test_model_without_a_template_says_what_to_use() -> None:
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
         ChatTemplate(None, bos="", eos="").render(HELLO, SPECIALS)

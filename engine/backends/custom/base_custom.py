@@ -147,18 +147,19 @@ class CustomBackend(InferenceBackend):
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         text = self._loaded_text()
         prompt = await self._encode(text.encode_chat, request.messages)
-        async for event in self._generate(prompt, request.context):
+        async for event in self._generate(prompt, request.context, continuation=False):
             yield event
 
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
         text = self._loaded_text()
         prompt = await self._encode(text.encode_prompt, request.prompt)
-        async for event in self._generate(prompt, request.context):
+        async for event in self._generate(prompt, request.context, continuation=True):
             yield event
 
     async def _generate(
-        self, prompt: tuple[int, ...], context: GenerationContext
+        self, prompt: tuple[int, ...], context: GenerationContext, *, continuation: bool
     ) -> AsyncIterator[Event]:
+        """`continuation`: the text goes on from the prompt's, so a leading space belongs to it."""
         text = self._loaded_text()
         self._check_length(len(prompt), context)
         request = GenerateRequest(
@@ -172,7 +173,10 @@ class CustomBackend(InferenceBackend):
         )
         link = self._link
         generation = Generation(
-            request, text, lambda choice: link.forget(context.request_id, choice)
+            request,
+            text,
+            continuation=continuation,
+            forget=lambda choice: link.forget(context.request_id, choice),
         )
         link.submit(request, generation)
         events = generation.events()

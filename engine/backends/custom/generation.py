@@ -31,14 +31,20 @@ class Generation:
     """Collects a request's deltas and turns them into events."""
 
     def __init__(
-        self, request: GenerateRequest, text: TextModel, forget: Callable[[int | None], None]
+        self,
+        request: GenerateRequest,
+        text: TextModel,
+        *,
+        continuation: bool,
+        forget: Callable[[int | None], None],
     ) -> None:
         self.request = request
         self._text = text
         self._forget = forget  # tells the engine to drop one choice, or all
         params = request.params
         self._open = {
-            choice: Detokenizer(text.tokenizer, params.stop) for choice in range(params.n)
+            choice: Detokenizer(text.tokenizer, params.stop, continuation=continuation)
+            for choice in range(params.n)
         }
         self._arrived: deque[TokenDelta | EngineError] = deque()
         self._wake = asyncio.Event()

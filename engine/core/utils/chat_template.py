@@ -23,6 +23,8 @@ OPTIONS = frozenset(
     }
 )
 
+_MAX_DEPTH = 64
+
 
 class ChatTemplate:
     """A model's template, compiled once. `source` is None where the model has none."""
@@ -130,16 +132,18 @@ def _check(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) ->
             )
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        raise InvalidRequestError(f"Messages and tools may nest {_MAX_DEPTH} levels deep.")
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
+            yield from _strings(key, depth + 1)
+            yield from _strings(item, depth + 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _strings(item)
+            yield from _strings(item, depth + 1)
 
 
 def _controls(segments: Sequence[str | int]) -> list[int]:

@@ -8,6 +8,7 @@ in the same order.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
@@ -32,7 +33,7 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     specials = _special_ids(pieces, types, [bos_id, *ends])
     vocab = _vocab(pieces, specials)
     if kind == "gpt2":
-        split = word_split(metadata.get(_PREFIX + "pre") or "default")
+        split = word_split(str(metadata.get(_PREFIX + "pre", "default")))
         engine = _engine(vocab, _merges(metadata), ignore_merges=split.ignore_merges)
         engine.pre_tokenizer = byte_level_words(split)
         space_prefix, wants_bos = False, split.add_bos
@@ -84,7 +85,9 @@ def _array(
     raw = metadata.get(_PREFIX + name)
     if raw is None:
         return []
-    values: list[Any] = list(raw) if isinstance(raw, (list, tuple)) else raw.tolist()
+    if not isinstance(raw, (list, tuple, np.ndarray)):
+        raise ModelFormatError(f"tokenizer.ggml.{name} is not an array.")
+    values: list[Any] = raw.tolist() if isinstance(raw, np.ndarray) else list(raw)
     if length is not None and len(values) != length:
         raise ModelFormatError(
             f"tokenizer.ggml.{name} has {len(values)} entries for {length} vocabulary pieces."
@@ -103,9 +106,9 @@ def _id(metadata: Mapping[str, Any], name: str, pieces: Sequence[str]) -> int | 
     value = metadata.get(_PREFIX + name)
     if value is None:
         return None
-    if not 0 <= int(value) < len(pieces):
+    if not isinstance(value, (int, np.integer)) or not 0 <= value < len(pieces):
         raise ModelFormatError(
-            f"tokenizer.ggml.{name} is {value}, outside the vocabulary of {len(pieces)} pieces."
+            f"tokenizer.ggml.{name} is {value!r}, outside the vocabulary of {len(pieces)} pieces."
         )
     return int(value)
 

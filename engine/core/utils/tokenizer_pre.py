@@ -93,15 +93,17 @@ _SPLITS: dict[WordSplit, tuple[str, ...]] = {
     WordSplit((_cased(r"\p{N}{1,3}", f"{_CONTRACTION}?"),)): ("gpt-4o", "llama4", "kanana2"),
 }
 
-_BY_NAME: dict[str, WordSplit] = {name: split for split, names in _SPLITS.items() for name in names}
+KNOWN_SPLITS: dict[str, WordSplit] = {
+    name: split for split, names in _SPLITS.items() for name in names
+}
 
 
 def word_split(name: str) -> WordSplit:
-    split = _BY_NAME.get(name)
+    split = KNOWN_SPLITS.get(name)
     if split is None:
         raise ModelFormatError(
             f"tokenizer.ggml.pre is {name!r}, which this engine does not know, and a guess would "
-            f"change the model's input. Known names: {', '.join(sorted(_BY_NAME))}."
+            f"change the model's input. Known names: {', '.join(sorted(KNOWN_SPLITS))}."
         )
     return split
 

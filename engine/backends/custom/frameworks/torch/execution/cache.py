@@ -4,6 +4,9 @@ A slot is block * block_size + offset. Key and value of a slot lie side by side,
 blocks brings both. Block 0 is nobody's: padding is written there.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +23,10 @@ class PagedCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        # Zeros, not empty: positions past a row's end are read under a mask, and 0 * NaN is NaN.
-        self._blocks = torch.zeros(
+        self._blocks = _zeros(
             (config.num_layers, num_blocks, block_size, 2, config.num_kv_heads, config.head_dim),
-            dtype=dtype,
-            device=device,
+            dtype,
+            device,
         )
         self._slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
         self._null_slot = NULL_BLOCK * block_size
@@ -43,3 +45,13 @@ class PagedCache:
         on the device: slots that keep their contents are replaced by one of the null block.
         """
         self._slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: positions past a row's end are read under a mask, and 0 * NaN is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy gets zero pages from the system, which take memory only once they are written; PyTorch
+    # would write them all.
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
