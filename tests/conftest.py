@@ -1,5 +1,6 @@
 """Fixtures that several kinds of tests share: the default model, and a live server around it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,10 @@ import pytest
 
 from engine.core.utils.pull import pull
 from tests.served import ServedEngine, serve
+
+# Read once, when PyTorch is first imported: threads that spin starve whatever shares the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

@@ -1,5 +1,4 @@
-"""The real runtime over the toy model, driven turn by turn, with every delta collected and checked.
-"""
+"""The real runtime over the toy model, driven turn by turn, every delta collected and checked."""
 
 from dataclasses import dataclass, field
 

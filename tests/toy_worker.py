@@ -1,4 +1,4 @@
-"""The real engine process around the toy model, for tests of processes: no weights, starts at once."""
+"""The real engine process around the toy model, for tests of processes: it starts at once."""
 
 import sys
 import time

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 HIDDEN = "********"
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.callback()

@@ -43,7 +43,7 @@ class LazyCommand(TyperCommand):
         target = getattr(import_module(module_name), attribute)
         if isinstance(target, typer.Typer):
             return typer.main.get_command(target)
-        app = typer.Typer(add_completion=False)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(self.name)(target)
         return typer.main.get_command(app)
 
@@ -73,6 +73,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: brackets are text, and rich is not loaded
 )
 
 

@@ -6,8 +6,16 @@ from engine import LLM, InferenceEngine, SamplingParams
 from engine.core.errors import InvalidRequestError
 
 TOPICS = ["the sea", "a dog", "winter", "bread", "the moon", "a train", "music", "a garden"]
-STYLES = ["Tell me about", "Why do people like", "Write a line on", "What is", "Describe",
-          "A short story about", "Three facts about", "The history of"]
+STYLES = [
+    "Tell me about",
+    "Why do people like",
+    "Write a line on",
+    "What is",
+    "Describe",
+    "A short story about",
+    "Three facts about",
+    "The history of",
+]
 PROMPTS = [f"{style} {topic}" for style in STYLES for topic in TOPICS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 TIE = 1e-3
@@ -52,7 +60,7 @@ def test_chat_and_usage(llm):
 
 
 def test_openai_shapes(default_model):
-    with InferenceEngine(str(default_model)) as engine:
+    with InferenceEngine(str(default_model), settings={"model.dtype": "float32"}) as engine:
         assert len(engine.generate(["Hello", "Bye"], max_tokens=3, temperature=0.0)) == 2
         messages = [{"role": "user", "content": "Say hi."}]
         whole = engine.chat_completion(messages, max_tokens=8, temperature=0.0)

@@ -102,9 +102,10 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
+        was_idle = not self.engine.scheduler.has_work and not self.engine.channel.inbox
         self.engine.channel.inbox.append(Control(1, "flush_cache"))
         self.engine.turn()
-        if not self.engine.scheduler.has_work:
+        if was_idle:
             assert self.engine.pool.num_free == self.engine.pool.num_usable
 
     @rule(seconds=st.sampled_from([1.0, 11.0]))

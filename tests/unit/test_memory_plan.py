@@ -1,4 +1,4 @@
-"""The memory plan: what fits is used, what does not fit is cut and said, or refused with what would."""
+"""The memory plan: what fits is used; what does not is cut and said, or refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The prefix tree by itself: what matches, what splits, and who is evicted first under each policy."""
+"""The prefix tree by itself: what matches, what splits, who is evicted first."""
 
 import random
 

@@ -55,8 +55,7 @@ class Generation:
         self._first_token_at: float | None = None
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
-        """Called by the link, in order, for every delta of this request or a failure of the engine.
-        """
+        """Called by the link, in order: a delta of this request, or the engine's failure."""
         self._arrived.append(item)
         self._wake.set()
 

@@ -25,8 +25,9 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
         return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
-    free_bytes = psutil.virtual_memory().available
-    return DeviceInfo(device, "float32" if dtype == "auto" else dtype, free_bytes)
+    if dtype == "auto":
+        dtype = "bfloat16" if can_pack(torch.bfloat16, found) else "float32"
+    return DeviceInfo(device, dtype, psutil.virtual_memory().available)
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
