@@ -73,5 +73,5 @@ $(VENV)/.serve: pyproject.toml | $(VENV)/.created
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.created
 	$(call step,Installing the engine with PyTorch and the development tools)
-	@$(BIN)/python -m pip install --editable '.[all,dev]'
+	@$(BIN)/python -m pip install --editable '.[torch,transformers,dev]'
 	@touch $@
