@@ -1,4 +1,4 @@
-# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve), PYTHON.
+# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench), PYTHON.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 MODEL ?= smollm2-135m-instruct
@@ -48,9 +48,10 @@ format: $(VENV)/.dev ## Rewrite the code in house format
 	@$(BIN)/ruff check --fix $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
+# Transformers has the weights as bfloat16, so the engine computes in bfloat16 too.
 bench: $(VENV)/.dev ## Measure this engine beside Transformers
 	@$(BIN)/engine pull $(MODEL)
-	@$(BIN)/python -m benchmarks.run
+	@$(BIN)/python -m benchmarks.run --serve-args "--dtype bfloat16" $(ARGS)
 
 clean: ## Remove the virtual environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,16 +18,19 @@ DTYPES = {
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Decide "auto": CUDA when there is one, and the type that is fastest there."""
+    """Decide "auto": CUDA in bfloat16 when there is one, else the CPU in float32.
+
+    On a CPU bfloat16 is about twice as fast for many rows, but it is the user's choice: its rounding
+    changes what a small model says.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = _device(device)
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
         return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
-    if dtype == "auto":
-        dtype = "bfloat16" if can_pack(torch.bfloat16, found) else "float32"
-    return DeviceInfo(device, dtype, psutil.virtual_memory().available)
+    free_bytes = psutil.virtual_memory().available
+    return DeviceInfo(device, "float32" if dtype == "auto" else dtype, free_bytes)
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
