@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from engine.backends.custom.app import build_backend
 from engine.core.config import load_settings
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +30,7 @@ from engine.core.interfaces.request import EngineStats, SamplingParams
 from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+CANCEL_GRACE_S = 5.0
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 Result = TypeVar("Result")
@@ -67,6 +68,7 @@ class LLM:
         self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
     ) -> None:
         loaded = load_settings(None, {"model.model_path": model, **(settings or {})}, {})
+        self._max_queued = loaded.settings.performance.max_queued_requests
         self._backend = build_backend(loaded.settings, in_process=True)
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -87,10 +89,12 @@ class LLM:
     def close(self) -> None:
         """Free the model. Safe to call twice."""
         if self._thread.is_alive():
-            self._call(self._backend.stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            try:
+                self._call(self._backend.stop())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
@@ -98,7 +102,7 @@ class LLM:
         """Continue each prompt (text or token ids), all of them batched together."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: Any = [prompts] if single else prompts
-        return self._collect([self._complete(prompt, params) for prompt in batch])
+        return self._collect([self._complete(prompt, params) for prompt in batch], params)
 
     def chat(
         self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None
@@ -106,7 +110,7 @@ class LLM:
         """Answer a conversation, or several batched together."""
         single = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         batch: Any = [conversations] if single else conversations
-        return self._collect([self._chat(messages, params) for messages in batch])
+        return self._collect([self._chat(messages, params) for messages in batch], params)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -130,9 +134,9 @@ class LLM:
         return self._backend.stats()
 
     def _context(self, params: SamplingParams | None) -> GenerationContext:
-        return GenerationContext(
-            request_id=f"llm-{next(self._ids)}", params=params or SamplingParams(max_tokens=None)
-        )
+        params = params or SamplingParams(max_tokens=None)
+        check_params(params)
+        return GenerationContext(request_id=f"llm-{next(self._ids)}", params=params)
 
     def _complete(self, prompt: Prompt, params: SamplingParams | None) -> AsyncIterator[Event]:
         content = prompt if isinstance(prompt, str) else tuple(prompt)
@@ -143,9 +147,24 @@ class LLM:
         copied = tuple(dict(message) for message in messages)
         return self._backend.chat(ChatRequest(context=self._context(params), messages=copied))
 
-    def _collect(self, streams: list[AsyncIterator[Event]]) -> list[GenerationOutput]:
+    def _collect(
+        self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
+    ) -> list[GenerationOutput]:
+        """All of them, no more at once than the engine queues. The first failure ends the rest."""
+
         async def gather() -> list[GenerationOutput]:
-            return await asyncio.gather(*(_collect_one(stream) for stream in streams))
+            places = asyncio.Semaphore(max(1, self._max_queued // (params.n if params else 1)))
+
+            async def collect(stream: AsyncIterator[Event]) -> GenerationOutput:
+                async with places:
+                    return await _collect_one(stream)
+
+            tasks = [asyncio.ensure_future(collect(stream)) for stream in streams]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
 
         return self._call(gather())
 
@@ -157,10 +176,29 @@ class LLM:
             while (event := self._call(next_event())) is not None:
                 yield event
         finally:
-            self._call(events.aclose())  # type: ignore[attr-defined]
+            if self._thread.is_alive():
+                self._call(events.aclose())  # type: ignore[attr-defined]
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Run a coroutine on the engine's event loop; an interrupt here ends it there."""
+        if not self._thread.is_alive():
+            work.close()
+            raise UnavailableError("This engine has been closed; make a new one.")
+        ended = threading.Event()
+
+        async def tracked() -> Result:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                ended.wait(CANCEL_GRACE_S)
+            raise
 
 
 class InferenceEngine:
@@ -226,6 +264,29 @@ async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
         token_ids = tuple(token for event in texts for token in event.token_ids)
         choices.append(Completion(text, token_ids, finish.reason, logprobs))
     return GenerationOutput(tuple(choices), usage)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse values that mean nothing. Written so that NaN fails too."""
+    infinity = float("inf")
+    rules = {
+        "n >= 1": params.n >= 1,
+        "max_tokens >= 1": params.max_tokens is None or params.max_tokens >= 1,
+        "min_tokens >= 0": params.min_tokens >= 0,
+        "0 <= temperature < inf": 0 <= params.temperature < infinity,
+        "top_k >= 0": params.top_k >= 0,
+        "0 < top_p <= 1": 0 < params.top_p <= 1,
+        "0 <= min_p <= 1": 0 <= params.min_p <= 1,
+        "0 < repetition_penalty < inf": 0 < params.repetition_penalty < infinity,
+        "-inf < presence_penalty < inf": -infinity < params.presence_penalty < infinity,
+        "-inf < frequency_penalty < inf": -infinity < params.frequency_penalty < infinity,
+        "-inf <= logit_bias < inf": all(b < infinity for b in params.logit_bias.values()),
+        "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
+        "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise InvalidRequestError(f"sampling parameters break the rule {rule}")
 
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:

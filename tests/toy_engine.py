@@ -60,7 +60,7 @@ class ToyEngine:
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
         radix = RadixCache(self.pool, block_size, **policy)
         self.kv = KVCache(self.pool, radix, block_size, **kv_options)
-        self.scheduler = Scheduler(self.kv, max_slots, max_seq_len)
+        self.scheduler = Scheduler(self.kv, max_slots)
         budget = StepBudget(budget, max_slots)
         self.loop = EngineLoop(self.scheduler, self.runner, self.channel, budget, max_queued)
         self.requests: dict[str, GenerateRequest] = {}

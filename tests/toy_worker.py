@@ -2,13 +2,14 @@
 
 import sys
 import time
+from pathlib import Path
 
 from engine.backends.custom import worker
 from engine.backends.custom.memory import MemoryPlan
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.seam import RunnerConfig, RunnerSpec
 from engine.core.errors import ResourceError
-from tests.toy_runner import VOCAB, ToyRunner
+from tests.toy_runner import CRASH_TOKEN, VOCAB, ToyCrash, ToyRunner
 
 STEP_S = 0.005  # slow enough to be killed in the middle
 
@@ -19,11 +20,25 @@ class SlowToyRunner(ToyRunner):
         return super().forward(inputs)
 
 
+class FragileToyRunner(SlowToyRunner):
+    """A device that is lost for good with its first fault."""
+
+    is_lost = False
+
+    def forward(self, inputs):
+        self.is_lost = self.is_lost or CRASH_TOKEN in inputs.token_ids
+        if self.is_lost:
+            raise ToyCrash("the device is gone")
+        return super().forward(inputs)
+
+
 def load_runner(options: EngineOptions):
     if options.model_path == "unloadable":
         raise ResourceError("it does not fit")
     if options.model_path == "broken":
         raise RuntimeError("secret detail")
+    if Path(options.model_path).stem == "slow":
+        time.sleep(60)
     spec = RunnerSpec(
         block_size=options.block_size,
         num_blocks=257,
@@ -34,7 +49,8 @@ def load_runner(options: EngineOptions):
     )
     config = RunnerConfig("cpu", "float32", spec.block_size, 257, 8, 256, None)
     plan = MemoryPlan(0, 257 * spec.block_size, 257, 8, 256, 1, ())
-    return SlowToyRunner(spec), config, plan
+    runner = FragileToyRunner if options.model_path == "fragile" else SlowToyRunner
+    return runner(spec), config, plan
 
 
 worker.load_runner = load_runner

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 PR_SET_PDEATHSIG = 1
@@ -31,11 +31,9 @@ def die_with_parent(parent_pid: int) -> None:
 class ChildProcess:
     """One run of a child. A new run is a new object."""
 
-    def __init__(
-        self, argv: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, argv: Sequence[str], pass_fds: Sequence[int]) -> None:
         self._process = subprocess.Popen(
-            argv, pass_fds=pass_fds, env=env, start_new_session=True, stdin=subprocess.DEVNULL
+            argv, pass_fds=pass_fds, start_new_session=True, stdin=subprocess.DEVNULL
         )
 
     @property
@@ -58,6 +56,10 @@ class ChildProcess:
             return await asyncio.wait_for(self.wait(), grace_s)
         self.kill()
         return await self.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the child itself; nothing happens when it has ended."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         if self.is_alive:

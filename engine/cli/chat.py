@@ -1,16 +1,32 @@
-"""`engine chat`: a conversation in the terminal, with the model in this process or behind a URL."""
+"""`engine chat`: a conversation in the terminal, with the model in this process."""
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.console import DeviceOption, DtypeOption, ModelArgument, messages, output
+from engine.cli.console import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    messages,
+    output,
+    print_error,
+)
+from engine.core.errors import EngineError
+
+with contextlib.suppress(ImportError):  # Python can be built without it
+    import readline  # noqa: F401 - gives `input` arrow keys and history
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from engine.core.interfaces.request import SamplingParams
     from engine.llm import LLM
 
+PROMPT = "you> "
+# The two control characters tell readline which part takes no room on the screen.
+COLORED_PROMPT = "\x01\x1b[1;32m\x02you>\x01\x1b[0m\x02 "
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 
 
@@ -45,21 +61,29 @@ def chat(
             elif line:
                 conversation.append({"role": "user", "content": line})
                 answer = _answer(console, llm, conversation, params)
-                conversation.append({"role": "assistant", "content": answer})
+                if answer is None:
+                    conversation.pop()
+                else:
+                    conversation.append({"role": "assistant", "content": answer})
 
 
 def _read_line(console: "Console") -> str | None:
     """The next line of the user, or None when the conversation is over."""
+    is_plain = console.no_color or not console.is_terminal
     try:
-        line = console.input("[bold green]you>[/] ").strip()
+        line = input(PROMPT if is_plain else COLORED_PROMPT).strip()
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None
     return None if line == "/exit" else line
 
 
-def _answer(console: "Console", llm: "LLM", conversation: list, params) -> str:
-    """Print the answer as it comes; Ctrl-C cuts it short and keeps what was said."""
+def _answer(
+    console: "Console", llm: "LLM", conversation: list[dict[str, str]], params: "SamplingParams"
+) -> str | None:
+    """Print the answer as it comes; Ctrl-C cuts it short and keeps what was said. None if there is
+    no answer, which an error message has explained.
+    """
     from engine.core.interfaces.backend import TextEvent, UsageEvent
 
     pieces: list[str] = []
@@ -71,10 +95,14 @@ def _answer(console: "Console", llm: "LLM", conversation: list, params) -> str:
                 pieces.append(event.text)
                 console.print(event.text, end="", markup=False, highlight=False, soft_wrap=True)
             elif isinstance(event, UsageEvent):
-                rate = event.completion_tokens / event.decode_s if event.decode_s else 0.0
+                rate = (event.completion_tokens - 1) / event.decode_s if event.decode_s else 0.0
                 note = f"{event.completion_tokens} tokens, {rate:.0f} tok/s"
                 console.print(f"\n[dim]({note}, {event.cached_tokens} cached)[/]", highlight=False)
     except KeyboardInterrupt:
         events.close()
         console.print("\n[dim](cut short)[/]")
+    except EngineError as error:
+        console.print()
+        print_error(error)
+        return None
     return "".join(pieces)

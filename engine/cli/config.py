@@ -31,7 +31,9 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("setting", "value", "from")
+    table = Table("setting")
+    for column in ("value", "from"):
+        table.add_column(column, overflow="fold")
     section = ""
     for key, value, origin in rows:
         if key.split(".")[0] != section:

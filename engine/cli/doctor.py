@@ -179,7 +179,8 @@ def _print_table(findings: list[Finding]) -> None:
     from rich.text import Text
 
     marks = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}
-    table = Table("", "what", "", "detail")
+    table = Table("", "what", "")
+    table.add_column("detail", overflow="fold")
     topic = ""
     for each in findings:
         if each.topic != topic:

@@ -118,7 +118,8 @@ def print_report(console: Console, report: dict[str, Any], *, list_tensors: bool
 
 
 def _summary_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Model", title_justify="left", show_header=False)
+    table = Table("", title="Model", title_justify="left", show_header=False)
+    table.add_column(overflow="fold")
     heads = f"{report['heads']} of {report['head_dim']}, {report['kv_heads']} for keys and values"
     rows = {
         "file": report["path"],

@@ -1,7 +1,11 @@
 """`engine serve`: a model behind an OpenAI-compatible API, until a signal ends it."""
 
+import json
+import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +16,10 @@ from engine.cli.console import (
     DtypeOption,
     ModelArgument,
     load_cli_settings,
-    messages,
 )
+
+if TYPE_CHECKING:
+    from engine.core.config_schema import Settings
 
 
 def serve(
@@ -66,8 +72,10 @@ def serve(
         "logging.level": log_level,
         "logging.format": log_format,
     }
-    settings = load_cli_settings(config, flags).settings
+    _run(load_cli_settings(config, flags).settings)
 
+
+def _run(settings: "Settings") -> None:
     from engine.backends.custom.app import build_server
     from engine.core.observability.logging import setup_logging
     from engine.servers.run import address_of, bind_socket, run_server
@@ -76,18 +84,28 @@ def serve(
     sock = bind_socket(settings)
     server = build_server(settings)
     url = address_of(sock)
-    note = messages()
-    note.print(f"Loading [bold]{server.model_id}[/] ...", highlight=False)
+    say = _speaker(settings.logging.format)
+    say(f"Loading {server.model_id} ...")
 
     def announce(seconds: float) -> None:
-        note.print(f"Ready in {seconds:.1f} s at [bold]{url}/v1[/]", highlight=False)
-        note.print(
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{server.model_id}", "messages": '
-            f'[{{"role": "user", "content": "Hello!"}}]}}\'',
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"Ready in {seconds:.1f} s at {url}/v1")
+        if settings.logging.format == "pretty":
+            say(_first_request(url, server.model_id, settings.server.api_key is not None))
 
     run_server(server.app, sock, announce)
+
+
+def _speaker(log_format: str) -> Callable[[str], None]:
+    """Tells the user something; where the log is JSON lines, as one of those."""
+    if log_format == "json":
+        return logging.getLogger(__name__).info
+    return lambda text: print(text, file=sys.stderr, flush=True)
+
+
+def _first_request(url: str, model_id: str, needs_key: bool) -> str:
+    body = {"model": model_id, "messages": [{"role": "user", "content": "Hello!"}]}
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    return (
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'"
+    )

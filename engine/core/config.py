@@ -44,12 +44,8 @@ SHORT_VARIABLES = {
 _FLAGS = {
     "model.model_path": "MODEL",
     "cache.enabled": "--cache",
-    "cache.max_size_mb": "--cache-size-mb",
     "logging.level": "--log-level",
     "logging.format": "--log-format",
-    "metrics.enabled": "--metrics",
-    "metrics.endpoint": "--metrics-endpoint",
-    "metrics.token_file": "--metrics-token-file",
 }
 
 
@@ -225,7 +221,7 @@ def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
         if key in SECRET_KEYS:
             raise ConfigError(
                 f"{key} must not be on the command line, where other users can read it;"
-                f" use an environment variable or {flag_name(key + '_file')}",
+                f" use an environment variable, or put it in a file and name that in {key}_file",
                 param=key,
             )
         layer[key] = _Value(value, flag_name(key))

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
 
 
@@ -33,8 +34,10 @@ def _split_commas(value: Any) -> Any:
 
 
 def _check_secret(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(r"[\x21-\x7e]+", value.get_secret_value()):
-        raise ValueError("must be printable ASCII without spaces, and not empty")
+    if not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SECRET_LENGTH}}}", value.get_secret_value()):
+        raise ValueError(
+            f"must be 1 to {MAX_SECRET_LENGTH} characters of printable ASCII without spaces"
+        )
     return value
 
 

@@ -28,7 +28,7 @@ from engine.servers.watcher import EngineWatcher
 
 def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> FastAPI:
     """The application over `backend`, which somebody else starts and stops (see `run.py`)."""
-    lifecycle = Lifecycle(settings.server.max_concurrent_requests)
+    lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
     services = Services(settings, backend, metrics, lifecycle, EngineWatcher(backend, metrics))
     app = FastAPI(
         docs_url=None,
@@ -52,7 +52,7 @@ def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) 
 
 def _layers(settings: Settings, metrics: Metrics) -> list[Middleware]:
     layers = [
-        Middleware(RequestLog, settings=settings.logging, metrics=metrics),
+        Middleware(RequestLog, settings=settings, metrics=metrics),
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:

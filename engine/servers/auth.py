@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pydantic import SecretStr
 from starlette.requests import Request
 
-from engine.core.config_schema import Settings
+from engine.core.config_schema import MAX_SECRET_LENGTH, Settings
 from engine.core.errors import AuthenticationError
 
 # `/health` tells anyone its status, and the rest only to a key: see `health.py`.
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
-
-_MAX_KEY = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +83,4 @@ def _presented(request: Request) -> list[bytes]:
         scheme, _, key = value.partition(" ")
         if scheme.lower() == "bearer":
             keys.append(key.strip())
-    return [_digest(key) for key in keys[:8] if len(key) <= _MAX_KEY]
+    return [_digest(key) for key in keys[:8] if len(key) <= MAX_SECRET_LENGTH]

@@ -7,6 +7,7 @@ answered without its text.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,11 +35,16 @@ _MAX_SHOWN = 40
 _encode = msgspec.json.encode
 
 
-class ClientDisconnectedError(EngineError):
+class AbortedError(EngineError):
+    """Ended by its own client, before there was an answer: nothing went wrong here."""
+
+    category = "abort"
+    status = 499
+
+
+class ClientDisconnectedError(AbortedError):
     """The peer has gone. Nobody reads the answer: it exists for the log."""
 
-    category = "disconnect"
-    status = 499
     code = "CLIENT_DISCONNECTED"
 
 
@@ -105,7 +111,7 @@ def _param(item: Mapping[str, Any]) -> str:
 
 
 def _sentence(item: Mapping[str, Any]) -> str:
-    rule = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    rule = re.sub(r"^(Input|String|List) ", "", item["msg"])
     got = "" if item["type"] in ("missing", "described") else f", got {describe(item['input'])}"
     return f"{_param(item)}: {rule}{got}."
 
@@ -119,7 +125,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method = request.method[:16]
-        path = request.url.path[:100]
+        path = request.scope["path"][:100]
         known: EngineError
         if error.status_code == 404:
             known = NotFoundError(f"There is nothing at {path}.")

@@ -15,7 +15,7 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, RateLimitError
+from engine.core.errors import EngineError, NotFoundError, RateLimitError
 from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
@@ -23,6 +23,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.auth import principal_of
+from engine.servers.errors import AbortedError
 from engine.servers.generation import Generation, OutputEvent, coalesce
 from engine.servers.lifecycle import Ticket
 from engine.servers.openai.format import Collected, chat_logprobs, usage_body
@@ -37,10 +38,11 @@ SUBMIT_WAIT_S = 0.1
 _encode = msgspec.json.Encoder().encode
 
 
-class CancelledSubmissionError(InvalidRequestError):
+class CancelledSubmissionError(AbortedError):
     """Deleted by its owner."""
 
     status = 409
+    type = "invalid_request_error"
     code = "CANCELLED"
 
 
@@ -200,12 +202,11 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, GenerateBody)
-        if not body.stream:
-            submissions.make_room()
         request_id, generation = start(request, body, ticket)
         if body.stream:
             return await answer_streaming(request, generation, GenerateStream(request_id))
         await generation.accepted(SUBMIT_WAIT_S)
+        submissions.make_room()
         owner = principal_of(request).name
         submissions.add(
             Submission(request_id, owner, body.num_choices, generation, ticket.detach())

@@ -65,6 +65,11 @@ class Generation:
             )
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every source ended well: only then is `usage` all of it."""
+        return self._open == 0
+
+    @property
     def has_pending(self) -> bool:
         return bool(self._pending)
 

@@ -8,16 +8,19 @@ request ended.
 import asyncio
 import contextlib
 import copy
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from engine.core.errors import RateLimitError, UnavailableError
+from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.interfaces.backend import Event
 from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
-from engine.servers.errors import ClientDisconnectedError
+from engine.servers.errors import AbortedError
 from engine.servers.generation import Generation
 from engine.servers.records import RequestRecord
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 # How long answers may take to reach their sockets once their requests have been given up.
@@ -25,13 +28,14 @@ FLUSH_S = 2.0
 
 
 class Lifecycle:
-    def __init__(self, max_concurrent: int) -> None:
+    def __init__(self, max_concurrent: int, slow_request_s: float) -> None:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
         self.is_draining = False
         self.generations: set[Generation] = set()
-        self._max_concurrent = max_concurrent
+        self.slow_request_s = slow_request_s
+        self.max_concurrent = max_concurrent
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -41,10 +45,10 @@ class Lifecycle:
             raise UnavailableError(
                 "The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER_S
             )
-        if self.num_admitted + count > self._max_concurrent:
+        if self.num_admitted + count > self.max_concurrent:
             raise RateLimitError(
                 f"The server already works on {self.num_admitted} requests;"
-                f" its limit is {self._max_concurrent}. Retry later.",
+                f" its limit is {self.max_concurrent}. Retry later.",
                 retry_after=RETRY_AFTER_S,
             )
         self.num_admitted += count
@@ -102,6 +106,12 @@ class Ticket:
     ) -> Generation:
         """Start reading `sources`, `num_choices` from each; every source counts as a request."""
         assert self._generation is None
+        if len(sources) > self._lifecycle.max_concurrent:
+            raise InvalidRequestError(
+                f"prompt: this server takes at most {self._lifecycle.max_concurrent} prompts at"
+                f" once, got {len(sources)}.",
+                param="prompt",
+            )
         if len(sources) > 1:
             self._lifecycle.reserve(len(sources) - 1)
             self._num_reserved = len(sources)
@@ -135,22 +145,25 @@ class Ticket:
 
     def _account(self, generation: Generation) -> None:
         self._lifecycle.generations.discard(generation)
-        usage = generation.usage
-        self._record.usage = usage
-        left = isinstance(generation.failure, ClientDisconnectedError)
-        unfinished: FinishReason = "abort" if left else "error"
-        first = generation.first_token_at
+        record, failure, first = self._record, generation.failure, generation.first_token_at
+        if first is None and isinstance(failure, InvalidRequestError | RateLimitError):
+            self._metrics.request_refused()
+            return
+        record.ttft_s = None if first is None else first - record.started
+        record.usage = generation.usage if generation.is_complete else None
+        seconds = time.monotonic() - record.started
+        unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
         self._metrics.request_finished(
             FinishedRequest(
                 finish_reasons=tuple(each or unfinished for each in generation.finish_reasons),
                 choice_tokens=tuple(generation.choice_tokens),
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
                 max_tokens=self._max_tokens,
-                queue_s=usage.queue_s,
-                prefill_s=usage.prefill_s,
-                decode_s=usage.decode_s,
-                ttft_s=None if first is None else first - self._record.started,
-                e2e_s=time.monotonic() - self._record.started,
+                ttft_s=record.ttft_s,
+                e2e_s=seconds,
+                usage=record.usage,
             )
         )
+        if seconds > self._lifecycle.slow_request_s:
+            self._metrics.slow_request()
+            fields = {"seconds": round(seconds, 6)} | record.work_fields()
+            logger.warning("slow request", extra=fields)

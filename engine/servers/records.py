@@ -22,7 +22,24 @@ class RequestRecord:
     error_code: str | None = None
     completion_id: str | None = None  # what the backend knows the request as
     user_hash: str | None = None
-    usage: UsageEvent | None = None
+    ttft_s: float | None = None
+    usage: UsageEvent | None = None  # of an answer that was finished
+
+    def work_fields(self) -> dict[str, Any]:
+        """What the log says of the generation, as far as it is known."""
+        fields: dict[str, Any] = {"completion_id": self.completion_id, "user_hash": self.user_hash}
+        if self.ttft_s is not None:
+            fields["ttft_s"] = round(self.ttft_s, 6)
+        if self.usage is not None:
+            fields |= {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "cached_tokens": self.usage.cached_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "queue_s": round(self.usage.queue_s, 6),
+                "prefill_s": round(self.usage.prefill_s, 6),
+                "decode_s": round(self.usage.decode_s, 6),
+            }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def new_request_id(supplied: str | None) -> str:

@@ -2,7 +2,7 @@
 bugs.
 
 Plain ASGI, so a disconnect reaches the handler as it happens. The log line has counts and times,
-never text that a client sent; a slow request's line is a warning and says where the time went.
+never text that a client sent.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.core.config_schema import LoggingSettings
+from engine.core.config_schema import Settings
 from engine.core.observability.logging import request_context
 from engine.core.observability.metrics import Metrics
 from engine.servers.errors import error_response, opaque_error
@@ -20,14 +20,15 @@ from engine.servers.records import RequestRecord, new_request_id
 
 logger = logging.getLogger("engine.request")
 
-# Asked for every few seconds by machines; a line each would bury the rest.
-_QUIET_ROUTES = frozenset({"/livez", "/readyz", "/health"})
+# Asked for every few seconds by machines, as metrics are; a line each would bury the rest.
+_PROBES = frozenset({"/livez", "/readyz", "/health"})
 
 
 class RequestLog:
-    def __init__(self, app: ASGIApp, settings: LoggingSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app = app
-        self._settings = settings
+        self._log_requests = settings.logging.log_requests
+        self._quiet_routes = _PROBES | {settings.metrics.endpoint}
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,38 +60,14 @@ class RequestLog:
         seconds = time.monotonic() - record.started
         route = scope["route"].path if "route" in scope else None
         self._metrics.http_request(route, scope["method"], record.status, seconds)
-        is_slow = record.usage is not None and seconds > self._settings.slow_request_s
-        if is_slow:
-            self._metrics.slow_request()
-        if not is_slow and (not self._settings.log_requests or route in _QUIET_ROUTES):
+        if not self._log_requests or route in self._quiet_routes:
             return
         fields: dict[str, Any] = {
             "method": scope["method"],
             "route": route or "unmatched",
             "status": record.status,
             "seconds": round(seconds, 6),
-            **_optional_fields(record),
         }
-        if is_slow:
-            logger.warning("slow request", extra=fields)
-        else:
-            logger.info("request", extra=fields)
-
-
-def _optional_fields(record: RequestRecord) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "error_code": record.error_code,
-        "completion_id": record.completion_id,
-        "user_hash": record.user_hash,
-    }
-    usage = record.usage
-    if usage is not None:
-        fields |= {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "queue_s": round(usage.queue_s, 6),
-            "prefill_s": round(usage.prefill_s, 6),
-            "decode_s": round(usage.decode_s, 6),
-        }
-    return {name: value for name, value in fields.items() if value is not None}
+        if record.error_code is not None:
+            fields["error_code"] = record.error_code
+        logger.info("request", extra=fields | record.work_fields())

@@ -41,9 +41,8 @@ class Services:
         """Raises at once when the request can't be taken now; the caller closes the ticket."""
         health = self.backend.health()
         if not health.ready:
-            raise UnavailableError(
-                f"The model is not ready: {health.detail}.", retry_after=NOT_READY_RETRY_S
-            )
+            why = health.detail.rstrip(".")
+            raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
         return Ticket(self.lifecycle, self.metrics, record_of(request.scope))
 
     async def admitted(self, request: Request) -> AsyncIterator[Ticket]:

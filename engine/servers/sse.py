@@ -39,10 +39,9 @@ class StreamFormat(Protocol):
     def closing(self, usage: UsageEvent) -> bytes: ...
 
 
-class StalledClientError(EngineError):
+class StalledClientError(ClientDisconnectedError):
     """The client stopped reading. It can't be told; the log can."""
 
-    category = "stalled"
     code = "CLIENT_STALLED"
 
 
@@ -88,6 +87,7 @@ class EventStream(Response):
         try:
             await self._respond(writer)
         except EngineError as error:
+            self._generation.fail(error)  # if it was not the generation that failed
             record_of(scope).error_code = error.error_code
         finally:
             writer.close()
@@ -98,7 +98,7 @@ class EventStream(Response):
         await writer.start(self.raw_headers)
         try:
             await self._stream(writer)
-        except (ClientDisconnectedError, StalledClientError):
+        except ClientDisconnectedError:
             raise  # without a last chunk, which closes the connection
         except EngineError as error:
             await writer.write(error_event(error), more=False)

@@ -1,9 +1,13 @@
 """The engine as a library: batched equals alone, and the documented shapes of answers."""
 
+import os
+import signal
+import threading
+
 import pytest
 
 from engine import LLM, InferenceEngine, SamplingParams
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, UnavailableError
 
 TOPICS = ["the sea", "a dog", "winter", "bread", "the moon", "a train", "music", "a garden"]
 STYLES = [
@@ -71,6 +75,32 @@ def test_openai_shapes(default_model):
         assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
         with pytest.raises(InvalidRequestError, match="temprature"):
             engine.generate(["x"], temprature=1.0)
+
+
+def test_more_prompts_than_the_queue_holds_and_the_end(default_model):
+    settings = {"model.dtype": "float32", "performance.max_queued_requests": 3}
+    llm = LLM(str(default_model), settings=settings)
+    outputs = llm.generate(PROMPTS[:12], SamplingParams(max_tokens=2, n=2, ignore_eos=True))
+    assert [output.usage.completion_tokens for output in outputs] == [4] * 12
+    llm.close()
+    with pytest.raises(UnavailableError):
+        llm.generate("Hello")
+    llm.close()
+
+
+def test_an_interrupt_ends_the_work(llm):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("Once upon a time", SamplingParams(max_tokens=4000, ignore_eos=True))
+    assert not llm._backend._link._receivers
+
+
+def test_one_bad_prompt_ends_the_others(llm):
+    params = SamplingParams(max_tokens=4000, ignore_eos=True)
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["Hello", [10**6]], params)
+    (after,) = llm.generate("The sky is", SamplingParams(max_tokens=2))
+    assert after.usage.completion_tokens == 2 and not llm._backend._link._receivers
 
 
 def test_a_stream_can_be_left_early(llm):

@@ -1,7 +1,8 @@
-"""The real runtime over the real framework, beside Transformers: the same ids whatever the schedule.
+"""The real runtime over the real framework, beside Transformers: the same ids whatever the
+schedule.
 
-One set of prompts, with shared prefixes, is generated under schedules that batch, chunk, share, preempt
-and overlap; every one of them must give what `generate` gives for each prompt alone.
+One set of prompts, with shared prefixes, is generated under schedules that batch, chunk, share,
+preempt and overlap; every one of them must give what `generate` gives for each prompt alone.
 """
 
 from pathlib import Path
@@ -62,7 +63,7 @@ def generate(path: Path, device: str, *, num_blocks, max_slots, budget, sharing=
     runner = build_runner(open_model(path), config)
     pool = BlockPool(config.num_blocks)
     kv = KVCache(pool, RadixCache(pool, config.block_size), config.block_size, sharing=sharing)
-    scheduler = Scheduler(kv, max_slots, config.max_seq_len)
+    scheduler = Scheduler(kv, max_slots)
     channel = ListChannel()
     loop = EngineLoop(scheduler, runner, channel, StepBudget(budget, max_slots), 1000)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)

@@ -232,6 +232,11 @@ def test_a_bad_secret_is_not_repeated() -> None:
     assert "pass word" not in message
 
 
+def test_a_key_longer_than_the_server_reads_is_refused_at_once() -> None:
+    assert "512" in complaint(environ={"LLM_ENGINE_API_KEY": "k" * 513})
+    load_settings(environ={"LLM_ENGINE_API_KEY": "k" * 512})
+
+
 def test_secret_file_has_the_rank_of_the_source_that_names_it(tmp_path: Path) -> None:
     write(tmp_path / "key", KEY + "\n")
     toml = write(tmp_path / "x.toml", f"[server]\napi_key_file = '{tmp_path / 'key'}'\n")

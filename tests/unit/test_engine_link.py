@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import msgspec
 import psutil
 import pytest
 
@@ -16,7 +17,7 @@ from engine.backends.custom.runtime.client import InlineClient, ProcessClient
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
-from tests.toy_runner import generate_alone
+from tests.toy_runner import CRASH_TOKEN, generate_alone
 
 WORKER = "tests.toy_worker"
 
@@ -39,13 +40,15 @@ class Inbox:
         self.ended.set()
 
 
-def make_link(model_path: str = "toy", restarts: RestartPolicy | None = None) -> EngineLink:
+def make_link(
+    model_path: str = "toy", restarts: RestartPolicy | None = None, **limits: float
+) -> EngineLink:
     options = EngineOptions(model_path=model_path, framework="toy")
 
     def client(on_message, on_exit):
         return ProcessClient(WORKER, options, on_message, on_exit)
 
-    return EngineLink(client, restarts or RestartPolicy(first_delay_s=0.01))
+    return EngineLink(client, restarts or RestartPolicy(first_delay_s=0.01), **limits)
 
 
 def request(number: int, max_tokens: int = 12) -> GenerateRequest:
@@ -98,6 +101,58 @@ async def test_killed_in_the_middle_every_request_ends_and_the_next_works():
     await until(lambda: link.ready is not None)
     assert (link.num_restarts, link.pid != first_pid) == (1, True)
     assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+async def test_a_lost_device_ends_the_requests_and_restarts_the_engine():
+    link = make_link("fragile")
+    await link.start()
+    inbox, poison = Inbox(), Inbox()
+    link.submit(request(1, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+    link.submit(msgspec.structs.replace(request(2), prompt=(1, CRASH_TOKEN)), poison)
+    await asyncio.wait_for(asyncio.gather(inbox.ended.wait(), poison.ended.wait()), 5)
+    await until(lambda: link.ready is not None and link.num_restarts == 1)
+    assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+async def test_an_engine_that_hangs_is_killed_and_comes_back():
+    link = make_link(hang_after_s=0.3)
+    await link.start()
+    inbox = Inbox()
+    link.submit(request(1, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+    os.kill(link.pid, signal.SIGSTOP)
+    await asyncio.wait_for(inbox.ended.wait(), 10)
+    assert isinstance(inbox.error, UnavailableError)
+    await until(lambda: link.ready is not None)
+    assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
+    link = make_link("slow")
+    starting = asyncio.create_task(link.start())
+    await until(lambda: link.pid is not None)
+    await link.stop()
+    with pytest.raises(EngineError):
+        await asyncio.wait_for(starting, 5)
+    await link.stop()
+    assert "stopped" in link.detail
+
+
+async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr("engine.backends.custom.link.CONTROL_TIMEOUT_S", 0.05)
+    link = make_link()
+    await link.start()
+    child = psutil.Process(link.pid)
+    child.suspend()
+    with pytest.raises(UnavailableError):
+        await link.flush_cache()
+    assert not link._replies
+    child.resume()
     await link.stop()
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.memory import MIB, WORKSPACE_BYTES, plan_memory
+from engine.backends.custom.memory import MIB, MIN_CONTEXT, WORKSPACE_BYTES, plan_memory
 from engine.backends.custom.options import EngineOptions
 from engine.core.errors import ResourceError
 
@@ -47,6 +47,39 @@ def test_a_small_pool_shrinks_batch_then_context_and_says_so():
     assert (plan.num_blocks - 1) * 16 >= plan.max_seq_len
     assert any("batch is" in note for note in plan.notes)
     assert any("context is" in note for note in plan.notes)
+
+
+def test_a_pool_too_small_for_a_short_context_is_refused_with_what_would_do():
+    block = 16 * plan_memory(CONFIG, OPTIONS, "float32", 10**11).bytes_per_token
+    least = (MIN_CONTEXT // 16 + 1) * block
+    assert plan_memory(CONFIG, replace_options(pool_bytes=least), "float32", 10**11)
+    with pytest.raises(ResourceError, match="at least 1 MiB .*memory_pool_size_mb"):
+        plan_memory(CONFIG, replace_options(pool_bytes=least - 1), "float32", 10**11)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+@pytest.mark.parametrize("spare_blocks", [0, 1, 30, 5000])
+def test_whatever_is_planned_fits_and_serves_its_context(block_size, spare_blocks):
+    options = replace_options(block_size=block_size)
+    token_bytes = CONFIG.kv_bytes_per_token(4)
+    least = (-(-MIN_CONTEXT // block_size) + 1) * block_size * token_bytes
+    fixed = CONFIG.num_params * 4 + WORKSPACE_BYTES
+    plan = plan_memory(
+        CONFIG, options, "float32", fixed + least + spare_blocks * block_size * token_bytes
+    )
+    assert plan.pool_bytes <= least + spare_blocks * block_size * token_bytes
+    assert (plan.num_blocks - 1) * block_size >= plan.max_seq_len >= MIN_CONTEXT
+    with pytest.raises(ResourceError):
+        plan_memory(CONFIG, options, "float32", fixed + least - 1)
+
+
+def test_a_copied_head_is_counted():
+    tied = plan_memory(CONFIG, OPTIONS, "bfloat16", 10**11)
+    copied = plan_memory(CONFIG, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
+    assert copied.weight_bytes - tied.weight_bytes == 1000 * 256 * 2
+    untied = replace(CONFIG, tie_embeddings=False)
+    plan = plan_memory(untied, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
+    assert plan.weight_bytes == untied.num_params * 2
 
 
 def test_a_pool_beyond_what_is_free_is_cut_to_it():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.metrics import FinishedRequest, Metrics
 
@@ -12,14 +13,10 @@ LABELS = {"model_name": "m", "engine": "0"}
 REQUEST = FinishedRequest(
     finish_reasons=("stop",),
     choice_tokens=(11,),
-    prompt_tokens=100,
-    cached_tokens=64,
     max_tokens=32,
-    queue_s=0.01,
-    prefill_s=0.1,
-    decode_s=0.4,
     ttft_s=0.2,
     e2e_s=0.7,
+    usage=UsageEvent(100, 11, 64, queue_s=0.01, prefill_s=0.1, decode_s=0.4),
 )
 
 # What the panels of vLLM's own dashboards and the Kubernetes inference extension ask for.
@@ -107,6 +104,27 @@ def test_choices_are_counted_one_by_one(metrics: Metrics) -> None:
     assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
     assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 8
     assert value(metrics, "vllm:request_generation_tokens_sum") == 11
+    # Choices run side by side, so the time per token is that of the longest.
+    name = "vllm:request_time_per_output_token_seconds_sum"
+    assert value(metrics, name) == pytest.approx(0.5 / 7)
+
+
+def test_what_is_unknown_of_an_unfinished_request_is_not_counted_as_zero(metrics: Metrics) -> None:
+    metrics.request_started()
+    metrics.request_finished(replace(REQUEST, finish_reasons=("abort",), usage=None))
+    assert value(metrics, "engine_requests_total", outcome="abort") == 1
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 11
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 0
+    assert value(metrics, "vllm:request_prompt_tokens_count") == 0
+
+
+def test_refused_request_is_no_failure_of_the_engine(metrics: Metrics) -> None:
+    metrics.request_started()
+    metrics.request_refused()
+    assert value(metrics, "engine_requests_in_flight") == 0
+    assert value(metrics, "engine_requests_total", outcome="refused") == 1
+    assert value(metrics, "engine_requests_total", outcome="error") == 0
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
 
 
 def test_request_without_tokens_has_no_token_times(metrics: Metrics) -> None:

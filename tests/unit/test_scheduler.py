@@ -1,10 +1,17 @@
 """Scheduling policy: order, priorities, aging, holding, pinning, deadlines and bounds."""
 
-import msgspec
+import dataclasses
+import random
+from types import SimpleNamespace
 
+import msgspec
+import pytest
+
+from engine.backends.custom.runtime import loop
 from engine.backends.custom.runtime.budget import MIN_TOKENS, TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
-from engine.backends.custom.runtime.waiting import AGING_STEPS
+from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.waiting import AGING_STEPS, WaitingLine
 from engine.core.interfaces.request import Abort
 from tests.toy_engine import ToyEngine
 
@@ -67,6 +74,95 @@ def test_the_held_go_on_when_their_leader_is_aborted():
     engine.run()
     engine.check()
     assert engine.outcomes["follower", 0].finish_reason == "length"
+
+
+def test_nobody_is_held_for_blocks_that_are_not_shared():
+    engine = ToyEngine(sharing=False)
+    for number in range(2):
+        engine.submit(f"r{number}", (1, 2, 3, 4, 5), max_tokens=3)
+    engine.turn()
+    assert engine.scheduler.num_running == 2
+
+
+def test_admission_order_is_that_of_aged_priorities():
+    rng, line = random.Random(1), WaitingLine()
+    blank = dataclasses.fields(Sequence)
+    for arrival in range(200):
+        seq = Sequence(**{f.name: 0 for f in blank if f.default is dataclasses.MISSING and f.init})
+        seq.arrival, seq.priority = arrival, rng.randrange(3)
+        seq.submitted_step = 40 * arrival
+        line.add(seq)
+    step = 10_000
+    order = [(s.priority - (step - s.submitted_step) // AGING_STEPS, s.arrival) for s in line]
+    found = [
+        (s.priority - (step - s.submitted_step) // AGING_STEPS, s.arrival)
+        for s in line.in_order(step)
+    ]
+    assert found == sorted(order)
+
+
+def test_ended_requests_are_not_kept_until_their_deadline():
+    engine = ToyEngine(max_slots=4)
+    for number in range(300):
+        engine.submit(f"r{number}", (1, number % 20), max_tokens=1)
+        request = engine.channel.inbox.pop()
+        engine.channel.inbox.append(msgspec.structs.replace(request, timeout_s=1e6))
+        engine.turn()
+    assert len(engine.loop._intake._deadlines) < 100
+
+
+def test_a_first_step_after_idling_is_seen_as_work():
+    engine = ToyEngine()
+    beats, forward = [], engine.runner.forward
+    engine.loop._heartbeat = beats.append
+    engine.turn()
+    assert not beats[-1]
+
+    def watched(inputs):
+        assert beats[-1], "a step that hangs here would look idle"
+        return forward(inputs)
+
+    engine.runner.forward = watched
+    engine.submit("a", (1, 2), max_tokens=2)
+    engine.run()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_is_not_charged_for_the_one_before_it(depth, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine = ToyEngine(depth=depth)
+    sample = engine.runner.sample
+
+    def slow_sample(handle, sampling):
+        pending = sample(handle, sampling)
+        wait = pending.wait
+
+        def slow_wait():
+            now[0] += 1.0
+            return wait()
+
+        pending.wait = slow_wait
+        return pending
+
+    engine.runner.sample = slow_sample
+    engine.submit("a", (1, 2, 3), max_tokens=9)
+    for _ in range(5):
+        engine.turn()
+    assert engine.loop.stats().last_step_s == 1.0
+
+
+def test_a_broken_invariant_is_counted_once_and_repaired():
+    engine = ToyEngine(max_slots=4)
+    engine.submit("a", (1, 2, 3), max_tokens=2)
+    engine.run()
+    engine.scheduler._free_slots.pop()  # a leak
+    engine.pool.take(1)  # and another
+    engine.submit("b", (1, 2, 3), max_tokens=2)
+    engine.run()
+    engine.turn(3)
+    assert engine.loop.stats().num_invariant_failures == 1
+    engine.check()
 
 
 def test_nobody_is_preempted_more_often_than_allowed():

@@ -1,6 +1,7 @@
 """Who is let in, and that everything is given back: admission, draining, probes, submissions."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -68,11 +69,29 @@ async def test_over_the_limit_is_429_before_the_body_is_looked_at(
     assert backend.num_open == 0
 
 
-async def test_each_prompt_of_a_list_counts(client: httpx.AsyncClient) -> None:
-    body = {"model": MODEL, "prompt": ["a", "b", "c"]}
+async def test_each_prompt_of_a_list_counts(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    body = {"model": MODEL, "prompt": ["a", "b"]}
+    backend.prefill_s = 30
+    running = asyncio.create_task(client.post("/v1/chat/completions", json=chat()))
+    while backend.num_open < 1:
+        await asyncio.sleep(0.001)
     assert (await client.post("/v1/completions", json=body)).status_code == 429
-    body["prompt"] = ["a", "b"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    backend.prefill_s = 0
     assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_more_prompts_than_ever_fit_are_not_to_be_sent_again(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {"model": MODEL, "prompt": ["a", "b", "c"]}
+    refused = await client.post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"
+    assert refused.headers["x-should-retry"] == "false"
 
 
 async def test_a_failed_request_gives_its_place_back(
@@ -149,6 +168,13 @@ async def test_metrics_follow_requests(client: httpx.AsyncClient, backend: FakeB
     assert 'route="/v1/chat/completions"' in page
 
 
+async def outcomes(client: httpx.AsyncClient) -> dict[str, float]:
+    """How the requests ended, without the outcomes that none had."""
+    page = (await client.get("/metrics")).text
+    found = re.findall(r'engine_requests_total{.*outcome="(\w+)"} (\S+)', page)
+    return {outcome: float(count) for outcome, count in found if float(count)}
+
+
 async def until_ended(client: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
     while True:
         body = (await client.get(f"/generate/{request_id}")).json()
@@ -200,6 +226,7 @@ async def test_delete_cancels(
     stream = await client.get(f"/generate/{request_id}/stream")
     assert "CANCELLED" in stream.text
     assert "[DONE]" not in stream.text
+    assert await outcomes(client) == {"abort": 1}
 
 
 async def test_submission_that_is_refused(
@@ -208,6 +235,7 @@ async def test_submission_that_is_refused(
     response = await client.post("/generate", json={"prompt": "word " * 5000})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert await outcomes(client) == {"refused": 1}
     assert (await client.get("/generate/unknown")).status_code == 404
     assert lifecycle_of(app).num_admitted == 0
 

@@ -1,5 +1,6 @@
 """The shapes of /v1: what the OpenAI clients parse, whole and streamed."""
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -252,9 +253,25 @@ async def test_slow_request_is_a_warning_with_its_time_split(
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         await client.post("/v1/chat/completions", json=chat())
         await client.get("/v1/models")
-    (record,) = [each for each in caplog.records if each.name == "engine.request"]
-    assert record.levelname == "WARNING"
-    assert vars(record)["queue_s"] == 0.001
+        submitted = await client.post("/generate", json={"prompt": "a"})
+        await client.get(f"/generate/{submitted.json()['request_id']}/stream")
+    slow = [vars(each) for each in caplog.records if each.message == "slow request"]
+    assert [each["levelname"] for each in slow] == ["WARNING", "WARNING"]
+    assert [each["queue_s"] for each in slow] == [0.001, 0.001]
+    # A submission outlives its HTTP request and is timed to its own end.
+    assert slow[1]["completion_id"] == submitted.json()["request_id"]
+
+
+async def test_log_of_an_unfinished_request_claims_no_counts(
+    client: httpx.AsyncClient, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    backend.failure, backend.fail_after = InferenceError("It broke."), 2
+    await client.post("/v1/chat/completions", json=chat())
+    (fields,) = [vars(each) for each in caplog.records if each.name == "engine.request"]
+    assert fields["error_code"] == "INFERENCE_ERROR"
+    assert fields["ttft_s"] >= 0
+    assert "prompt_tokens" not in fields
 
 
 async def test_a_backend_that_misses_the_deadline_is_not_waited_for(

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 
 from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.custom.checks import check_context, check_params, check_prompt
 from engine.backends.custom.generation import Generation
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
@@ -30,7 +31,7 @@ from engine.backends.custom.runtime.client import (
 )
 from engine.backends.custom.text import TextModel, load_text
 from engine.backends.process import RestartPolicy
-from engine.core.errors import InvalidRequestError, UnavailableError
+from engine.core.errors import ConfigError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -44,6 +45,7 @@ from engine.core.utils.model_store import resolve_model
 
 # The engine's process runs this module; an embedding one imports it in the engine's thread.
 WORKER_MODULE = "engine.backends.custom.worker"
+Encode = Callable[[TextModel, Any], tuple[int, ...]]
 TOKENIZER_THREADS = 2
 STALLED_AFTER_S = 30.0
 
@@ -66,9 +68,7 @@ class CustomBackend(InferenceBackend):
         in_process: bool = False,
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
-        self._options = options or EngineOptions(
-            model_path=config.model_name, framework=self.framework, **config.backend_args
-        )
+        self._options = options or _options(self.framework, config)
         self._served_name = served_name or Path(config.model_name).stem
         self._in_process = in_process
         self._link = EngineLink(self._make_client, RestartPolicy())
@@ -86,6 +86,7 @@ class CustomBackend(InferenceBackend):
         try:
             self._text, _ = await asyncio.gather(reading, loading)
         except BaseException:
+            loading.cancel()
             await self.stop()
             raise
         return f"engine://{self.framework}/{self._served_name}"
@@ -144,28 +145,33 @@ class CustomBackend(InferenceBackend):
     def stats(self) -> EngineStats | None:
         return self._link.stats
 
-    async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        text = self._loaded_text()
-        prompt = await self._encode(text.encode_chat, request.messages)
-        async for event in self._generate(prompt, request.context, continuation=False):
-            yield event
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        return self._generate(
+            TextModel.encode_chat, request.messages, request.context, is_chat=True
+        )
 
-    async def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        text = self._loaded_text()
-        prompt = await self._encode(text.encode_prompt, request.prompt)
-        async for event in self._generate(prompt, request.context, continuation=True):
-            yield event
+    def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
+        return self._generate(
+            TextModel.encode_prompt, request.prompt, request.context, is_chat=False
+        )
 
     async def _generate(
-        self, prompt: tuple[int, ...], context: GenerationContext, *, continuation: bool
+        self, encode: Encode, content: Any, context: GenerationContext, *, is_chat: bool
     ) -> AsyncIterator[Event]:
-        """`continuation`: the text goes on from the prompt's, so a leading space belongs to it."""
-        text = self._loaded_text()
-        self._check_length(len(prompt), context)
+        text, ready = self._text, self._link.ready
+        if text is None or ready is None:
+            raise UnavailableError(self._link.detail, retry_after=2.0)
+        # Off the event loop: a long text takes long.
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(self._encoders, encode, text, content)
+        param, params = "messages" if is_chat else "prompt", context.params
+        check_prompt(prompt, text.config.vocab_size, param)
+        check_params(params, text.config.vocab_size)
+        check_context(len(prompt), params.max_tokens, ready.max_seq_len, param)
         request = GenerateRequest(
             request_id=context.request_id,
             prompt=prompt,
-            params=context.params,
+            params=params,
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
@@ -175,7 +181,8 @@ class CustomBackend(InferenceBackend):
         generation = Generation(
             request,
             text,
-            continuation=continuation,
+            # A completion goes on from its prompt, so a leading space belongs to it.
+            continuation=not is_chat,
             forget=lambda choice: link.forget(context.request_id, choice),
         )
         link.submit(request, generation)
@@ -187,32 +194,20 @@ class CustomBackend(InferenceBackend):
             await events.aclose()
             link.done(context.request_id)
 
-    def _check_length(self, num_prompt: int, context: GenerationContext) -> None:
-        ready = self._link.ready
-        if ready is None:
-            raise UnavailableError(self._link.detail, retry_after=2.0)
-        asked = context.params.max_tokens or 0
-        if num_prompt + asked > ready.max_seq_len or num_prompt >= ready.max_seq_len:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {ready.max_seq_len} tokens. However, you "
-                f"requested {num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} in "
-                "the completion). Shorten the prompt or lower max_tokens.",
-                param="messages",
-                code="context_length_exceeded",
-            )
-
-    def _loaded_text(self) -> TextModel:
-        if self._text is None:
-            raise UnavailableError(self._link.detail, retry_after=2.0)
-        return self._text
-
-    async def _encode(
-        self, encode: Callable[[Any], tuple[int, ...]], content: Any
-    ) -> tuple[int, ...]:
-        """Run a tokenizer call off the event loop: a long text takes long."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, content)
-
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(WORKER_MODULE, self._options, on_message)
         return ProcessClient(WORKER_MODULE, self._options, on_message, on_exit)
+
+
+def _options(framework: str, config: BackendConfig) -> EngineOptions:
+    """`EngineOptions` from a backend's arguments; what they don't know is an error by name."""
+    fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
+    unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
+    if unknown:
+        known = ", ".join(EngineOptions.__struct_fields__)
+        raise ConfigError(f"unknown backend argument '{unknown[0]}'; there are: {known}")
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"backend arguments: {error}") from error

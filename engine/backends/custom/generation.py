@@ -73,9 +73,13 @@ class Generation:
                 self._forget(None)
 
     def _next_item(self) -> TokenDelta | EngineError:
-        """The oldest arrival, merged with its followers of the same choice when too many wait."""
+        """The oldest arrival, merged with its followers of the same choice when too many wait.
+
+        Not where a stop string may cut: tokens behind it must be neither shown nor counted.
+        """
         item = self._arrived.popleft()
-        while len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
+        may_merge = not self.request.params.stop
+        while may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
             follower = self._arrived[0]
             if item.finish_reason or not isinstance(follower, TokenDelta):
                 break

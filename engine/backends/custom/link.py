@@ -2,7 +2,7 @@
 
 When the engine dies, every open request ends with an error at once, new ones are refused, and the
 engine is started again after a growing pause; after too many deaths in a row it stays down and says
-so.
+so. An engine that has work and makes no step for very long is killed, so that it comes back.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
+# Longer than the slowest honest step: a full batch of prompts on a slow machine.
+HANG_AFTER_S = 120.0
 
 
 class Receiver(Protocol):
@@ -44,15 +46,24 @@ ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 class EngineLink:
     """One engine at a time, made anew by `make_client` after each death."""
 
-    def __init__(self, make_client: ClientFactory, restarts: RestartPolicy) -> None:
+    def __init__(
+        self,
+        make_client: ClientFactory,
+        restarts: RestartPolicy,
+        hang_after_s: float = HANG_AFTER_S,
+    ) -> None:
         self._make_client = make_client
         self._restarts = restarts
+        self._hang_after_s = hang_after_s
         self._client: EngineClient | None = None
         self._receivers: dict[str, Receiver] = {}
         self._replies: dict[int, asyncio.Future[ControlReply]] = {}
         self._num_controls = 0
         self._became_ready = asyncio.Event()
         self._fatal: EngineError | None = None
+        self._has_loaded = False  # at least once
+        self._is_given_up = False
+        self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
         self.ready: Ready | None = None
@@ -68,17 +79,19 @@ class EngineLink:
         return self.ready
 
     async def stop(self) -> None:
+        """End every open request, and the engine. Safe to call twice, and while it starts."""
         self._stopping = True
-        if self._restarting is not None:
-            self._restarting.cancel()
-        self._fail_open(UnavailableError("The server is shutting down."))
+        for task in (self._restarting, self._watching):
+            if task is not None:
+                task.cancel()
+        self._on_down(UnavailableError("The server is shutting down."))
         if self._client is not None:
             await self._client.stop()
-        self.ready = None
 
     def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
+        assert request.request_id not in self._receivers, "two requests have one id"
         self._client.send(request)
         self._receivers[request.request_id] = receiver
 
@@ -101,18 +114,30 @@ class EngineLink:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
         self._num_controls += 1
+        control_id = self._num_controls
         reply: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._replies[self._num_controls] = reply
-        self._client.send(Control(self._num_controls, "flush_cache"))
-        return await asyncio.wait_for(reply, CONTROL_TIMEOUT_S)
+        self._client.send(Control(control_id, "flush_cache"))
+        self._replies[control_id] = reply
+        try:
+            return await asyncio.wait_for(reply, CONTROL_TIMEOUT_S)
+        except TimeoutError:
+            raise UnavailableError("The engine did not answer in time; try again.") from None
+        finally:
+            self._replies.pop(control_id, None)
 
     @property
     def detail(self) -> str:
         """The state in words, for health reports and refusals."""
         if self.ready is not None:
             return "ready"
+        if self._stopping:
+            return "The engine has been stopped."
+        if self._is_given_up:
+            return "The engine is down: it died too often and is not started again."
         if self._fatal is not None:
-            return f"The engine is down: {self._fatal.message}"
+            return "The engine is down; its log says why."
+        if self._has_loaded:
+            return "The engine stopped unexpectedly; it is being restarted."
         return "The engine is loading."
 
     @property
@@ -123,8 +148,19 @@ class EngineLink:
         return self._client.stalled_s() if self._client is not None else None
 
     async def _launch(self) -> None:
-        self._client = self._make_client(self._on_message, self._on_exit)
-        await self._client.start()
+        client = self._client = self._make_client(self._on_message, self._on_exit)
+        await client.start()
+        self._watching = asyncio.get_running_loop().create_task(self._watch(client))
+
+    async def _watch(self, client: EngineClient) -> None:
+        """Kill the engine if it hangs; its death is then like any other."""
+        num_stalls = 0
+        while num_stalls < 2:  # once may be our own fault: it waits while we don't read
+            await asyncio.sleep(min(1.0, self._hang_after_s / 2))
+            is_stalled = (client.stalled_s() or 0.0) > self._hang_after_s
+            num_stalls = num_stalls + 1 if is_stalled else 0
+        log.critical("the engine has made no step for %.0f s; killing it", self._hang_after_s)
+        await client.kill()
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
@@ -135,7 +171,7 @@ class EngineLink:
         elif isinstance(message, Stats):
             self.stats = message.stats
         elif isinstance(message, Ready):
-            self.ready, self._fatal = message, None
+            self.ready, self._fatal, self._has_loaded = message, None, True
             self._became_ready.set()
         elif isinstance(message, ControlReply):
             reply = self._replies.pop(message.control_id, None)
@@ -143,19 +179,24 @@ class EngineLink:
                 reply.set_result(message)
         elif isinstance(message, Fatal):
             self._fatal = error_from_code(message.code, message.message)
-            self._on_down(self._fatal)
+            log.error("the engine can't go on: %s", message.message)
+            self._on_down(UnavailableError(self.detail) if self._has_loaded else self._fatal)
 
     def _on_exit(self, status: int) -> None:
         """The engine process ended without being asked to."""
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         log.error("the engine process ended: %s", cause)
-        was_ready = self.ready is not None
+        self._client = None
+        if self._watching is not None:
+            self._watching.cancel()
         self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
-        if self._stopping or not (was_ready or self.num_restarts):
-            return  # it never loaded: starting it again would end the same way
+        if self._has_loaded and not self._stopping:
+            self._restart_later()  # otherwise starting it again would end the same way
+
+    def _restart_later(self) -> None:
         delay = self._restarts.delay_after_death()
         if delay is None:
-            self._fatal = ModelError("it died too often and is not started again")
+            self._is_given_up = True
             log.critical("the engine died too often; it stays down")
             return
         self._restarting = asyncio.get_running_loop().create_task(self._restart(delay))
@@ -164,7 +205,12 @@ class EngineLink:
         log.warning("starting the engine again in %.1f s", delay)
         await asyncio.sleep(delay)
         self.num_restarts += 1
-        await self._launch()
+        try:
+            await self._launch()
+        except OSError:
+            log.exception("the engine's process could not be started")
+            self._client = None
+            self._restart_later()
 
     def _on_down(self, error: EngineError) -> None:
         self.ready = None

@@ -46,34 +46,40 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, options: EngineOptions, dtype: str, available_bytes: int
+    config: ModelConfig,
+    options: EngineOptions,
+    dtype: str,
+    available_bytes: int,
+    *,
+    copies_tied_head: bool = False,
 ) -> MemoryPlan:
     """Divide `available_bytes` of the device's memory. Raises `ResourceError` if nothing useful
     fits.
     """
     value_bytes = DTYPE_BYTES[dtype]
-    weight_bytes = config.num_params * value_bytes
+    num_values = config.num_params
+    if copies_tied_head and config.tie_embeddings:
+        num_values += config.vocab_size * config.hidden_size
+    weight_bytes = num_values * value_bytes
     token_bytes = config.kv_bytes_per_token(value_bytes)
+    block_bytes = token_bytes * options.block_size
     notes: list[str] = []
-    room = available_bytes - weight_bytes - WORKSPACE_BYTES
-    if room < MIN_CONTEXT * token_bytes:
-        raise ResourceError(_refusal(config, weight_bytes, token_bytes, available_bytes, dtype))
     max_seq_len = min(options.max_seq_len or config.max_position, config.max_position)
+    least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
+    room = available_bytes - weight_bytes - WORKSPACE_BYTES
+    if room < least:
+        raise ResourceError(_refusal(weight_bytes, least, available_bytes, dtype))
     if options.max_seq_len and options.max_seq_len > config.max_position:
         notes.append(
             f"context is {config.max_position:,}, the model's own: "
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
-    wanted = options.max_slots * max_seq_len * token_bytes
-    pool_bytes = options.pool_bytes or min(wanted, int(room * POOL_SHARE))
-    if pool_bytes > room:
-        notes.append(
-            f"KV cache is {room / MIB:,.0f} MiB instead of {pool_bytes / MIB:,.0f} MiB: "
-            "no more memory is free"
-        )
-        pool_bytes = room
-    block_bytes = token_bytes * options.block_size
-    num_blocks = max(2, pool_bytes // block_bytes)
+    if options.pool_bytes is None:
+        wanted = _pool_bytes(options.max_slots * max_seq_len, options.block_size, block_bytes)
+        pool_bytes = max(least, min(wanted, int(room * POOL_SHARE)))
+    else:
+        pool_bytes = _asked_pool(options.pool_bytes, least, room, notes)
+    num_blocks = pool_bytes // block_bytes
     capacity = (num_blocks - 1) * options.block_size
     max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
     if max_slots < options.max_slots:
@@ -97,15 +103,32 @@ def plan_memory(
     )
 
 
-def _refusal(
-    config: ModelConfig, weight_bytes: int, token_bytes: int, available: int, dtype: str
-) -> str:
-    needed = weight_bytes + WORKSPACE_BYTES + MIN_CONTEXT * token_bytes
+def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:
+    """Memory for so many tokens in whole blocks, and the null block."""
+    return (-(-num_tokens // block_size) + 1) * block_bytes
+
+
+def _asked_pool(asked: int, least: int, room: int, notes: list[str]) -> int:
+    if asked < least:
+        raise ResourceError(
+            f"a KV cache of {asked / MIB:,.1f} MiB is too small to be of use; "
+            f"give it at least {-(-least // MIB):,} MiB (performance.memory_pool_size_mb)"
+        )
+    if asked > room:
+        notes.append(
+            f"KV cache is {room / MIB:,.0f} MiB instead of {asked / MIB:,.0f} MiB: "
+            "no more memory is free"
+        )
+    return min(asked, room)
+
+
+def _refusal(weight_bytes: int, least_pool: int, available: int, dtype: str) -> str:
+    needed = weight_bytes + WORKSPACE_BYTES + least_pool
     message = (
         f"the model needs {needed / MIB:,.0f} MiB as {dtype} "
         f"and {available / MIB:,.0f} MiB are free"
     )
-    halved = (weight_bytes + MIN_CONTEXT * token_bytes) // 2 + WORKSPACE_BYTES
+    halved = (weight_bytes + least_pool) // 2 + WORKSPACE_BYTES
     if dtype == "float32" and halved <= available:
         return f"{message}; it would fit with --dtype bfloat16 ({halved / MIB:,.0f} MiB)"
     fits = max(0, available - WORKSPACE_BYTES) // DTYPE_BYTES[dtype]

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     """What to load and how much of the machine it may take. None: planned from what is there."""
 
     model_path: str

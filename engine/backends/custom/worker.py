@@ -5,6 +5,7 @@ ready, and serves until its frontend stops it or is gone. `run_engine` is also w
 engine runs in a thread.
 """
 
+import faulthandler
 import importlib
 import logging
 import signal
@@ -19,6 +20,7 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.client import STACKS_SIGNAL
 from engine.backends.custom.runtime.heartbeat import Heartbeat
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
@@ -29,10 +31,10 @@ from engine.backends.custom.runtime.transport import ConnectionClosedError, Sock
 from engine.backends.custom.weights.model import open_model
 from engine.backends.process import die_with_parent
 from engine.core.errors import EngineError
-from engine.core.interfaces.request import Fatal, Ready, ToEngine
+from engine.core.interfaces.request import Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it is __main__
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 OPTIONS_TIMEOUT_S = 30.0
@@ -43,7 +45,13 @@ def load_runner(options: EngineOptions) -> tuple[ModelRunner, RunnerConfig, Memo
     framework = importlib.import_module(f"{FRAMEWORKS}.{options.framework}.engine")
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
     device = framework.find_device(options.device, options.dtype)
-    plan = plan_memory(source.config, options, device.dtype, device.free_bytes)
+    plan = plan_memory(
+        source.config,
+        options,
+        device.dtype,
+        device.free_bytes,
+        copies_tied_head=device.copies_tied_head,
+    )
     for line in (f"{device.name}, {device.dtype}", *plan.lines()):
         log.info("memory plan: %s", line)
     config = RunnerConfig(
@@ -72,7 +80,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
     )
-    return Scheduler(kv, spec.max_slots, spec.max_seq_len)
+    return Scheduler(kv, spec.max_slots)
 
 
 def run_engine(options: EngineOptions, channel: Channel, beat: Callable[[bool], None]) -> None:
@@ -103,6 +111,7 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     die_with_parent(parent_pid)
     # The frontend decides when we end; a Ctrl-C in the terminal reaches it as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
     channel: SocketChannel[ToEngine] = SocketChannel(sock, ToEngine)
     try:
@@ -122,12 +131,16 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:
-    """The first message of the frontend; nothing else is sent before `Ready`."""
-    frames: SocketChannel[EngineOptions] = SocketChannel(sock, EngineOptions)
+    """The first message of the frontend. Before `Ready` only a `Stop` can follow it."""
+    channel: SocketChannel[EngineOptions | Stop] = SocketChannel(sock, EngineOptions | Stop)
     deadline = time.monotonic() + OPTIONS_TIMEOUT_S
     while time.monotonic() < deadline:
-        for options in frames.poll(1.0):
-            return options
+        messages = channel.poll(1.0)
+        if any(isinstance(message, Stop) for message in messages):
+            raise ConnectionClosedError("stopped before it had started")
+        for message in messages:
+            if isinstance(message, EngineOptions):
+                return message
     raise ConnectionClosedError("the frontend sent no options")
 
 

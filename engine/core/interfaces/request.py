@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Ranges are validated at the edge (`validate`), not here."""
+    """How tokens are chosen. Ranges are checked at the edges, not here."""
 
     max_tokens: int | None = 16  # None: as many as the context has room for
     min_tokens: int = 0

@@ -19,14 +19,15 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats, FinishReason
 from engine.core.observability.process import ProcessTreeCollector
 
-Outcome = Literal["ok", "abort", "error"]
+Outcome = Literal["ok", "abort", "error", "refused"]
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
-_OUTCOMES: tuple[Outcome, ...] = ("ok", "abort", "error")
+_OUTCOMES: tuple[Outcome, ...] = ("ok", "abort", "error", "refused")
 _MODEL_LABELS = ("model_name", "engine")
 
 # Edges, in seconds, as vLLM has them, so that quantiles of both can be compared. Its whole-request
@@ -70,18 +71,16 @@ _TOTALS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """How one request went. Times are seconds; `ttft_s` is None if no token was sent."""
+    """How one request went. Times are seconds; `ttft_s` is None if there was no token, and `usage`
+    if the request was not finished: its sizes and time split are unknown then, not zero.
+    """
 
     finish_reasons: tuple[FinishReason, ...]  # one for each choice
     choice_tokens: tuple[int, ...]  # generated, for each choice
-    prompt_tokens: int
-    cached_tokens: int
     max_tokens: int | None  # as asked for
-    queue_s: float
-    prefill_s: float
-    decode_s: float
     ttft_s: float | None
     e2e_s: float
+    usage: UsageEvent | None
 
     @property
     def outcome(self) -> Outcome:
@@ -109,29 +108,30 @@ class Metrics:
         """Call once for every generation request that was admitted."""
         self._in_flight.inc()
 
+    def request_refused(self) -> None:
+        """In place of `request_finished`, for one that the backend did not take."""
+        self._in_flight.dec()
+        self._requests["refused"].inc()
+
     def request_finished(self, request: FinishedRequest) -> None:
-        """Call once for every `request_started`, however the request ended."""
+        """Call once for every request that was started and not refused, however it ended."""
         self._in_flight.dec()
         self._requests[request.outcome].inc()
         for reason in request.finish_reasons:
             self._finish_reasons[reason].inc()
-        generated = sum(request.choice_tokens)
         self._e2e.observe(request.e2e_s)
-        self._queue.observe(request.queue_s)
-        self._prefill.observe(request.prefill_s)
-        self._decode.observe(request.decode_s)
-        self._inference.observe(request.prefill_s + request.decode_s)
-        self._prompt_size.observe(request.prompt_tokens)
-        self._prompt_computed.observe(request.prompt_tokens - request.cached_tokens)
-        self._generation_size.observe(generated)
-        self._longest_choice.observe(max(request.choice_tokens, default=0))
+        self._generation_size.observe(sum(request.choice_tokens))
+        longest = max(request.choice_tokens, default=0)
+        self._longest_choice.observe(longest)
         self._num_choices.observe(len(request.finish_reasons))
         if request.max_tokens is not None:
             self._max_tokens.observe(request.max_tokens)
         if request.ttft_s is not None:
             self._first_token.observe(request.ttft_s)
-            if generated > 1:
-                self._mean_token.observe((request.e2e_s - request.ttft_s) / (generated - 1))
+            if longest > 1:
+                self._mean_token.observe((request.e2e_s - request.ttft_s) / (longest - 1))
+        if request.usage is not None:
+            self._observe_usage(request.usage)
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
         """A chunk of a stream came `seconds` after the one before; at most one call per chunk."""
@@ -183,6 +183,14 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """The exposition text and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _observe_usage(self, usage: UsageEvent) -> None:
+        self._queue.observe(usage.queue_s)
+        self._prefill.observe(usage.prefill_s)
+        self._decode.observe(usage.decode_s)
+        self._inference.observe(usage.prefill_s + usage.decode_s)
+        self._prompt_size.observe(usage.prompt_tokens)
+        self._prompt_computed.observe(usage.prompt_tokens - usage.cached_tokens)
 
     def _observe_gauges(self, stats: EngineStats) -> None:
         for running in self._running:
@@ -236,7 +244,7 @@ class Metrics:
             "vllm:iteration_tokens_total", "Tokens in a step, of those in snapshots", _STEP_TOKENS
         )
         self._ready = self._gauge("engine_ready", "Whether the engine takes requests")
-        self._startup = self._gauge("engine_startup_seconds", "Time of the last load and warm-up")
+        self._startup = self._gauge("engine_startup_seconds", "Time of the first load and warm-up")
         self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
 
     def _define_request_series(self) -> None:

@@ -28,7 +28,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (True, False),  # of no tools
     "prediction": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
@@ -38,16 +38,11 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "structured_outputs": ({},),
     "suffix": ("",),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),  # among no tools
     "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
-}
-# With no tools to call, these choose among nothing.
-NO_EFFECT_WITHOUT_TOOLS: dict[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (True, False),
-    "tool_choice": ("auto",),
 }
 
 _MAX_NAMED = 10
@@ -83,6 +78,5 @@ def drop_no_effect(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]
 def _has_no_effect(name: str, value: Any) -> bool:
     if value is None:
         return True
-    candidates = NO_EFFECT[name] + NO_EFFECT_WITHOUT_TOOLS.get(name, ())
     # `1 == True` in Python, but not in JSON.
-    return any(type(value) is type(each) and value == each for each in candidates)
+    return any(type(value) is type(each) and value == each for each in NO_EFFECT[name])

@@ -33,7 +33,7 @@ class BatchBuilder:
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
         self._num_blocks = [0] * slots
-        self._lives: list[tuple[Sequence, int] | None] = [None] * slots
+        self._lives = [0] * slots  # the admission that each slot's arrays describe
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self._top_p = np.ones(slots, np.float32)
@@ -44,14 +44,16 @@ class BatchBuilder:
         self._seed = np.zeros(slots, np.int64)
         self._choice = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
+        self._may_bias = np.zeros(slots, bool)
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows, size = batch.rows, self._spec.block_size
-        for row in rows:
-            self._sync(row)
-        slots = np.array([row.slot for row in rows], np.int32)
-        starts = np.array([row.start for row in rows], np.int64)
-        counts = np.array([row.count for row in rows], np.int64)
+        for seq, _, _, _, slot, life in rows:
+            if self._lives[slot] != life or self._num_blocks[slot] != len(seq.blocks):
+                self._sync(seq, slot, life)
+        _, *columns = zip(*rows, strict=True)
+        starts, counts = np.array(columns[:2], np.int64)
+        samples, slots = np.array(columns[2], bool), np.array(columns[3], np.int32)
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         row_of = np.repeat(np.arange(len(rows)), counts)
@@ -61,7 +63,6 @@ class BatchBuilder:
         width = max(1, -(-int(seq_lens.max(initial=1)) // size))
         tables = self._tables[slots, :width]
         groups, group_blocks = _prefix_groups(tables, starts // size)
-        samples = np.array([row.samples for row in rows], bool)
         return BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
@@ -81,7 +82,8 @@ class BatchBuilder:
         sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
         rows = [batch.rows[index] for index in sample_rows]
         slots = np.array([row.slot for row in rows], np.int32)
-        bias_rows, bias_ids, bias_values = _bias(rows)
+        biased = np.flatnonzero(self._may_bias[slots]).tolist()
+        bias_rows, bias_ids, bias_values = _bias([(index, rows[index]) for index in biased])
         renewed = [row for row in rows if row.seq.needs_history and row.seq.finish_reason is None]
         for row in renewed:
             row.seq.needs_history = False
@@ -103,7 +105,7 @@ class BatchBuilder:
             bias_values=bias_values,
             seed=self._seed[slots],
             choice=self._choice[slots],
-            position=np.array([row.start + row.count for row in rows], np.int32),
+            position=np.array([row.start + row.length for row in rows], np.int32),
             mask=None,
             num_logprobs=self._num_logprobs[slots],
             history_slots=np.array([row.slot for row in histories], np.int32),
@@ -112,19 +114,16 @@ class BatchBuilder:
             history_num_prompt=np.array([row.seq.num_prompt for row in histories], np.int32),
         )
 
-    def _sync(self, row: Row) -> None:
+    def _sync(self, seq: Sequence, slot: int, life: int) -> None:
         """Bring the slot's arrays up to date with the sequence that has it now."""
-        seq, slot = row.seq, row.slot
-        life = (seq, row.life)
         if self._lives[slot] != life:
-            self._lives[slot] = life
+            self._set_params(slot, seq)
             self._tables[slot] = NULL_BLOCK
             self._num_blocks[slot] = 0
-            self._set_params(slot, seq)
+            self._lives[slot] = life
         known, held = self._num_blocks[slot], len(seq.blocks)
-        if known < held:
-            self._tables[slot, known:held] = seq.blocks[known:]
-            self._num_blocks[slot] = held
+        self._tables[slot, known:held] = seq.blocks[known:]
+        self._num_blocks[slot] = held
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
@@ -138,25 +137,27 @@ class BatchBuilder:
         self._seed[slot] = seq.seed
         self._choice[slot] = seq.choice
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._may_bias[slot] = bool(params.logit_bias) or params.min_tokens > 0
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:
     ids: list[int] = []
-    for row in rows:
-        tokens, end = row.seq.tokens, row.start + row.count
-        ids.extend(tokens[row.start : end])
-        if end > len(tokens):
-            ids.append(FROM_DEVICE)
+    for seq, start, length, _, _, _ in rows:
+        tokens = seq.tokens
+        if length > 1:
+            ids.extend(tokens[start : start + length])
+        else:  # only such a row can be one token ahead of the host
+            ids.append(tokens[start] if start < len(tokens) else FROM_DEVICE)
     return np.array(ids, np.int32)
 
 
-def _bias(rows: list[Row]) -> tuple[I32, I32, F32]:
+def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
     """Requested biases, and a ban on stop tokens while a row is short of its `min_tokens`."""
     entries: list[tuple[int, int, float]] = []
-    for index, row in enumerate(rows):
+    for index, row in rows:
         seq, params = row.seq, row.seq.params
         entries.extend((index, token, bias) for token, bias in params.logit_bias.items())
-        if row.start + row.count - seq.num_prompt < params.min_tokens:
+        if row.start + row.length - seq.num_prompt < params.min_tokens:
             entries.extend((index, token, NEGATIVE_INFINITY) for token in seq.stop_ids)
     return (
         np.array([entry[0] for entry in entries], np.int32),
@@ -168,16 +169,25 @@ def _bias(rows: list[Row]) -> tuple[I32, I32, F32]:
 def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
     """Rows that begin with the same blocks, all of them computed before this step."""
     groups = np.full(len(tables), -1, np.int32)
-    shared: list[int] = []
     candidates = np.flatnonzero(full_blocks > 0)
-    firsts, counts = np.unique(tables[candidates, 0], return_counts=True)
-    for first in firsts[counts > 1]:
-        members = candidates[tables[candidates, 0] == first]
-        limit = int(full_blocks[members].min())
-        equal = (tables[members, :limit] == tables[members[0], :limit]).all(axis=0)
-        groups[members] = len(shared)
-        shared.append(limit if equal.all() else int(equal.argmin()))
-    return groups, np.array(shared, np.int32)
+    order = candidates[np.argsort(tables[candidates, 0], kind="stable")]
+    firsts = tables[order, 0]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = firsts[1:] != firsts[:-1]
+    if is_first.all():
+        return groups, np.zeros(0, np.int32)
+    sizes = np.diff(np.flatnonzero(is_first), append=len(order))
+    is_group = sizes > 1
+    members = order[np.repeat(is_group, sizes)]
+    sizes = sizes[is_group]
+    starts = np.cumsum(sizes) - sizes
+    groups[members] = np.repeat(np.arange(len(sizes)), sizes)
+    # Where each member's table leaves that of its group's first, or its computed blocks end.
+    limits = full_blocks[members]
+    width = int(limits.max())
+    differs = tables[members, :width] != np.repeat(tables[members[starts], :width], sizes, axis=0)
+    ends = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+    return groups, np.minimum.reduceat(np.minimum(ends, limits), starts).astype(np.int32)
 
 
 def warm_up(runner: ModelRunner) -> None:

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +29,8 @@ from engine.core.interfaces.request import Fatal, FromEngine, Stop, ToEngine
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
+STACKS_SIGNAL = signal.SIGUSR1  # the engine's process answers with its stacks on stderr
+STACKS_GRACE_S = 0.2
 OnMessage = Callable[[FromEngine], None]
 OnExit = Callable[[int], None]
 
@@ -45,6 +48,10 @@ class EngineClient(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    async def kill(self) -> None:
+        """End an engine that makes no progress, where that can be done without harm."""
+        ...
 
     async def stop(self) -> None: ...
 
@@ -76,8 +83,8 @@ class InlineClient:
         self._module = module
         self._options = options
         self._on_message = on_message
-        self._file = heartbeat_file()
-        self._heartbeat = Heartbeat(self._file.fileno())
+        with heartbeat_file() as file:  # the mapping outlives it
+            self._heartbeat = Heartbeat(file.fileno())
         self._channel: QueueChannel | None = None
         self._thread: threading.Thread | None = None
 
@@ -104,9 +111,12 @@ class InlineClient:
     def pid(self) -> int:
         return os.getpid()
 
+    async def kill(self) -> None:
+        log.error("a thread can't be ended: the engine's process must be")
+
     async def stop(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            self.send(Stop())
+        if self._thread is not None and self._channel is not None:
+            self._channel.inbox.put(Stop())
             await asyncio.to_thread(self._thread.join, STOP_GRACE_S)
 
     def _run(self) -> None:
@@ -151,7 +161,13 @@ class ProcessClient:
         with theirs:
             argv = [sys.executable, "-m", self._module, str(theirs.fileno())]
             argv += [str(self._file.fileno()), str(os.getpid())]
-            self._child = ChildProcess(argv, (theirs.fileno(), self._file.fileno()))
+            try:
+                self._child = ChildProcess(argv, (theirs.fileno(), self._file.fileno()))
+            except OSError:
+                ours.close()
+                raise
+            finally:
+                self._file.close()  # the child has it now, and our mapping stays
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode_frame(self._options))
         self._reading = asyncio.create_task(self._read(reader))
@@ -178,7 +194,12 @@ class ProcessClient:
         await self._child.stop(STOP_GRACE_S)
         if self._reading is not None:
             await self._reading
-        self._file.close()
+
+    async def kill(self) -> None:
+        if self._child is not None:
+            self._child.send(STACKS_SIGNAL)
+            await asyncio.sleep(STACKS_GRACE_S)
+            self._child.kill()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Deliver messages until the child's end closes, then see how it ended."""
@@ -187,7 +208,7 @@ class ProcessClient:
             while data := await reader.read(RECEIVE_BYTES):
                 for message in frames.feed(data):
                     self._on_message(message)
-        except (ConnectionError, msgspec.DecodeError, EngineError):
+        except Exception:  # whatever it is: nobody reads on, so the engine must go
             log.exception("the connection to the engine broke")
         assert self._child is not None and self._writer is not None
         self._writer.close()

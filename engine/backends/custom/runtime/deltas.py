@@ -8,7 +8,7 @@ from engine.core.interfaces.request import TokenDelta, TokenLogprobs
 
 def token_delta(
     seq: Sequence,
-    tokens: list[int],
+    tokens: tuple[int, ...],
     drawn: tuple[StepOutput, int] | None,
     now: float,
     error: EngineError | None = None,
@@ -18,7 +18,7 @@ def token_delta(
     """
     is_first = bool(tokens) and seq.first_token_at is None
     if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
-        return TokenDelta(seq.request_id, seq.choice, tuple(tokens))
+        return TokenDelta(seq.request_id, seq.choice, tokens)
     if is_first:
         seq.first_token_at = now
     started_at = seq.started_at if seq.started_at is not None else now
@@ -26,7 +26,7 @@ def token_delta(
     return TokenDelta(
         seq.request_id,
         seq.choice,
-        tuple(tokens),
+        tokens,
         logprobs=_logprobs(seq, drawn),
         finish_reason=seq.finish_reason,
         stop_token_id=tokens[-1] if ended_by_id and tokens else None,

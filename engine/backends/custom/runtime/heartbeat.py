@@ -31,9 +31,6 @@ class Heartbeat:
             return None
         return max(0.0, (time.monotonic_ns() - int(at_ns)) / 1e9)
 
-    def close(self) -> None:
-        self._memory.close()
-
 
 def heartbeat_file() -> IO[bytes]:
     """An unnamed file of the right size, to be mapped by both sides."""

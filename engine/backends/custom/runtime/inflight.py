@@ -5,6 +5,8 @@ shared instead of computed a second time. Blocks are known by a chained hash, so
 mean equal prefixes (a collision would only delay a sequence, never mix contents).
 """
 
+from collections.abc import Iterable
+
 from engine.backends.custom.runtime.sequence import Sequence
 
 
@@ -53,7 +55,13 @@ class InflightPrefixes:
             return False
         owner = self._owners.get(chain[num_matched])
         until = (num_matched + 1) * self._block_size
-        if owner is None or owner is seq or owner.num_confirmed >= until:
+        if owner is None or owner.num_confirmed >= until:
             return False
         seq.held_by, seq.held_until = owner, until
         return True
+
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Assert that nothing is remembered of sequences that are gone."""
+        running = set(running)
+        assert self._chains.keys() == running | set(waiting), "a chain of nobody, or none"
+        assert running.issuperset(self._owners.values()), "a block is awaited from nobody"

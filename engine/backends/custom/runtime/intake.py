@@ -28,6 +28,7 @@ class Intake:
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
+        # Those of sequences that have ended stay until they are in the majority.
         self._deadlines: list[tuple[float, int, Sequence]] = []
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
@@ -60,6 +61,7 @@ class Intake:
             self._scheduler.add(seq)
             if deadline is not None:
                 heapq.heappush(self._deadlines, (deadline, seq.arrival, seq))
+        self._drop_ended()
         return []
 
     def expire(self, now: float) -> list[TokenDelta]:
@@ -71,6 +73,12 @@ class Intake:
                 error = RequestTimeoutError("The request's time limit passed before it was done.")
                 ended.append(self._scheduler.fail(seq, error, now))
         return ended
+
+    def _drop_ended(self) -> None:
+        live = self._scheduler.num_running + self._scheduler.num_waiting
+        if len(self._deadlines) > 64 + 2 * live:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finish_reason]
+            heapq.heapify(self._deadlines)
 
     def _find_fault(self, request: GenerateRequest) -> EngineError | None:
         prompt, spec = request.prompt, self._spec
@@ -90,7 +98,7 @@ class Intake:
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
             )
-        num_tokens = min(len(prompt) + self._max_tokens(request) - 1, spec.max_seq_len)
+        num_tokens = len(prompt) + self._max_tokens(request) - 1
         if not self._scheduler.kv.can_ever_fit(num_tokens):
             capacity = self._scheduler.kv.pool.num_usable * spec.block_size
             return InvalidRequestError(
@@ -100,5 +108,6 @@ class Intake:
         return None
 
     def _max_tokens(self, request: GenerateRequest) -> int:
-        asked = request.params.max_tokens
-        return asked if asked is not None else self._spec.max_seq_len - len(request.prompt)
+        """What was asked for, as far as the context has room."""
+        asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
+        return room if asked is None else min(asked, room)

@@ -31,7 +31,7 @@ class KVCache:
         self.pool = pool
         self.radix = radix
         self.block_size = block_size
-        self._sharing = sharing
+        self.sharing = sharing
         self._max_cached_blocks = max_cached_blocks
         self._max_cached_sequences = max_cached_sequences
         self.num_queried = 0  # tokens looked up
@@ -44,7 +44,7 @@ class KVCache:
         """Cached blocks of the sequence's prefix; never all of it, since one token must be
         computed.
         """
-        if not self._sharing:
+        if not self.sharing:
             return []
         return self.radix.match(seq.namespace, seq.tokens[:-1])
 
@@ -120,7 +120,7 @@ class KVCache:
             assert evicted == short, (evicted, short)
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        if self._sharing:
+        if self.sharing:
             count = num_tokens // self.block_size
             tokens = seq.tokens[: count * self.block_size]
             self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own)

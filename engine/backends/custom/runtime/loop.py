@@ -78,6 +78,8 @@ class EngineLoop:
         self._stopping = False
         self._num_steps = 0
         self._last_step = (0, 0.0)  # tokens, seconds
+        self._finished_at = 0.0  # the last step
+        self._checked_step = 0
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
 
@@ -92,11 +94,13 @@ class EngineLoop:
         is_idle = self._launched is None and not self.scheduler.has_work
         self._heartbeat(not is_idle)
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
+        if is_idle and self.scheduler.has_work:
+            self._heartbeat(True)  # a first step that hangs must be seen as well
         self._send(self._intake.expire(time.monotonic()))
         self._step()
         self._send_stats(force=not self.scheduler.has_work and not is_idle)
         if is_idle and not self.scheduler.has_work:
-            self._check_when_idle()
+            self._tidy_up()
 
     def _step(self) -> None:
         budget = self._budget.tokens(self.scheduler.num_decoding)
@@ -129,7 +133,10 @@ class EngineLoop:
         self._launched = None
         now = time.monotonic()
         self._num_steps += 1
-        self._last_step = (launch.batch.num_tokens, now - launch.started_at)
+        # A step launched behind another one began, on the device, when that one ended.
+        began_at = max(launch.started_at, self._finished_at)
+        self._last_step = (launch.batch.num_tokens, now - began_at)
+        self._finished_at = now
         self._budget.record(*self._last_step)
         self._send(self.scheduler.update(launch.batch, output, now))
 
@@ -143,16 +150,15 @@ class EngineLoop:
         self.scheduler.rollback()
         for failed in batches:
             self._run_in_halves(list(failed.rows))
-        warm_up(
-            self._runner
-        )  # when this raises too, the fault is in no request: the engine is lost
+        # When this raises too, the fault is in no request: the engine is lost.
+        warm_up(self._runner)
 
     def _run_in_halves(self, rows: list[Row]) -> None:
         """Run rows together; if that raises, each half; a row that raises alone is failed."""
         granted = [again for row in rows if (again := self.scheduler.retry_row(row)) is not None]
         if not granted:
             return
-        batch = ScheduledBatch(self._num_steps, tuple(granted))
+        batch = ScheduledBatch(tuple(granted))
         try:
             output = self._sample(self._forward(batch), batch).wait()
         except Exception as error:
@@ -167,6 +173,7 @@ class EngineLoop:
             self._run_in_halves(granted[:middle])
             self._run_in_halves(granted[middle:])
             return
+        self._num_steps += 1
         self._send(self.scheduler.update(batch, output, time.monotonic()))
 
     def _read_inbox(self, timeout_s: float) -> None:
@@ -195,15 +202,20 @@ class EngineLoop:
         self._send(ended)
         self._runner.close()
 
-    def _check_when_idle(self) -> None:
-        """A broken invariant must not become an outage: count it, forget the cache, go on."""
+    def _tidy_up(self) -> None:
+        """Nothing to do: let old prefixes go, and check the invariants once after each spell of
+        work. A broken one must not become an outage: count it, forget the cache, go on.
+        """
         self.scheduler.kv.radix.expire()
+        if self._checked_step == self._num_steps:
+            return
+        self._checked_step = self._num_steps
         try:
             self.scheduler.check()
         except AssertionError:
             self._num_invariant_failures += 1
             log.exception("an invariant of the KV cache is broken; rebuilding it")
-            self.scheduler.kv.rebuild()
+            self.scheduler.rebuild()
 
     def _send_stats(self, force: bool) -> None:
         now = time.monotonic()

@@ -6,8 +6,10 @@ has a row in the same step. `update` is the only place where a token is appended
 or a finished sequence leaves.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.backends.custom.runtime.deltas import token_delta
 from engine.backends.custom.runtime.inflight import InflightPrefixes
@@ -22,15 +24,14 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 MAX_PREEMPTIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Tokens start .. start + count - 1 of a sequence; `life` tells a row of an earlier admission
-    apart.
+class Row(NamedTuple):
+    """Tokens start .. start + length - 1 of a sequence; `life` tells a row of an earlier admission
+    apart. A tuple, because hundreds are made and taken apart in every step.
     """
 
     seq: Sequence
     start: int
-    count: int
+    length: int
     samples: bool
     slot: int
     life: int
@@ -38,25 +39,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    step: int
     rows: tuple[Row, ...]
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(row.length for row in self.rows)
 
 
 class Scheduler:
     """Continuous batching over a `KVCache`."""
 
-    def __init__(self, kv: KVCache, max_slots: int, max_seq_len: int) -> None:
+    def __init__(self, kv: KVCache, max_slots: int) -> None:
         self.kv = kv
-        self._max_seq_len = max_seq_len
+        self._max_slots = max_slots
+        self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # most senior first
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = 0
+        self._num_admissions = 0
         self.num_preemptions = 0
         self.num_nonfinite = 0
         self.num_prompt_tokens = 0
@@ -86,16 +88,18 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. The caller has refused what can never fit."""
-        assert self.kv.can_ever_fit(min(seq.max_len, self._max_seq_len)), seq.request_id
+        assert self.kv.can_ever_fit(seq.max_len), seq.request_id
+        seq.submitted_step = self._step
+        self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
-        self._waiting.add(seq, self._step)
+        self._waiting.add(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""
         return [
             self.finish(seq, "abort", now)
-            for seq in list(self.sequences())
-            if seq.request_id == request_id and choice in (None, seq.choice)
+            for seq in list(self._requests.get(request_id, ()))
+            if choice in (None, seq.choice)
         ]
 
     def fail(self, seq: Sequence, error: EngineError, now: float) -> TokenDelta:
@@ -106,14 +110,14 @@ class Scheduler:
     ) -> TokenDelta:
         """Take a sequence out, free all it holds, and say so."""
         self._leave(seq, reason)
-        return token_delta(seq, [], None, now, error)
+        return token_delta(seq, (), None, now, error)
 
     def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
         """The next step's rows, at most `budget` tokens; None when nothing can run."""
         self._step += 1
         rows = self._schedule_running(budget)
-        self._schedule_waiting(rows, budget - sum(row.count for row in rows), now)
-        return ScheduledBatch(self._step, tuple(rows)) if rows else None
+        self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
+        return ScheduledBatch(tuple(rows)) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Take a finished step's tokens in. Rows of sequences that are gone are skipped."""
@@ -134,8 +138,9 @@ class Scheduler:
                 continue
             self._confirm(row)
             if row.samples:
-                self._append(seq, tokens[draw])
-                deltas.append(token_delta(seq, [tokens[draw]], (output, draw), now))
+                token = tokens[draw]
+                self._append(seq, token)
+                deltas.append(token_delta(seq, (token,), (output, draw), now))
         return deltas
 
     def rollback(self) -> None:
@@ -148,41 +153,56 @@ class Scheduler:
     def retry_row(self, row: Row) -> Row | None:
         """The same work after a rollback, or None if the sequence is no longer where it was."""
         seq = row.seq
-        if seq.finish_reason is not None or seq.slot < 0 or seq.num_preemptions != row.life:
+        if seq.life != row.life:
             return None
-        if seq.num_computed != row.start or row.start + row.count > len(seq.tokens):
+        if seq.num_computed != row.start or row.start + row.length > len(seq.tokens):
             return None
-        return self._grant(seq, row.count)
+        return self._grant(seq, row.length)
 
     def check(self) -> None:
         """Assert the invariants of queues, slots and memory."""
         slots = [seq.slot for seq in self._running]
-        assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots), slots
-        assert all(seq.slot < 0 and not seq.blocks for seq in self._waiting)
-        assert all(seq.finish_reason is None for seq in self.sequences())
-        assert not {id(s) for s in self._running} & {id(s) for s in self._waiting}
+        assert sorted(slots + self._free_slots) == list(range(self._max_slots)), slots
+        assert all(seq.life > 0 for seq in self._running)
+        assert all(seq.life == 0 and seq.slot < 0 and not seq.blocks for seq in self._waiting)
+        live = list(self.sequences())
+        assert all(seq.finish_reason is None for seq in live)
+        indexed = [seq for choices in self._requests.values() for seq in choices]
+        assert len(indexed) == len(live) and set(indexed) == set(live), "the index of requests"
+        self._inflight.check(self._running, self._waiting)
         self.kv.check(self._running)
+
+    def rebuild(self) -> None:
+        """Start over with all memory and every slot free; only when there is no sequence."""
+        assert not self.has_work
+        self.kv.rebuild()
+        self._requests.clear()
+        self._inflight = InflightPrefixes(self.kv.block_size)
+        self._free_slots = list(range(self._max_slots - 1, -1, -1))
 
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
-        index = 0
-        while index < len(self._running):
-            seq = self._running[index]
+        running, block_size, index = self._running, self.kv.block_size, 0
+        while index < len(running):
+            seq = running[index]
             index += 1
-            if self._is_complete(seq):
-                continue
+            ahead = len(seq.tokens) + seq.num_sampling
+            if ahead >= seq.num_prompt + seq.max_tokens:
+                continue  # its last token is being sampled: known early, so no row is wasted on it
             # Every later row is left one token, so that nobody running misses a step.
-            count = min(seq.num_uncomputed, budget - (len(self._running) - index))
-            while seq.slot >= 0 and not self.kv.extend(seq, seq.num_computed + count):
-                self._preempt(self._running[-1])
-            if seq.slot < 0:
-                break
+            count = min(ahead - seq.num_computed, budget - (len(running) - index))
+            end = seq.num_computed + count
+            if end > len(seq.blocks) * block_size:
+                while seq.slot >= 0 and not self.kv.extend(seq, end):
+                    self._preempt(running[-1])
+                if seq.slot < 0:
+                    break
             rows.append(self._grant(seq, count))
             budget -= count
         return rows
 
     def _schedule_waiting(self, rows: list[Row], budget: int, now: float) -> None:
-        if not len(self._waiting):
+        if budget <= 0 or not self._free_slots:
             return
         for seq in self._waiting.in_order(self._step):
             if budget <= 0 or not self._free_slots:
@@ -190,12 +210,12 @@ class Scheduler:
             if seq.num_sampling > 0 or self._is_held(seq):
                 continue
             matched = self.kv.match(seq)
-            if self._inflight.hold(seq, len(matched)):
+            if self.kv.sharing and self._inflight.hold(seq, len(matched)):
                 continue
             if not self._admit(seq, matched, now):
                 return
             rows.append(self._grant(seq, min(seq.num_uncomputed, budget)))
-            budget -= rows[-1].count
+            budget -= rows[-1].length
 
     def _is_held(self, seq: Sequence) -> bool:
         owner = seq.held_by
@@ -207,14 +227,14 @@ class Scheduler:
     def _admit(self, seq: Sequence, matched: list[int], now: float) -> bool:
         reserve = len(seq.tokens)
         if self._is_pinned(seq):
-            reserve = max(reserve, min(seq.max_len, self._max_seq_len))
+            reserve = max(reserve, seq.max_len)
         if not self.kv.admit(seq, matched, spare=len(self._running), reserve=reserve):
             return False
         self._waiting.remove(seq)
-        seq.slot = self._free_slots.pop()
+        self._num_admissions += 1
+        seq.slot, seq.life = self._free_slots.pop(), self._num_admissions
         seq.needs_history = True
-        self._running.append(seq)
-        self._running.sort(key=self._seniority)
+        insort(self._running, seq, key=self._seniority)
         self._inflight.own(seq, len(matched))
         if seq.started_at is None:
             seq.started_at = now
@@ -228,33 +248,33 @@ class Scheduler:
         samples = start + count == len(seq.tokens) + seq.num_sampling
         seq.num_computed += count
         seq.num_sampling += samples
-        return Row(seq, start, count, samples, seq.slot, seq.num_preemptions)
+        return Row(seq, start, count, samples, seq.slot, seq.life)
 
     def _preempt(self, seq: Sequence) -> None:
         """Completion without an ending: everything is released, and the sequence queues again."""
         self._stop_running(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(seq, self._step)
+        self._waiting.add(seq)
 
     def _confirm(self, row: Row) -> None:
         seq = row.seq
-        if row.life != seq.num_preemptions:
+        if row.life != seq.life:
             return  # computed before a preemption: its blocks are no longer the sequence's
         was_prompt = seq.num_confirmed < seq.num_prompt
-        seq.num_confirmed = row.start + row.count
+        seq.num_confirmed = row.start + row.length
         if was_prompt:
             self.kv.commit(seq)
             if seq.num_confirmed >= seq.num_prompt:
                 self._inflight.disown(seq)
 
     def _append(self, seq: Sequence, token: int) -> None:
-        seq.tokens.append(token)
+        tokens = seq.tokens
+        tokens.append(token)
         self.num_generated_tokens += 1
-        generated = seq.num_generated
-        if token in seq.stop_ids and generated > seq.params.min_tokens:
+        if token in seq.stop_ids and seq.num_generated > seq.params.min_tokens:
             self._leave(seq, "stop")
-        elif generated >= seq.max_tokens or len(seq.tokens) >= self._max_seq_len:
+        elif len(tokens) >= seq.num_prompt + seq.max_tokens:
             self._leave(seq, "length")
 
     def _leave(self, seq: Sequence, reason: FinishReason) -> None:
@@ -265,18 +285,17 @@ class Scheduler:
         else:
             self._waiting.remove(seq)
         self._inflight.remove(seq)
+        choices = self._requests[seq.request_id]
+        choices.remove(seq)
+        if not choices:
+            del self._requests[seq.request_id]
 
     def _stop_running(self, seq: Sequence) -> None:
         self._running.remove(seq)
         self._inflight.disown(seq)
         self.kv.release(seq)
         self._free_slots.append(seq.slot)
-        seq.slot = -1
-
-    def _is_complete(self, seq: Sequence) -> bool:
-        """Its last token is being sampled: known early, so no row is wasted on it."""
-        ahead = len(seq.tokens) + seq.num_sampling
-        return ahead - seq.num_prompt >= seq.max_tokens or ahead >= self._max_seq_len
+        seq.slot, seq.life = -1, 0
 
     def _is_pinned(self, seq: Sequence) -> bool:
         return seq.num_preemptions >= MAX_PREEMPTIONS

@@ -45,6 +45,7 @@ class DeviceInfo:
     name: str
     dtype: str
     free_bytes: int
+    copies_tied_head: bool = False  # it keeps its own copy of a head tied to the embeddings
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Sequence:
     choice: int
     tokens: list[int]  # prompt, then every sampled token that the host knows
     num_prompt: int
-    max_tokens: int
+    max_tokens: int  # at least 1, and no more than the context has room for
     params: SamplingParams
     stop_ids: frozenset[int]
     seed: int
@@ -29,14 +29,15 @@ class Sequence:
     arrival: int  # seniority; kept through preemption
     submitted_at: float
     deadline: float | None
+    submitted_step: int = 0  # of the scheduler; aging counts from here
     slot: int = -1  # permanent while running
+    life: int = 0  # number of the admission that it runs under; 0 while it waits
     blocks: list[int] = field(default_factory=list)  # append-only while running
     num_computed: int = 0  # tokens whose keys and values launched steps write
     num_confirmed: int = 0  # of those: written by finished steps, and finite
     num_sampling: int = 0  # sampled on the device, not yet known to the host
     num_preemptions: int = 0
     num_cached: int = 0  # prompt tokens found in the cache at first admission
-    waiting_since: int = 0  # scheduler step
     held_by: "Sequence | None" = None  # a running sequence about to publish our next block
     held_until: int = 0  # ... which it has done when it has confirmed this many tokens
     needs_history: bool = True  # the runner's token history for the slot is missing or stale

@@ -1,9 +1,10 @@
 """The waiting line: first come first served within a priority, with aging between priorities.
 
-A sequence gains one priority for every AGING_STEPS steps that it waits, so that a stream of urgent
-requests delays an unimportant one for a bounded time only.
+A sequence gains one priority for every AGING_STEPS steps since it was submitted, so that a stream
+of urgent requests delays an unimportant one for a bounded time only.
 """
 
+import heapq
 from bisect import insort
 from collections.abc import Iterator
 
@@ -27,8 +28,7 @@ class WaitingLine:
         for line in self._lines.values():
             yield from line
 
-    def add(self, seq: Sequence, step: int) -> None:
-        seq.waiting_since = step
+    def add(self, seq: Sequence) -> None:
         insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: s.arrival)
 
     def remove(self, seq: Sequence) -> None:
@@ -37,12 +37,11 @@ class WaitingLine:
         if not line:
             del self._lines[seq.priority]
 
-    def in_order(self, step: int) -> list[Sequence]:
-        """Everybody, in the order of admission at this step."""
-        if len(self._lines) == 1:
-            return list(next(iter(self._lines.values())))
-        aged = [
-            (seq.priority - (step - seq.waiting_since) // AGING_STEPS, seq.arrival, seq)
-            for seq in self
-        ]
-        return [seq for *_, seq in sorted(aged, key=lambda entry: entry[:2])]
+    def in_order(self, step: int) -> Iterator[Sequence]:
+        """Everybody, in the order of admission at this step; who is taken may leave meanwhile."""
+
+        def aged(seq: Sequence) -> tuple[int, int]:
+            return (seq.priority - (step - seq.submitted_step) // AGING_STEPS, seq.arrival)
+
+        # Within a line whoever came earlier has aged at least as much, so each is in order already.
+        return heapq.merge(*(list(line) for line in self._lines.values()), key=aged)

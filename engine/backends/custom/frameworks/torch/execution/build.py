@@ -20,8 +20,8 @@ DTYPES = {
 def find_device(device: str, dtype: str) -> DeviceInfo:
     """Decide "auto": CUDA in bfloat16 when there is one, else the CPU in float32.
 
-    On a CPU bfloat16 is about twice as fast for many rows, but it is the user's choice: its rounding
-    changes what a small model says.
+    On a CPU bfloat16 is about twice as fast for many rows, but it is the user's choice: its
+    rounding changes what a small model says.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +29,9 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
         return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
+    name = "float32" if dtype == "auto" else dtype
     free_bytes = psutil.virtual_memory().available
-    return DeviceInfo(device, "float32" if dtype == "auto" else dtype, free_bytes)
+    return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(_dtype(name), found))
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:

@@ -1,0 +1,56 @@
+"""`engine chat` with a stand-in for the model: what stays in the conversation, and what ends it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import Event, TextEvent, UsageEvent
+
+
+class FakeLLM:
+    """Answers with the number of messages; refuses a conversation whose last one is "too long"."""
+
+    def __init__(self, model: str, *, settings: dict[str, Any]) -> None:
+        self.card = self
+        self.id = model
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stream_chat(self, messages: list[dict[str, str]], params: Any) -> Iterator[Event]:
+        if messages[-1]["content"] == "too long":
+            raise InvalidRequestError("The conversation is too long.")
+        yield TextEvent(0, f"<{len(messages)} messages>", 1)
+        yield UsageEvent(5, 11, 0, decode_s=2.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.llm.LLM", FakeLLM)
+
+
+def test_a_refused_message_is_taken_back_and_the_conversation_goes_on() -> None:
+    result = CliRunner().invoke(app, ["chat", "some-model"], input="hello\ntoo long\nagain\n")
+    assert result.exit_code == 0, result.output
+    assert "<1 messages>" in result.stdout
+    assert "The conversation is too long." in result.stderr
+    assert "<3 messages>" in result.stdout
+
+
+def test_reset_keeps_the_system_message() -> None:
+    lines = "hello\n/reset\nhello\n/exit\nnever read\n"
+    result = CliRunner().invoke(app, ["chat", "m", "--system", "Be brief."], input=lines)
+    assert result.stdout.count("<2 messages>") == 2
+    assert result.stdout.count("you>") == 4
+
+
+def test_speed_is_that_of_the_tokens_after_the_first() -> None:
+    result = CliRunner().invoke(app, ["chat", "m"], input="hello\n")
+    assert "11 tokens, 5 tok/s" in result.stdout

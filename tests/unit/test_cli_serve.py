@@ -1,0 +1,61 @@
+"""What `engine serve` tells its user, around a server that is not started."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from engine.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def build(settings: Any) -> SimpleNamespace:
+        return SimpleNamespace(app=None, model_id=settings.model.model_path)
+
+    def run(app: Any, sock: Any, on_ready: Callable[[float], None]) -> None:
+        sock.close()
+        on_ready(1.5)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLM_ENGINE_API_KEY", raising=False)
+    monkeypatch.setattr("engine.backends.custom.app.build_server", build)
+    monkeypatch.setattr("engine.servers.run.run_server", run)
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+def serve(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["serve", "m[1]", "--port", "0", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_first_request_can_be_pasted() -> None:
+    lines = serve().stderr.splitlines()
+    assert lines[0] == "Loading m[1] ..."
+    assert lines[1].startswith("Ready in 1.5 s at http://127.0.0.1:")
+    assert json.loads(lines[2].split(" -d ")[1].strip("'"))["model"] == "m[1]"
+    assert "Authorization" not in lines[2]
+
+
+def test_the_first_request_has_a_key_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_ENGINE_API_KEY", "s" * 20)
+    assert "-H 'Authorization: Bearer KEY'" in serve().stderr
+    assert "s" * 20 not in serve().stderr
+
+
+def test_a_json_log_is_nothing_but_json_lines() -> None:
+    messages = [
+        json.loads(line)["message"] for line in serve("--log-format", "json").stderr.splitlines()
+    ]
+    assert messages[0] == "Loading m[1] ..."
+    assert messages[1].startswith("Ready in 1.5 s at http://127.0.0.1:")

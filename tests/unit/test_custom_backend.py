@@ -1,0 +1,163 @@
+"""A backend's streams over the toy engine: what is released, when, and what is counted."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from engine.backends.base import BackendConfig
+from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.generation import MAX_BACKLOG, Generation
+from engine.backends.custom.link import EngineLink
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.client import InlineClient
+from engine.backends.custom.text import TextModel
+from engine.backends.process import RestartPolicy
+from engine.core.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from engine.core.interfaces.backend import (
+    CompletionRequest,
+    FinishEvent,
+    GenerationContext,
+    UsageEvent,
+)
+from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from tests.toy_runner import VOCAB
+
+LETTERS = [bytes([ord("a") + token]) for token in range(VOCAB)]
+TOKENIZER = SimpleNamespace(
+    eos_ids=(),
+    drops_leading_space=False,
+    bytes_table=lambda skip_special: LETTERS,
+    token_literal=lambda token: LETTERS[token],
+)
+TEXT = TextModel(SimpleNamespace(eos_ids=(), vocab_size=VOCAB), TOKENIZER, None, None, 0)
+
+
+class ToyBackend(CustomBackend):
+    framework = "toy"
+
+
+async def started() -> ToyBackend:
+    options = EngineOptions(model_path="toy", framework="toy")
+    backend = ToyBackend("toy", options=options)
+    backend._link = EngineLink(
+        lambda on_message, on_exit: InlineClient("tests.toy_worker", options, on_message),
+        RestartPolicy(),
+    )
+    await backend._link.start()
+    backend._text = TEXT
+    return backend
+
+
+def asking(name: str = "r", **params) -> CompletionRequest:
+    params = SamplingParams(**{"max_tokens": 200, "temperature": 0.0, "seed": 1} | params)
+    context = GenerationContext(request_id=name, params=params)
+    return CompletionRequest(context=context, prompt=(1, 2, 3))
+
+
+async def test_closing_a_stream_early_releases_it_before_close_returns():
+    backend = await started()
+    sent, send = [], backend._link._client.send
+    backend._link._client.send = lambda message: sent.append(message) or send(message)
+    events = backend.complete(asking())
+    await anext(events)
+    await events.aclose()
+    assert not backend._link._receivers
+    assert [type(message).__name__ for message in sent] == ["GenerateRequest", "Abort"]
+    await backend.stop()
+
+
+async def test_cancelled_while_tokenizing_nothing_is_submitted():
+    backend = await started()
+    reading = asyncio.create_task(anext(backend.complete(asking())))
+    await asyncio.sleep(0)  # it has reached the tokenizer's thread
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await asyncio.sleep(0.05)
+    assert not backend._link._receivers
+    await backend.stop()
+
+
+async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
+    backend = await started()
+    events = backend.complete(asking())
+    await anext(events)
+    await backend.stop()
+    with pytest.raises(UnavailableError):
+        async for _ in events:
+            pass
+    with pytest.raises(UnavailableError, match="stopped"):
+        await anext(backend.complete(asking("again")))
+    await backend.stop()
+
+
+async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.backends.custom.base_custom.WORKER_MODULE", "tests.toy_worker")
+    monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
+    (tmp_path / "slow.gguf").write_bytes(b"GGUF, but not really")  # refused while the engine loads
+    backend = ToyBackend(str(tmp_path / "slow.gguf"))
+    with pytest.raises(EngineError):
+        await backend.start()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_backend_arguments_are_checked_by_name_and_type():
+    config = BackendConfig(model_name="m", backend_args={"max_slots": 3})
+    assert ToyBackend(config)._options.max_slots == 3
+    with pytest.raises(ConfigError, match="max_slot'.*max_slots"):
+        ToyBackend(BackendConfig(model_name="m", backend_args={"max_slot": 3}))
+    with pytest.raises(ConfigError, match="max_slots"):
+        ToyBackend(BackendConfig(model_name="m", backend_args={"max_slots": "many"}))
+
+
+@pytest.mark.parametrize("backlog", [1, MAX_BACKLOG + 20])
+async def test_tokens_behind_a_stop_string_are_not_counted_however_they_arrive(backlog):
+    params = SamplingParams(max_tokens=100, stop=("cd",), logprobs=None)
+    forgotten = []
+    generation = Generation(
+        GenerateRequest(request_id="r", prompt=(1,), params=params),
+        TEXT,
+        continuation=True,
+        forget=forgotten.append,
+    )
+    tokens = [0, 1, 2, 3] + [4] * 40  # "abcd", then what the engine had on its way
+    for token in tokens[:backlog]:
+        generation.deliver(TokenDelta("r", 0, (token,)))
+    seen = []
+    async for event in generation.events():
+        seen.append(event)
+        if tokens[backlog:]:
+            generation.deliver(TokenDelta("r", 0, (tokens[backlog],)))
+            backlog += 1
+    assert "".join(event.text for event in seen[:-2]) == "ab"
+    assert seen[-2] == FinishEvent(0, "stop", "cd")
+    assert isinstance(seen[-1], UsageEvent) and seen[-1].completion_tokens == 4
+    assert forgotten == [0]
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        ("prompt", {"prompt": (1, VOCAB)}),
+        ("prompt", {"prompt": ()}),
+        ("prompt", {"max_tokens": 10_000}),
+        ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
+        ("stop_token_ids", {"stop_token_ids": (-1,)}),
+    ],
+)
+async def test_a_refusal_names_the_clients_field(param, changes):
+    backend = await started()
+    prompt = changes.pop("prompt", (1, 2))
+    request = msgspec.structs.replace(asking(**changes), prompt=prompt)
+    with pytest.raises(InvalidRequestError) as caught:
+        await anext(backend.complete(request))
+    assert caught.value.param == param
+    await backend.stop()
