@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from engine.core.interfaces.request import Abort, Control
+from engine.core.interfaces.request import Abort, Control, Stats
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB
 
@@ -173,3 +173,13 @@ def test_salts_never_share(depth):
     finished(engine)
     assert engine.outcomes["b", 0].num_cached == 0
     assert engine.outcomes["a2", 0].num_cached == 6
+
+
+def test_figures_are_reported_as_soon_as_there_is_nothing_left_to_do(depth):
+    engine = ToyEngine(depth=depth)
+    engine.loop._stats_sent_at = float("inf")  # no report falls due by time
+    engine.submit("one", PROMPT, max_tokens=1)
+    for _ in range(3):  # it may begin and end in a single turn
+        engine.loop.turn(0.0)
+    reports = [m.stats for m in engine.channel.outbox if isinstance(m, Stats)]
+    assert reports and reports[-1].generated_tokens == 1 and reports[-1].num_running == 0

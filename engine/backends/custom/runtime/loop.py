@@ -82,6 +82,7 @@ class EngineLoop:
         self._checked_step = 0
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
+        self._stats_step = 0  # the last step that was reported
 
     def run(self) -> None:
         """Serve until told to stop, then release everything."""
@@ -98,7 +99,7 @@ class EngineLoop:
             self._heartbeat(True)  # a first step that hangs must be seen as well
         self._send(self._intake.expire(time.monotonic()))
         self._step()
-        self._send_stats(force=not self.scheduler.has_work and not is_idle)
+        self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if is_idle and not self.scheduler.has_work:
             self._tidy_up()
 
@@ -217,10 +218,15 @@ class EngineLoop:
             log.exception("an invariant of the KV cache is broken; rebuilding it")
             self.scheduler.rebuild()
 
+    @property
+    def _has_news(self) -> bool:
+        return self._stats_step != self._num_steps
+
     def _send_stats(self, force: bool) -> None:
         now = time.monotonic()
         if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
             self._stats_sent_at = now
+            self._stats_step = self._num_steps
             self._channel.send(Stats(self.stats()))
 
     def stats(self) -> EngineStats:
