@@ -74,12 +74,12 @@ def test_200_disconnects_leave_no_block_in_use(server):
     assert complete(server, "The sky is", max_tokens=24)["choices"][0]["text"] == survivor
 
 
-def stream_events(url: str, model: str, number: int, outcomes: list) -> None:
+def stream_events(url: str, model: str, number: int, max_tokens: int, outcomes: list) -> None:
     """Read a stream to its end and note how it ended."""
     body = {
         "model": model,
         "prompt": prompt_of(20, seed=number),
-        "max_tokens": 400,
+        "max_tokens": max_tokens,
         "ignore_eos": True,
         "stream": True,
     }
@@ -93,7 +93,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(default_model
         outcomes: list[str] = []
         model = server.model
         threads = [
-            threading.Thread(target=stream_events, args=(server.url, model, n, outcomes))
+            threading.Thread(target=stream_events, args=(server.url, model, n, 1000, outcomes))
             for n in range(4)
         ]
         for thread in threads:
@@ -120,7 +120,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(default_model
 def test_sigterm_lets_streams_finish_and_exits_zero(default_model):
     with serve("smollm2-135m-instruct") as server:
         outcomes: list[str] = []
-        args = (server.url, server.model, 1, outcomes)
+        args = (server.url, server.model, 1, 80, outcomes)
         thread = threading.Thread(target=stream_events, args=args)
         thread.start()
         server.wait_until(lambda: server.metric("engine_sequences_running") == 1)
