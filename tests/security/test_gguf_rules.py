@@ -1,4 +1,4 @@
-"""GGUF headers that lie (untrusted: model files). One case per rule, refused for its own reason.
+"""GGUF headers that lie (T4). One case per rule, refused for its own reason.
 
 Every case is a small change to a sound file, so that nothing but the rule can refuse it.
 """

@@ -1,4 +1,4 @@
-"""Nobody gets in without the key, and no web page gets a visitor's browser to use the server."""
+"""Nobody gets in without the key, and no page gets a visitor's browser to use the server (T1)."""
 
 import inspect
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""Hostile bytes: too many, too deep, too slow, or not what they say they are."""
+"""Hostile bytes: too many, too deep, too slow, or not what they say they are (T2)."""
 
 import json
 import socket

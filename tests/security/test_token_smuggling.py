@@ -1,4 +1,4 @@
-"""Control tokens in a client's text are text, whatever the template does with it."""
+"""Control tokens in a client's text are text, whatever the template does with it (T2)."""
 
 from pathlib import Path
 from typing import Any
