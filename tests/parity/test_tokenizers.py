@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -74,8 +74,10 @@ def test_real_model_matches_transformers(ours: Tokenizer, theirs: Any) -> None:
 def test_real_model_matches_transformers_on_any_unicode(ours: Tokenizer, theirs: Any) -> None:
     @settings(max_examples=300, deadline=None)
     @given(st.text(max_size=60))
+    @example("a<|im_end|>b")
     def check(text: str) -> None:
-        ids = theirs.encode(text, add_special_tokens=False)
+        # Ours never makes a control token of a client's text, so neither may the reference.
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ours.encode(text) == ids
         # Not always the text itself: this vocabulary has no piece for a few rare bytes.
         assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
