@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.grammar import Grammars
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.radix_cache import RadixCache
@@ -37,6 +38,8 @@ class Outcome:
     finish_reason: str | None = None
     error_code: str | None = None
     num_cached: int = 0
+    prompt_logprobs: tuple | None = None
+    vector: bytes | None = None
 
 
 class ToyEngine:
@@ -51,6 +54,7 @@ class ToyEngine:
         depth: int = 0,
         budget: int = 16,
         max_queued: int = 1000,
+        grammars: Grammars | None = None,
         **kv_options,
     ) -> None:
         self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
@@ -62,12 +66,25 @@ class ToyEngine:
         self.kv = KVCache(self.pool, radix, block_size, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots)
         budget = StepBudget(budget, max_slots)
-        self.loop = EngineLoop(self.scheduler, self.runner, self.channel, budget, max_queued)
+        self.loop = EngineLoop(
+            self.scheduler, self.runner, self.channel, budget, max_queued, grammars=grammars
+        )
         self.requests: dict[str, GenerateRequest] = {}
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self._expected: dict[tuple[str, int], tuple[list[int], str]] = {}
 
-    def submit(self, request_id: str, prompt, *, salt="", priority=0, eos=(), **params) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt,
+        *,
+        salt="",
+        priority=0,
+        eos=(),
+        grammar=None,
+        pools=False,
+        **params,
+    ) -> None:
         params.setdefault("seed", 7)
         params.setdefault("temperature", 0.0)
         request = GenerateRequest(
@@ -78,6 +95,8 @@ class ToyEngine:
             salt=salt,
             priority=priority,
             timeout_s=None,
+            grammar=grammar,
+            pools=pools,
         )
         self.requests[request_id] = request
         for choice in range(request.params.n):
@@ -133,6 +152,10 @@ class ToyEngine:
         outcome.tokens.extend(delta.token_ids)
         outcome.logprobs.extend(delta.logprobs or ())
         outcome.num_cached += delta.num_cached
+        if delta.prompt_logprobs is not None:
+            assert outcome.prompt_logprobs is None
+            outcome.prompt_logprobs = delta.prompt_logprobs
+        outcome.vector = delta.vector
         outcome.finish_reason = delta.finish_reason
         outcome.error_code = delta.error_code
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.backends.custom.runtime.seam import (
+    DRAW,
     FROM_DEVICE,
     NULL_BLOCK,
     BatchInputs,
@@ -160,7 +161,9 @@ class ToyRunner:
                 parent = int(self.cells[where[position - 1]]) if position else 1
                 self.cells[where[position]] = mix(parent, tokens[index])
             finite.append(NAN_TOKEN not in tokens[first:last])
-            logits[int(last) - 1] = toy_logits([int(self.cells[w]) for w in where])
+            for t in set(inputs.logit_rows.tolist()) & set(range(first, last)):
+                seen = where[: int(inputs.positions[t]) + 1]
+                logits[t] = toy_logits([int(self.cells[w]) for w in seen])
         return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
 
     def sample(self, handle, sampling: SamplingInputs) -> Pending:
@@ -172,6 +175,9 @@ class ToyRunner:
             self._histories[int(slot)] = History(tokens[:split], tokens[split:])
         tokens = []
         for r, slot in enumerate(sampling.slots.tolist()):
+            if sampling.forced[r] != DRAW:
+                tokens.append(int(sampling.forced[r]))
+                continue
             history = History([], [])
             if sampling.repetition[r] != 1 or sampling.presence[r] or sampling.frequency[r]:
                 history = self._histories.setdefault(slot, history)
@@ -208,8 +214,11 @@ class ToyRunner:
 
     def _output(self, logits, tokens, finite, sampling: SamplingInputs) -> StepOutput:
         top = int(sampling.num_logprobs.max(initial=-1))
+        hidden = None
+        if len(sampling.hidden_rows):
+            hidden = np.array([logits[row] for row in sampling.hidden_rows], np.float32)
         if top < 0:
-            return StepOutput(np.array(tokens, np.int32), finite)
+            return StepOutput(np.array(tokens, np.int32), finite, hidden=hidden)
         logprobs = np.array(
             [row - np.log(np.exp(row - row.max()).sum()) - row.max() for row in logits]
         )
@@ -220,6 +229,7 @@ class ToyRunner:
             logprobs=logprobs[np.arange(len(tokens)), tokens].astype(np.float32),
             top_ids=order.astype(np.int32),
             top_logprobs=np.take_along_axis(logprobs, order, axis=1).astype(np.float32),
+            hidden=hidden,
         )
 
     def _check_shapes(self, inputs: BatchInputs) -> None:

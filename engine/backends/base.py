@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
+    Embeddings,
+    EmbedRequest,
     Event,
     Health,
     ModelCard,
@@ -70,3 +73,17 @@ class InferenceBackend(ABC):
     @abstractmethod
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
         """Continue a prompt."""
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """One vector for each input."""
+        raise InvalidRequestError("This model gives no embeddings.", param="model")
+
+    async def tokenize(
+        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """The ids that a conversation, or a text, would become."""
+        raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        """The text of token ids, control tokens by name."""
+        raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")

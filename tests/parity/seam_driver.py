@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.backends.custom.runtime.seam import (
+    DRAW,
     FROM_DEVICE,
     BatchInputs,
     ModelRunner,
@@ -54,6 +55,8 @@ def sampling_inputs(
         "seed": (np.int64, [0] * count),
         "choice": (np.int32, [0] * count),
         "num_logprobs": (np.int32, [-1] * count),
+        "forced": (np.int32, [DRAW] * count),
+        "hidden_rows": (np.int32, []),
         "history_slots": (np.int32, []),
         "history_start": (np.int32, [0]),
         "history_tokens": (np.int32, []),

@@ -7,6 +7,8 @@ preempt and overlap; every one of them must give what `generate` gives for each 
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerConfig
 from engine.backends.custom.weights.model import open_model
-from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
+from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
 from tests.parity import tiny_models
 from tests.toy_engine import ListChannel
 
@@ -49,8 +51,17 @@ def prompts() -> list[list[int]]:
     return [shared + tail for tail in tails] + tails + [shared]
 
 
-def generate(path: Path, device: str, *, num_blocks, max_slots, budget, sharing=True):
-    """Every prompt's ids, and how often something was preempted."""
+def run(
+    path: Path,
+    device: str,
+    requests: list[GenerateRequest],
+    *,
+    num_blocks,
+    max_slots,
+    budget,
+    sharing=True,
+) -> tuple[list[TokenDelta], int]:
+    """Everything that came back, and how often something was preempted."""
     config = RunnerConfig(
         device=device,
         dtype="float32",
@@ -66,23 +77,23 @@ def generate(path: Path, device: str, *, num_blocks, max_slots, budget, sharing=
     scheduler = Scheduler(kv, max_slots)
     channel = ListChannel()
     loop = EngineLoop(scheduler, runner, channel, StepBudget(budget, max_slots), 1000)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
-    for number, prompt in enumerate(prompts()):
-        channel.inbox.append(
-            GenerateRequest(request_id=str(number), prompt=tuple(prompt), params=params)
-        )
+    channel.inbox.extend(requests)
     loop.turn(0.0)
     while scheduler.has_work:
         loop.turn(0.0)
         scheduler.check()
     loop.turn(0.0)
-    ids: list[list[int]] = [[] for _ in prompts()]
-    for message in channel.outbox:
-        if isinstance(message, Deltas):
-            for delta in message.deltas:
-                ids[int(delta.request_id)].extend(delta.token_ids)
     assert pool.num_free + pool.num_evictable == pool.num_usable
-    return ids, scheduler.num_preemptions
+    deltas = [d for m in channel.outbox if isinstance(m, Deltas) for d in m.deltas]
+    return deltas, scheduler.num_preemptions
+
+
+def requests(**fields) -> list[GenerateRequest]:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, **fields.pop("params", {}))
+    return [
+        GenerateRequest(request_id=str(number), prompt=tuple(prompt), params=params, **fields)
+        for number, prompt in enumerate(prompts())
+    ]
 
 
 def transformers_ids(model) -> list[list[int]]:
@@ -106,6 +117,40 @@ def test_every_schedule_gives_what_transformers_gives(name: str, device: str, tm
     model, path = tiny_models.save(name, tmp_path)
     expected = transformers_ids(model)
     for schedule, options in SCHEDULES.items():
-        ids, num_preemptions = generate(path, device, **options)
+        deltas, num_preemptions = run(path, device, requests(), **options)
+        ids: list[list[int]] = [[] for _ in prompts()]
+        for delta in deltas:
+            ids[int(delta.request_id)].extend(delta.token_ids)
         assert ids == expected, schedule
         assert (num_preemptions > 0) == (schedule == "in a pool too small"), schedule
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_scores_of_a_prompt_and_its_vector_are_those_of_transformers(name, device, tmp_path: Path):
+    model, path = tiny_models.save(name, tmp_path)
+    for schedule, options in SCHEDULES.items():
+        scored = requests(params={"logprobs": 3, "score_prompt": True})
+        vectors = [
+            msgspec.structs.replace(each, request_id=f"v{each.request_id}", pools=True)
+            for each in requests(params={})
+        ]
+        deltas, _ = run(path, device, [*scored, *vectors], **options)
+        scores = {d.request_id: d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None}
+        pooled = {d.request_id: d.vector for d in deltas if d.vector is not None}
+        for number, prompt in enumerate(prompts()):
+            with torch.no_grad():
+                out = model(torch.tensor([prompt]), output_hidden_states=True)
+            wanted = out.logits[0].log_softmax(-1)
+            got = scores[str(number)]
+            assert len(got) == len(prompt) - 1, schedule
+            for position, score in enumerate(got):
+                row = wanted[position]
+                assert abs(score.logprob - float(row[prompt[position + 1]])) < 1e-4, schedule
+                np.testing.assert_allclose(
+                    score.top_logprobs, row.topk(3).values.numpy(), atol=1e-4, err_msg=schedule
+                )
+            state = np.frombuffer(pooled[f"v{number}"], np.float32)
+            np.testing.assert_allclose(
+                state, out.hidden_states[-1][0, -1].numpy(), atol=1e-4, err_msg=schedule
+            )

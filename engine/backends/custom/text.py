@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.runtime.grammar import Vocabulary
 from engine.backends.custom.weights.model import open_model
 from engine.core.utils.chat_template import ChatTemplate
 from engine.core.utils.tokenizer import Tokenizer
@@ -37,6 +38,16 @@ class TextModel:
         if not isinstance(prompt, str):
             return prompt
         return tuple(self.tokenizer.encode_prompt(prompt))
+
+    def vocabulary(self) -> Vocabulary:
+        """What grammars need; ids that only pad the embedding table have no bytes."""
+        tokenizer = self.tokenizer
+        return Vocabulary(
+            tokens=[tokenizer.token_literal(i) for i in range(self.config.vocab_size)],
+            special_ids=tokenizer.special_ids,
+            eos_ids=self.eos_ids,
+            encode=tokenizer.encode,
+        )
 
 
 def load_text(path: Path) -> TextModel:

@@ -21,6 +21,7 @@ from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.client import STACKS_SIGNAL
+from engine.backends.custom.runtime.grammar import Grammars
 from engine.backends.custom.runtime.heartbeat import Heartbeat
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
@@ -28,6 +29,7 @@ from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig, RunnerSpec
 from engine.backends.custom.runtime.transport import ConnectionClosedError, SocketChannel
+from engine.backends.custom.text import load_text
 from engine.backends.custom.weights.model import open_model
 from engine.backends.process import die_with_parent
 from engine.core.errors import EngineError
@@ -91,7 +93,8 @@ def run_engine(options: EngineOptions, channel: Channel, beat: Callable[[bool], 
     spec = runner.spec
     scheduler = build_scheduler(spec, options, plan.bytes_per_token)
     budget = StepBudget(options.max_batch_tokens, spec.max_slots)
-    loop = EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat)
+    grammars = Grammars(lambda: load_text(Path(options.model_path)).vocabulary())
+    loop = EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
     channel.send(
         Ready(
             max_seq_len=spec.max_seq_len,

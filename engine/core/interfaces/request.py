@@ -30,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs at all
+    score_prompt: bool = False  # with logprobs: those of the prompt's own tokens as well
 
     @property
     def has_penalties(self) -> bool:
@@ -50,6 +51,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     priority: int = 0  # lower runs first
     salt: str = ""  # prefix-cache namespace: requests share blocks only within one
     timeout_s: float | None = None  # from submission; past it the request ends with code TIMEOUT
+    grammar: str | None = None  # in llguidance's form: what the output must match
+    pools: bool = False  # no text is wanted, but one vector for the prompt
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -92,6 +95,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float = 0.0  # first scheduled to first token; set on a choice's first delta
     error_code: str | None = None  # with finish_reason "error": the EngineError code
     error_message: str | None = None
+    # On a choice's first delta, if asked for: of every prompt token but the first.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    vector: bytes | None = None  # float32, of a request that pools; its only delta
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

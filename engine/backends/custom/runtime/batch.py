@@ -8,13 +8,17 @@ operations, whatever the number of rows.
 import numpy as np
 
 from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch
+from engine.backends.custom.runtime.scoring import with_scores
 from engine.backends.custom.runtime.seam import (
+    DRAW,
     F32,
     FROM_DEVICE,
     I32,
     I64,
     NULL_BLOCK,
+    U32,
     BatchInputs,
+    Bools,
     ModelRunner,
     RunnerSpec,
     SamplingInputs,
@@ -48,7 +52,7 @@ class BatchBuilder:
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows, size = batch.rows, self._spec.block_size
-        for seq, _, _, _, slot, life in rows:
+        for seq, _, _, _, slot, life, _ in rows:
             if self._lives[slot] != life or self._num_blocks[slot] != len(seq.blocks):
                 self._sync(seq, slot, life)
         _, *columns = zip(*rows, strict=True)
@@ -71,14 +75,17 @@ class BatchBuilder:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tables,
             slots=slots,
-            logit_rows=query_start[1:][samples] - 1,
+            logit_rows=_logit_rows(query_start, samples, np.array(columns[5], np.int32)),
             adapter_ids=np.zeros(len(rows), np.int32),
             prefix_groups=groups,
             prefix_blocks=group_blocks,
         )
 
-    def sampling(self, batch: ScheduledBatch) -> SamplingInputs:
-        """How the step's sampling rows choose; called when the previous step's tokens are known."""
+    def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
+        """How the step's sampling rows choose; called when the previous step's tokens are known.
+
+        `mask` is for the rows that draw, in their order.
+        """
         sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
         rows = [batch.rows[index] for index in sample_rows]
         slots = np.array([row.slot for row in rows], np.int32)
@@ -90,7 +97,8 @@ class BatchBuilder:
         histories = [row for row in renewed if row.seq.params.has_penalties]
         lengths = [0] + [len(row.seq.tokens) for row in histories]
         tokens = [token for row in histories for token in row.seq.tokens]
-        return SamplingInputs(
+        pooled = [index for index, row in enumerate(rows) if row.seq.pools]
+        drawn = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),
             slots=slots,
             temperature=self._temperature[slots],
@@ -106,13 +114,16 @@ class BatchBuilder:
             seed=self._seed[slots],
             choice=self._choice[slots],
             position=np.array([row.start + row.length for row in rows], np.int32),
-            mask=None,
+            mask=mask,
+            forced=np.full(len(rows), DRAW, np.int32),
+            hidden_rows=np.array(pooled, np.int32),
             num_logprobs=self._num_logprobs[slots],
             history_slots=np.array([row.slot for row in histories], np.int32),
             history_start=np.cumsum(lengths, dtype=np.int32),
             history_tokens=np.array(tokens, np.int32),
             history_num_prompt=np.array([row.seq.num_prompt for row in histories], np.int32),
         )
+        return with_scores(drawn, batch) if any(row.num_scored for row in batch.rows) else drawn
 
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
         """Bring the slot's arrays up to date with the sequence that has it now."""
@@ -142,13 +153,25 @@ class BatchBuilder:
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:
     ids: list[int] = []
-    for seq, start, length, _, _, _ in rows:
+    for seq, start, length, *_ in rows:
         tokens = seq.tokens
         if length > 1:
             ids.extend(tokens[start : start + length])
         else:  # only such a row can be one token ahead of the host
             ids.append(tokens[start] if start < len(tokens) else FROM_DEVICE)
     return np.array(ids, np.int32)
+
+
+def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
+    """Each row's last token if it samples, and before it every token whose follower is scored."""
+    if not num_scored.any():
+        return query_start[1:][samples] - 1
+    counts = num_scored + samples
+    ends = np.cumsum(counts)
+    firsts = np.where(num_scored > 0, query_start[:-1], query_start[1:] - 1)
+    return np.repeat(firsts - (ends - counts), counts).astype(np.int32) + np.arange(
+        ends[-1], dtype=np.int32
+    )
 
 
 def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
@@ -224,6 +247,8 @@ def warm_up(runner: ModelRunner) -> None:
         choice=one,
         position=np.ones(1, np.int32),
         mask=None,
+        forced=np.full(1, DRAW, np.int32),
+        hidden_rows=none,
         num_logprobs=np.full(1, -1, np.int32),
         history_slots=none,
         history_start=one,

@@ -1,6 +1,8 @@
 """Turns what happened to a sequence into the `TokenDelta` that leaves the engine."""
 
-from engine.backends.custom.runtime.seam import StepOutput
+import numpy as np
+
+from engine.backends.custom.runtime.seam import F32, StepOutput
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import TokenDelta, TokenLogprobs
@@ -22,20 +24,40 @@ def token_delta(
     if is_first:
         seq.first_token_at = now
     started_at = seq.started_at if seq.started_at is not None else now
-    ended_by_id = seq.finish_reason == "stop"
+    ended_by_id = seq.finish_reason == "stop" and bool(tokens) and tokens[-1] in seq.stop_ids
     return TokenDelta(
         seq.request_id,
         seq.choice,
         tokens,
         logprobs=_logprobs(seq, drawn),
         finish_reason=seq.finish_reason,
-        stop_token_id=tokens[-1] if ended_by_id and tokens else None,
+        stop_token_id=tokens[-1] if ended_by_id else None,
         num_cached=seq.num_cached if is_first else 0,
         queue_s=started_at - seq.submitted_at if is_first else 0.0,
         prefill_s=now - started_at if is_first else 0.0,
         error_code=error.error_code if error else None,
         error_message=error.message if error else None,
+        prompt_logprobs=tuple(seq.prompt_scores) if is_first and seq.scores_prompt else None,
     )
+
+
+def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
+    """The only delta of a sequence that pools."""
+    started_at = seq.started_at if seq.started_at is not None else now
+    return TokenDelta(
+        seq.request_id,
+        seq.choice,
+        finish_reason="stop",
+        num_cached=seq.num_cached,
+        queue_s=started_at - seq.submitted_at,
+        prefill_s=now - started_at,
+        vector=hidden.astype(np.float32).tobytes(),
+    )
+
+
+def scores(seq: Sequence, output: StepOutput, start: int, end: int) -> list[TokenLogprobs]:
+    """What rows `start` to `end` of a step say of a prompt's own tokens."""
+    return [_row_logprobs(output, row, seq.params.logprobs or 0) for row in range(start, end)]
 
 
 def _logprobs(
@@ -44,17 +66,18 @@ def _logprobs(
     wanted = seq.params.logprobs
     if wanted is None or drawn is None:
         return None
-    output, row = drawn
+    return (_row_logprobs(*drawn, wanted),)
+
+
+def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
     assert output.logprobs is not None
-    if not wanted:
-        return (TokenLogprobs(float(output.logprobs[row])),)
+    if not num_top:
+        return TokenLogprobs(float(output.logprobs[row]))
     assert output.top_ids is not None and output.top_logprobs is not None
-    return (
-        TokenLogprobs(
-            float(output.logprobs[row]),
-            tuple(output.top_ids[row, :wanted].tolist()),
-            tuple(output.top_logprobs[row, :wanted].tolist()),
-        ),
+    return TokenLogprobs(
+        float(output.logprobs[row]),
+        tuple(output.top_ids[row, :num_top].tolist()),
+        tuple(output.top_logprobs[row, :num_top].tolist()),
     )
 
 

@@ -5,37 +5,115 @@ The frontend validates too; what is checked again here is what would harm other 
 
 import heapq
 import itertools
+import logging
 import secrets
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.deltas import refusal
+from engine.backends.custom.runtime.grammar import Constraint, Grammars
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import (
     EngineError,
+    InferenceError,
     InvalidRequestError,
     RateLimitError,
     RequestTimeoutError,
 )
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    request: GenerateRequest
+    matcher: "Future[LLMatcher]"
+    submitted_at: float
+
+
+def _refusals(request: GenerateRequest, error: EngineError) -> list[TokenDelta]:
+    return [refusal(request.request_id, choice, error) for choice in range(request.params.n)]
+
 
 class Intake:
     """Admits requests to a scheduler's queue."""
 
-    def __init__(self, spec: RunnerSpec, scheduler: Scheduler, max_queued: int) -> None:
+    def __init__(
+        self,
+        spec: RunnerSpec,
+        scheduler: Scheduler,
+        max_queued: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._spec = spec
+        self._grammars = grammars
+        self._compiling: dict[str, _Compiling] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
         # Those of sequences that have ended stay until they are in the majority.
         self._deadlines: list[tuple[float, int, Sequence]] = []
 
+    @property
+    def num_compiling(self) -> int:
+        """Requests whose grammar is not ready."""
+        return len(self._compiling)
+
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. A refusal comes back as the choices' last deltas."""
         error = self._find_fault(request)
         if error is not None:
-            return [refusal(request.request_id, i, error) for i in range(request.params.n)]
+            return _refusals(request, error)
+        if request.grammar is None:
+            self._enqueue(request, None, now)
+            return []
+        assert self._grammars is not None
+        self._compiling[request.request_id] = _Compiling(
+            request, self._grammars.compile(request.grammar), now
+        )
+        return self.admit_compiled(now)
+
+    def admit_compiled(self, now: float) -> list[TokenDelta]:
+        """Queue the requests whose grammar is ready; refuse where it failed, or was too late."""
+        refused: list[TokenDelta] = []
+        for each in list(self._compiling.values()):
+            request, timeout_s = each.request, each.request.timeout_s
+            if not each.matcher.done():
+                if timeout_s is not None and now > each.submitted_at + timeout_s:
+                    del self._compiling[request.request_id]
+                    late = RequestTimeoutError("The request's time limit passed before it began.")
+                    refused += _refusals(request, late)
+                continue
+            del self._compiling[request.request_id]
+            try:
+                matcher = each.matcher.result()
+            except EngineError as error:
+                refused += _refusals(request, error)
+            except Exception:
+                log.exception("a grammar could not be compiled")
+                refused += _refusals(request, InferenceError("The grammar could not be compiled."))
+            else:
+                self._enqueue(request, matcher, each.submitted_at)
+        return refused
+
+    def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
+        """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:
+            return [
+                TokenDelta(request_id, index, finish_reason="abort")
+                for index in range(compiling.request.params.n)
+            ]
+        return self._scheduler.abort(request_id, choice, now)
+
+    def _enqueue(self, request: GenerateRequest, matcher: "LLMatcher | None", now: float) -> None:
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         stop_ids = frozenset(params.stop_token_ids) | (
@@ -57,12 +135,15 @@ class Intake:
                 arrival=next(self._arrivals),
                 submitted_at=now,
                 deadline=deadline,
+                constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
+                pools=request.pools,
+                # The other choices have the same prompt.
+                scores_prompt=params.score_prompt and choice == 0,
             )
             self._scheduler.add(seq)
             if deadline is not None:
                 heapq.heappush(self._deadlines, (deadline, seq.arrival, seq))
         self._drop_ended()
-        return []
 
     def expire(self, now: float) -> list[TokenDelta]:
         """End the sequences whose deadline has passed."""
@@ -82,8 +163,10 @@ class Intake:
 
     def _find_fault(self, request: GenerateRequest) -> EngineError | None:
         prompt, spec = request.prompt, self._spec
-        if self._scheduler.num_waiting >= self._max_queued:
+        if self._scheduler.num_waiting + self.num_compiling >= self._max_queued:
             return RateLimitError("Too many requests are waiting; try again later.")
+        if request.grammar is not None and self._grammars is None:
+            return InvalidRequestError("This engine follows no grammars.")
         if not prompt:
             return InvalidRequestError("The prompt has no tokens.", param="prompt")
         if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:

@@ -14,6 +14,12 @@ from typing import Any, Protocol
 
 from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.grammar import (
+    Grammars,
+    MaskJob,
+    MaskRow,
+    MaskWriter,
+)
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch, Scheduler
 from engine.backends.custom.runtime.seam import ModelRunner, PendingTokens
@@ -35,6 +41,7 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 1.0
+COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
 
 
@@ -55,6 +62,26 @@ class Launch:
     started_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A step between its halves."""
+
+    handle: Any
+    masks: MaskJob | None
+
+
+def _constrained(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
+    """Matchers, each with its row among those that draw; `only_known`: all tokens are."""
+    drawing = (row for row in batch.rows if row.samples)
+    return [
+        (constraint.matcher, index)
+        for index, row in enumerate(drawing)
+        if (constraint := row.seq.constraint) is not None
+        and row.seq.finish_reason is None
+        and not (only_known and row.start + row.length > len(row.seq.tokens))
+    ]
+
+
 class EngineLoop:
     """Owns a scheduler and a runner; everything happens in the thread that calls `run`."""
 
@@ -66,6 +93,7 @@ class EngineLoop:
         budget: StepBudget,
         max_queued: int,
         heartbeat: Callable[[bool], None] = lambda busy: None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -73,7 +101,9 @@ class EngineLoop:
         self._budget = budget
         self._heartbeat = heartbeat
         self._builder = BatchBuilder(runner.spec)
-        self._intake = Intake(runner.spec, scheduler, max_queued)
+        self._grammars = grammars
+        self._masks: MaskWriter | None = None  # made for the first row that needs one
+        self._intake = Intake(runner.spec, scheduler, max_queued, grammars)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -93,11 +123,16 @@ class EngineLoop:
     def turn(self, idle_timeout_s: float) -> None:
         """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
         is_idle = self._launched is None and not self.scheduler.has_work
+        is_compiling = self._intake.num_compiling > 0
         self._heartbeat(not is_idle)
-        self._read_inbox(idle_timeout_s if is_idle else 0.0)
+        patience_s = min(idle_timeout_s, COMPILE_POLL_S) if is_compiling else idle_timeout_s
+        self._read_inbox(patience_s if is_idle else 0.0)
+        now = time.monotonic()
+        if is_compiling:
+            self._send(self._intake.admit_compiled(now))
         if is_idle and self.scheduler.has_work:
             self._heartbeat(True)  # a first step that hangs must be seen as well
-        self._send(self._intake.expire(time.monotonic()))
+        self._send(self._intake.expire(now))
         self._step()
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if is_idle and not self.scheduler.has_work:
@@ -108,10 +143,10 @@ class EngineLoop:
         started_at = time.monotonic()
         batch = self.scheduler.schedule(budget, started_at)
         try:
-            handle = self._forward(batch) if batch else None
+            forwarded = self._forward(batch) if batch else None
             self._finish_launched()
-            if batch:
-                self._launched = Launch(batch, self._sample(handle, batch), started_at)
+            if batch and forwarded:
+                self._launched = Launch(batch, self._sample(forwarded, batch), started_at)
                 if self._runner.spec.depth == 0:
                     self._finish_launched()
         except EngineError:
@@ -119,11 +154,23 @@ class EngineLoop:
         except Exception as error:
             self._recover(batch, error)
 
-    def _forward(self, batch: ScheduledBatch) -> Any:
-        return self._runner.forward(self._builder.inputs(batch))
+    def _forward(self, batch: ScheduledBatch) -> "Forwarded":
+        masks = self._begin_masks(batch)
+        return Forwarded(self._runner.forward(self._builder.inputs(batch)), masks)
 
-    def _sample(self, handle: Any, batch: ScheduledBatch) -> PendingTokens:
-        return self._runner.sample(handle, self._builder.sampling(batch))
+    def _sample(self, forwarded: "Forwarded", batch: ScheduledBatch) -> PendingTokens:
+        mask = None
+        if forwarded.masks is not None:
+            mask = forwarded.masks.finish(_constrained(batch, only_known=False))
+        return self._runner.sample(forwarded.handle, self._builder.sampling(batch, mask))
+
+    def _begin_masks(self, batch: ScheduledBatch) -> MaskJob | None:
+        if not any(row.seq.constraint is not None for row in batch.rows):
+            return None
+        if self._masks is None:
+            self._masks = MaskWriter(self._runner.spec.vocab_size)
+        num_rows = sum(row.samples for row in batch.rows)
+        return self._masks.begin(num_rows, _constrained(batch, only_known=True))
 
     def _finish_launched(self) -> None:
         """Take in the launched step, if there is one; it stays launched when it raises."""
@@ -183,7 +230,7 @@ class EngineLoop:
             if isinstance(message, GenerateRequest):
                 self._send(self._intake.submit(message, now()))
             elif isinstance(message, Abort):
-                self._send(self.scheduler.abort(message.request_id, message.choice, now()))
+                self._send(self._intake.abort(message.request_id, message.choice, now()))
             elif isinstance(message, Control):
                 self._channel.send(self._control(message))
             elif isinstance(message, Stop):
@@ -202,6 +249,10 @@ class EngineLoop:
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
         self._send(ended)
         self._runner.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._masks is not None:
+            self._masks.close()
 
     def _tidy_up(self) -> None:
         """Nothing to do: let old prefixes go, and check the invariants once after each spell of

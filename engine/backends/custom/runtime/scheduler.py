@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.backends.custom.runtime.deltas import token_delta
+from engine.backends.custom.runtime.deltas import scores, token_delta, vector_delta
 from engine.backends.custom.runtime.inflight import InflightPrefixes
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.seam import StepOutput
@@ -22,6 +22,8 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 
 # After this many preemptions a sequence is re-admitted only with all the blocks it can ever need.
 MAX_PREEMPTIONS = 4
+# Prompt tokens scored in one step: each needs a row of logits as wide as the vocabulary.
+MAX_SCORED = 128
 
 
 class Row(NamedTuple):
@@ -35,6 +37,7 @@ class Row(NamedTuple):
     samples: bool
     slot: int
     life: int
+    num_scored: int = 0  # of its tokens: the next one is known, and its probability wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +124,14 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Take a finished step's tokens in. Rows of sequences that are gone are skipped."""
-        deltas, drawn = [], 0
+        deltas, drawn, pooled = [], 0, 0
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
             seq = row.seq
-            draw = drawn
-            drawn += row.samples
+            draw, pool = drawn + row.num_scored, pooled
+            drawn = draw + row.samples
+            pooled += row.samples and seq.pools
             if seq.finish_reason is not None:
                 continue
             seq.num_sampling -= row.samples
@@ -136,11 +140,11 @@ class Scheduler:
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
                 continue
+            if row.num_scored and row.life == seq.life:
+                seq.prompt_scores += scores(seq, output, draw - row.num_scored, draw)
             self._confirm(row)
             if row.samples:
-                token = tokens[draw]
-                self._append(seq, token)
-                deltas.append(token_delta(seq, (token,), (output, draw), now))
+                deltas.append(self._take(seq, output, draw, pool, tokens[draw], now))
         return deltas
 
     def rollback(self) -> None:
@@ -191,6 +195,8 @@ class Scheduler:
                 continue  # its last token is being sampled: known early, so no row is wasted on it
             # Every later row is left one token, so that nobody running misses a step.
             count = min(ahead - seq.num_computed, budget - (len(running) - index))
+            if seq.is_scoring:
+                count = min(count, MAX_SCORED)
             end = seq.num_computed + count
             if end > len(seq.blocks) * block_size:
                 while seq.slot >= 0 and not self.kv.extend(seq, end):
@@ -209,12 +215,13 @@ class Scheduler:
                 return
             if seq.num_sampling > 0 or self._is_held(seq):
                 continue
-            matched = self.kv.match(seq)
-            if self.kv.sharing and self._inflight.hold(seq, len(matched)):
+            matched = [] if seq.is_scoring else self.kv.match(seq)
+            if self.kv.sharing and not seq.is_scoring and self._inflight.hold(seq, len(matched)):
                 continue
             if not self._admit(seq, matched, now):
                 return
-            rows.append(self._grant(seq, min(seq.num_uncomputed, budget)))
+            most = min(budget, MAX_SCORED) if seq.is_scoring else budget
+            rows.append(self._grant(seq, min(seq.num_uncomputed, most)))
             budget -= rows[-1].length
 
     def _is_held(self, seq: Sequence) -> bool:
@@ -248,11 +255,14 @@ class Scheduler:
         samples = start + count == len(seq.tokens) + seq.num_sampling
         seq.num_computed += count
         seq.num_sampling += samples
-        return Row(seq, start, count, samples, seq.slot, seq.life)
+        num_scored = count - samples if seq.is_scoring else 0
+        return Row(seq, start, count, samples, seq.slot, seq.life, num_scored)
 
     def _preempt(self, seq: Sequence) -> None:
         """Completion without an ending: everything is released, and the sequence queues again."""
         self._stop_running(seq)
+        if seq.is_scoring:
+            seq.prompt_scores.clear()
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(seq)
@@ -268,11 +278,26 @@ class Scheduler:
             if seq.num_confirmed >= seq.num_prompt:
                 self._inflight.disown(seq)
 
+    def _take(
+        self, seq: Sequence, output: StepOutput, draw: int, pool: int, token: int, now: float
+    ) -> TokenDelta:
+        """What the step made of a sequence whose tokens are all computed."""
+        if seq.pools:
+            assert output.hidden is not None
+            self._leave(seq, "stop")
+            return vector_delta(seq, output.hidden[pool], now)
+        constraint = seq.constraint
+        if constraint is not None and token not in seq.stop_ids and not constraint.accept(token):
+            return self.fail(seq, constraint.error, now)
+        self._append(seq, token)
+        return token_delta(seq, (token,), (output, draw), now)
+
     def _append(self, seq: Sequence, token: int) -> None:
-        tokens = seq.tokens
+        tokens, constraint = seq.tokens, seq.constraint
         tokens.append(token)
         self.num_generated_tokens += 1
-        if token in seq.stop_ids and seq.num_generated > seq.params.min_tokens:
+        is_stop = token in seq.stop_ids and seq.num_generated > seq.params.min_tokens
+        if is_stop or (constraint is not None and constraint.is_complete):
             self._leave(seq, "stop")
         elif len(tokens) >= seq.num_prompt + seq.max_tokens:
             self._leave(seq, "length")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FROM_DEVICE = -1  # in token_ids: the slot's last sampled token, which the host may not know yet
+DRAW = -1  # in forced: nothing is
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
 
 I32 = NDArray[np.int32]
@@ -108,6 +109,8 @@ class SamplingInputs:
     choice: I32  # (R,)
     position: I32  # (R,) of the token being drawn
     mask: U32 | None  # (R, ceil(V / 32)) bit v of row r set: token v is allowed
+    forced: I32  # (R,) -1: draw; else this very token is "drawn", and its logprobs are told
+    hidden_rows: I32  # (E,) index into R: rows whose final hidden state is wanted
     num_logprobs: I32  # (R,) -1: none, 0: the drawn token's only, k: k alternatives beside it
     # Token history for penalties, given once when a slot with penalties first samples after
     # admission;
@@ -136,7 +139,7 @@ class StepOutput:
     logprobs: F32 | None = None  # (R,) of the drawn token, before temperature
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)
-    hidden: F32 | None = None  # (R, D) last hidden state, for runners asked for it
+    hidden: F32 | None = None  # (E, D) normed hidden state of the rows asked for
 
 
 class PendingTokens(Protocol):

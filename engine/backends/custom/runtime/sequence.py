@@ -6,7 +6,8 @@ Only `Scheduler` and `KVCache` change one.
 
 from dataclasses import dataclass, field
 
-from engine.core.interfaces.request import FinishReason, SamplingParams
+from engine.backends.custom.runtime.grammar import Constraint
+from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,10 @@ class Sequence:
     arrival: int  # seniority; kept through preemption
     submitted_at: float
     deadline: float | None
+    constraint: Constraint | None = None  # what its output must match
+    pools: bool = False  # ends with a vector instead of a first token
+    scores_prompt: bool = False
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)  # of tokens[1:], so far
     submitted_step: int = 0  # of the scheduler; aging counts from here
     slot: int = -1  # permanent while running
     life: int = 0  # number of the admission that it runs under; 0 while it waits
@@ -52,6 +57,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_scoring(self) -> bool:
+        """Every prompt position must be computed by a step: none may come from the cache."""
+        return self.scores_prompt and len(self.prompt_scores) < self.num_prompt - 1
 
     @property
     def max_len(self) -> int:

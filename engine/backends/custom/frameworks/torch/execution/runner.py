@@ -23,6 +23,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.seam import (
+    DRAW,
     BatchInputs,
     RunnerConfig,
     RunnerSpec,
@@ -51,6 +52,7 @@ class StepHandle:
     """What `sample` needs of a `forward`."""
 
     logits: Tensor | None  # (R, V) float32; None: no row samples
+    hidden: Tensor | None  # (R, D) normed
     finite: Tensor  # (S,) bool
 
 
@@ -60,6 +62,7 @@ class TorchPendingTokens:
 
     sampled: Sampled  # host tensors, filled once `done` has passed
     finite: Tensor
+    hidden: Tensor | None
     done: torch.cuda.Event | None
 
     def wait(self) -> StepOutput:
@@ -72,6 +75,7 @@ class TorchPendingTokens:
             logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
             top_ids=None if sampled.top_ids is None else sampled.top_ids.numpy().astype(np.int32),
             top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.numpy(),
+            hidden=None if self.hidden is None else self.hidden.numpy(),
         )
 
 
@@ -118,9 +122,10 @@ class TorchRunner:
         x = self._model(self._token_ids(inputs), step)  # (T, D)
         finite = self._guard(inputs, x, step.write_slots)
         if not len(inputs.logit_rows):
-            return StepHandle(None, finite)
+            return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))
-        return StepHandle(self._model.logits(x.index_select(0, rows)), finite)
+        hidden = self._model.norm(x.index_select(0, rows))
+        return StepHandle(self._model.head_logits(hidden), hidden, finite)
 
     @torch.inference_mode()
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> TorchPendingTokens:
@@ -130,7 +135,7 @@ class TorchRunner:
             self._history.begin(sampling)
             sampled = sample(handle.logits, sampling, self._history, self._words)
             self._remember(sampling, sampled.tokens)
-        return self._send(sampled, handle.finite)
+        return self._send(sampled, handle.finite, self._hidden(handle, sampling))
 
     def close(self) -> None:
         """Free the model and the cache; the runner cannot be used again."""
@@ -159,14 +164,24 @@ class TorchRunner:
         num_bad = torch.zeros(len(inputs.slots), device=x.device)
         return num_bad.index_add_(0, self._put(row_of), bad.float()) == 0
 
-    def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
-        slots = self._put(sampling.slots.astype(np.int64))
-        self._last_token.index_copy_(0, slots, tokens)
-        if sampling.has_penalties:
-            positions = self._put(sampling.position.astype(np.int64))
-            self._history.append(slots, positions, tokens)
+    def _hidden(self, handle: StepHandle, sampling: SamplingInputs) -> Tensor | None:
+        if handle.hidden is None or not len(sampling.hidden_rows):
+            return None
+        rows = self._put(sampling.hidden_rows.astype(np.int64))
+        return handle.hidden.index_select(0, rows).float()
 
-    def _send(self, sampled: Sampled, finite: Tensor) -> TorchPendingTokens:
+    def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
+        slots, positions = sampling.slots, sampling.position
+        drawn = np.flatnonzero(sampling.forced == DRAW)
+        if len(drawn) < len(slots):
+            slots, positions = slots[drawn], positions[drawn]
+            tokens = tokens.index_select(0, self._put(drawn))
+        where = self._put(slots.astype(np.int64))
+        self._last_token.index_copy_(0, where, tokens)
+        if sampling.has_penalties:
+            self._history.append(where, self._put(positions.astype(np.int64)), tokens)
+
+    def _send(self, sampled: Sampled, finite: Tensor, hidden: Tensor | None) -> TorchPendingTokens:
         def host(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else to_host(tensor)
 
@@ -176,11 +191,11 @@ class TorchRunner:
             host(sampled.top_ids),
             host(sampled.top_logprobs),
         )
-        on_host_finite, done = to_host(finite), None
+        on_host_finite, on_host_hidden, done = to_host(finite), host(hidden), None
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self._device))
-        return TorchPendingTokens(on_host, on_host_finite, done)
+        return TorchPendingTokens(on_host, on_host_finite, on_host_hidden, done)
 
     def _put(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.random import gumbel, row_keys
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.seam import I32, U32, SamplingInputs
+from engine.backends.custom.runtime.seam import DRAW, I32, U32, SamplingInputs
 
 MINUS_INFINITY = float("-inf")
 
@@ -47,6 +47,10 @@ def sample(
         rows = np.flatnonzero(sampling.temperature)
         drawn = draw(_take(adjusted, rows), sampling, rows, words)
         tokens = tokens.index_copy(0, to_device(rows, logits.device), drawn)
+    forced = np.flatnonzero(sampling.forced != DRAW)
+    if len(forced):
+        given = to_device(sampling.forced[forced].astype(np.int64), logits.device)
+        tokens = tokens.index_copy(0, to_device(forced, logits.device), given)
     if (sampling.num_logprobs < 0).all():
         return Sampled(tokens)
     return with_logprobs(logits, tokens, int(sampling.num_logprobs.max()))

@@ -74,7 +74,11 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """(R, D) -> (R, V) float32"""
-        return self.head(self.norm(x)).to(torch.float32)
+        return self.head_logits(self.norm(x))
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Of normed states: (R, D) -> (R, V) float32"""
+        return self.head(hidden).to(torch.float32)
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         if self.rotary is None:
