@@ -297,6 +297,8 @@ def _repository(site: Site, extra: list[str]) -> dict[str, bytes]:
         "tokenizer.json": b"{}" + b" " * 40,
         "merges.txt": b"a b\n",
         "model.safetensors.index.json": json.dumps(index).encode(),
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
         "model-1.safetensors": weights,
         "model-2.safetensors": weights,
     }
@@ -322,10 +324,8 @@ def test_a_repository_is_pulled_whole_and_only_what_a_checkpoint_needs(
     site.requests[:] = []
     path = pull("hf:org/repo", store=store)
     assert path.is_dir()
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == {
-        **files,
-        "model.json": (path / "model.json").read_bytes(),
-    }
+    here = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    assert here == {**files, "model.json": here["model.json"]}
     fetched = [request.rsplit("/", 1)[1] for request, _ in site.requests]
     assert "model-1.safetensors" not in fetched, "a finished file was fetched again"
 
@@ -396,4 +396,4 @@ def test_names_that_could_be_paths_are_refused(name: str, site: Site, store: Mod
 def test_every_catalogue_source_parses() -> None:
     for entry in CATALOGUE.values():
         for source in entry.sources:
-            assert parse_spec(source).file is not None
+            assert parse_spec(source).default_name

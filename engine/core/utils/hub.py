@@ -14,27 +14,12 @@ from urllib.parse import quote
 import httpx
 
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
+from engine.core.utils.checkpoint_files import is_companion, is_weights
 from engine.core.utils.fetch import BearerToken, RemoteFile, check_status, open_stream
 
 MAX_LISTING = 16 * 2**20
-_COMPANIONS = frozenset(
-    (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-        "chat_template.jinja",
-        "chat_template.json",
-    )
-)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _SPEC = re.compile(
     r"(?P<org>[A-Za-z0-9][\w.-]*)/(?P<repo>[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[A-Za-z0-9][\w.-]*))?(?:/(?P<file>[^@\\?#\0]+))?",
@@ -90,12 +75,12 @@ def repository_files(
     siblings = listing.get("siblings")
     entries = siblings if isinstance(siblings, list) else []
     names = {str(entry.get("rfilename")) for entry in entries if isinstance(entry, dict)}
+    companions = set(filter(is_companion, names))
     if _INDEX in names:
         weights = _indexed_weights(client, spec.url(_INDEX, commit), token)
-        companions = names & (_COMPANIONS | {_INDEX})
+        companions.add(_INDEX)
     else:
-        weights = {_SINGLE} & names or {name for name in names if _SHARD.fullmatch(name)}
-        companions = names & _COMPANIONS
+        weights = {_SINGLE} & names or set(filter(is_weights, names))
     if not weights or "config.json" not in companions:
         raise ModelFormatError(_not_a_checkpoint(spec, names))
     wanted = [*sorted(companions), *sorted(weights)]
@@ -105,7 +90,7 @@ def repository_files(
 def _indexed_weights(client: httpx.Client, url: str, token: BearerToken | None) -> set[str]:
     weight_map = _get_json(client, url, token).get("weight_map")
     shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    if not all(isinstance(name, str) and _SHARD.fullmatch(name) for name in shards):
+    if not all(isinstance(name, str) and is_weights(name) for name in shards):
         raise ModelFormatError(f"{url} names files that are not plain .safetensors names")
     return shards
 

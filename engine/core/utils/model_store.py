@@ -23,10 +23,11 @@ from engine.core.utils.catalogue import CATALOGUE
 _RECORD = "model.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+_WEIGHTS = (".gguf", ".safetensors")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    name: str
+    name: str  # relative to the model's folder, at most one folder deep
     size: int
     sha256: str
 
@@ -46,8 +47,9 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def sha256(self) -> str | None:
-        """Of the one file of a single-file model."""
-        return self.files[0].sha256 if len(self.files) == 1 else None
+        """Of the weights, when they are one file."""
+        weights = [file for file in self.files if file.name.lower().endswith(_WEIGHTS)]
+        return weights[0].sha256 if len(weights) == 1 else None
 
 
 def check_model_name(name: str) -> str:
@@ -129,10 +131,7 @@ class ModelStore:
 
         A folder left by a damaged model of the same name is replaced.
         """
-        wanted = {file.name for file in model.files}
-        for leftover in staging.iterdir():
-            if leftover.name not in wanted:
-                _remove(leftover)
+        _keep_only(staging, {file.name for file in model.files})
         record = staging / _RECORD
         record.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2))
         sync(record)
@@ -187,11 +186,24 @@ def sync(path: Path) -> None:
 
 
 def _is_whole(folder: Path, file: StoredFile) -> bool:
-    """The file lies in the folder itself, with the recorded size; links do not count."""
-    if not _FILE_NAME.fullmatch(file.name):
+    """The file lies in the folder, with the recorded size; links do not count."""
+    parts = file.name.split("/")
+    if len(parts) > 2 or not all(map(_FILE_NAME.fullmatch, parts)):
         return False
     path = folder / file.name
-    return path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
+    is_linked = path.is_symlink() or path.parent.is_symlink()
+    return path.is_file() and not is_linked and path.stat().st_size == file.size
+
+
+def _keep_only(folder: Path, wanted: set[str]) -> None:
+    """Remove what is not `wanted`, names relative to `folder`; what is kept reaches the disk."""
+    for entry in folder.iterdir():
+        inner = {name.partition("/")[2] for name in wanted if name.startswith(f"{entry.name}/")}
+        if inner and entry.is_dir() and not entry.is_symlink():
+            _keep_only(entry, inner)
+        elif entry.name not in wanted:
+            _remove(entry)
+    sync(folder)
 
 
 def _remove(path: Path) -> None:

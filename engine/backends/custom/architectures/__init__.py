@@ -6,6 +6,8 @@ dim, P positions. A bias exists where the named setting of the config says so.
 
     embed.weight                         (V, D)
     position.weight                      (P, D)      learned positions: config.rope is None
+    token_type.weight                    (Y, D)      config.encoder: Y token types
+    embed_norm.weight            .bias   (D,)        config.encoder: on the sum of the tables
     rope.factors                         (H / 2,)    config.rope.kind == "factors": frequencies
                                                      are divided by it
     layers.{i}.attn_norm.weight  .bias   (D,)        bias: config.norm == "layer"
@@ -20,6 +22,8 @@ dim, P positions. A bias exists where the named setting of the config says so.
     layers.{i}.mlp.gate.weight   .bias   (F, D)      config.gated_mlp; bias: config.mlp_bias
     layers.{i}.mlp.up.weight     .bias   (F, D)
     layers.{i}.mlp.down.weight   .bias   (D, F)
-    norm.weight                  .bias   (D,)        bias: config.norm == "layer"
+    norm.weight                  .bias   (D,)        bias: config.norm == "layer"; no encoder has it
     head.weight                          (V, D)      absent with config.tie_embeddings
+
+An encoder's norms stand behind the half of a block that they are named after, not before it.
 """

@@ -33,12 +33,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What only a text encoder has: every token sees every other, and a text becomes one vector.
+
+    A checkpoint that says nothing of its vectors gets the mean of its tokens, at unit length.
+    """
+
+    num_token_types: int
+    max_tokens: int  # of one text; the position table may be longer
+    pooling: Literal["mean", "cls", "last"] = "mean"
+    normalizes: bool = True  # vectors have unit length
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Hyperparameters of a decoder. Letters: D hidden, N heads, K kv heads, H head dim, F
+    """Hyperparameters of a transformer. Letters: D hidden, N heads, K kv heads, H head dim, F
     feed-forward.
     """
 
-    family: str  # registry name: "llama", "gpt2", "qwen2", "qwen3"
+    family: str  # registry name: "llama", "gpt2", "qwen2", "qwen3", "bert"
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -59,6 +72,7 @@ class ModelConfig:
     sliding_window: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    encoder: EncoderConfig | None = None  # None: a decoder, which writes text
 
     @property
     def num_params(self) -> int:
@@ -154,6 +168,9 @@ def check_config(config: ModelConfig) -> ModelConfig:
         or (config.rope.dim % 2 == 0 and 0 < config.rope.dim <= config.head_dim),
         "rope factor > 0": config.rope is None or config.rope.factor > 0,
         "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
+        "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
+        "1 <= encoder tokens <= max_position": config.encoder is None
+        or 1 <= config.encoder.max_tokens <= config.max_position,
     }
     for rule, holds in rules.items():
         if not holds:

@@ -76,21 +76,23 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
         )
 
 
-def member(directory: Path, name: str) -> Path:
-    """The file called `name` inside a model directory.
+def member(directory: Path, name: str, folder: str | None = None) -> Path:
+    """The file called `name` inside a model directory, or inside a `folder` of it.
 
-    `name` must be a plain file name. A link may lead elsewhere inside the directory or, as in the
-    hub's cache (`snapshots/REVISION/file -> ../../blobs/HASH`), into the blobs folder beside it.
+    Both must be plain names. A link may lead elsewhere inside the directory or, as in the hub's
+    cache (`snapshots/REVISION/file -> ../../blobs/HASH`), into the blobs folder beside it.
     """
-    if not name or name in (".", "..") or set(name) & set("/\\\0:"):
-        raise ModelFormatError(f"'{name}' is not a plain file name inside {directory.name}")
-    path = directory / name
+    parts = [name] if folder is None else [folder, name]
+    for part in parts:
+        if not part or part in (".", "..") or set(part) & set("/\\\0:"):
+            raise ModelFormatError(f"'{part}' is not a plain file name inside {directory.name}")
+    path = directory.joinpath(*parts)
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
     target = path.resolve()
-    if not any(target.is_relative_to(folder) for folder in allowed):
+    if not any(target.is_relative_to(place) for place in allowed):
         raise ModelFormatError(
             f"{directory.name}/{name} is a link out of the model directory; copy the file there"
         )
@@ -117,12 +119,17 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     return parsed
 
 
-def read_json(directory: Path, name: str) -> dict[str, Any]:
-    path = member(directory, name)
+def read_json(directory: Path, name: str, folder: str | None = None) -> dict[str, Any]:
+    return parse_json(read_small(directory, name, folder), name)
+
+
+def read_small(directory: Path, name: str, folder: str | None = None) -> bytes:
+    """A file of settings, which is never large."""
+    path = member(directory, name, folder)
     try:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
             raise ModelFormatError(f"{name}: {size} bytes is more than any model's {name} needs")
-        return parse_json(path.read_bytes(), name)
+        return path.read_bytes()
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

@@ -28,6 +28,7 @@ from engine.backends.custom.weights.files import (
 )
 from engine.backends.custom.weights.gguf import open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
+from engine.backends.custom.weights.pooling import with_pooling
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
 from engine.core.errors import ModelError, ModelFormatError
@@ -36,8 +37,16 @@ from engine.core.registry.model_registry import architecture_for_gguf, architect
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
-# Buffers that old checkpoints carry along and no model needs: rotary tables, causal masks.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# What checkpoints carry along and no model needs: rotary tables, causal masks, position numbers,
+# and the head that an encoder was trained with.
+_IGNORED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    "embeddings.position_ids",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+)
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
 
@@ -142,6 +151,8 @@ def _open_hf(directory: Path, use_mmap: bool) -> ModelSource:
         eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
         stated["eos_token_id"] = metadata.get("eos_token_id") if eos is None else eos
     config = family.config_from_hf(stated)
+    if config.encoder is not None:
+        config = with_pooling(config, directory)
     checkpoint = open_safetensors(directory, use_mmap)
     weights = _resolve(directory.name, family, config, checkpoint)
     return ModelSource(directory, config, checkpoint, weights, metadata)

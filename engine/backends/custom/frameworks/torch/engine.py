@@ -4,6 +4,7 @@ A server's frontend holds a `TorchBackend` and never loads the framework: the en
 """
 
 from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.encoder_loop import Encoder
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 
@@ -26,3 +27,12 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     from engine.backends.custom.frameworks.torch.execution import build
 
     return build.build_runner(source, config)
+
+
+def build_encoder(
+    source: ModelSource, device: str, dtype: str, num_threads: int | None = None
+) -> Encoder:
+    """Load the weights of a text encoder; it is ready when this returns."""
+    from engine.backends.custom.frameworks.torch.execution import encoder
+
+    return encoder.build_encoder(source, device, dtype, num_threads)

@@ -12,12 +12,13 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
 from engine.backends.custom.frameworks.torch.models.llama import Llama
 from engine.backends.custom.frameworks.torch.models.qwen2 import Qwen2
@@ -25,6 +26,7 @@ from engine.backends.custom.frameworks.torch.models.qwen3 import Qwen3
 from engine.core.errors import ModelFormatError
 
 MODELS: dict[str, type[Decoder]] = {"gpt2": GPT2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
+ENCODERS: dict[str, type[Bert]] = {"bert": Bert}
 ROPE_FACTORS = "rope.factors"
 
 
@@ -58,6 +60,20 @@ def build_model(
     return model
 
 
+def build_encoder_model(
+    config: ModelConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
+) -> Bert:
+    if config.family not in ENCODERS:
+        raise ModelFormatError(
+            f"the torch framework has no encoder for family '{config.family}'; "
+            f"it has {', '.join(sorted(ENCODERS))}"
+        )
+    with _factory_defaults(device, dtype):
+        model = ENCODERS[config.family](config)
+    _fill(model, weights)
+    return model
+
+
 @contextmanager
 def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -69,7 +85,7 @@ def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None
         torch.set_default_dtype(before)
 
 
-def _fill(model: Decoder, weights: Mapping[str, Weight]) -> None:
+def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
     places = dict(_places(model))
     unknown = sorted(weights.keys() - places.keys() - {ROPE_FACTORS})
     missing = sorted(places.keys() - weights.keys())
@@ -89,7 +105,7 @@ def _fill(model: Decoder, weights: Mapping[str, Weight]) -> None:
             place.copy_(value)
 
 
-def _places(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weight name -> where its values go: a parameter, or the rows of one that fuses several."""
     for name, parameter in model.named_parameters():  # a tied head is not listed twice
         path, _, kind = name.rpartition(".")

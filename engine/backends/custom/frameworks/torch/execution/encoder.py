@@ -1,0 +1,147 @@
+"""`TorchEncoder`: token ids in, one vector for each text out.
+
+Texts are sorted by length and computed in groups. Within a group the tokens lie one behind the
+other, so that no matrix product sees padding; only attention pads, to the group's longest text, and
+masks what it padded with.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.custom.encoder_loop import EncoderSpec, Prompt
+from engine.backends.custom.frameworks.torch.execution.build import DTYPES, find_device
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
+from engine.backends.custom.frameworks.torch.models.bert import Bert
+from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
+from engine.backends.custom.weights.model import ModelSource
+
+# Tokens of a group as attention sees them, padding included.
+GROUP_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TextsStep:
+    """Some texts at once, each attending to itself only."""
+
+    lengths: Tensor  # (S,) int64
+    positions: Tensor  # (T,) int64
+    padded: Tensor  # (T,) int64: where a token lies when every text is as long as the longest
+    visible: Tensor  # (S, 1, 1, L) bool: which places of a padded text hold a token
+    rotation: None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible
+        )  # (S, N, L, H)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.padded)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """(T, N, H) -> (S, N, L, H)"""
+        num_texts, longest = self.visible.shape[0], self.visible.shape[-1]
+        places = x.new_zeros(num_texts * longest, *x.shape[1:]).index_copy_(0, self.padded, x)
+        return places.unflatten(0, (num_texts, longest)).transpose(1, 2)
+
+
+class TorchEncoder:
+    def __init__(self, model: Bert, device: torch.device) -> None:
+        config = model.config
+        assert config.encoder is not None, config
+        self._model = model
+        self._encoder = config.encoder
+        self._device = device
+        self._spec = EncoderSpec(
+            vocab_size=config.vocab_size,
+            max_seq_len=config.encoder.max_tokens,
+            num_dimensions=config.hidden_size,
+        )
+
+    @property
+    def spec(self) -> EncoderSpec:
+        return self._spec
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
+        """(S, D), in the order of `prompts`."""
+        vectors = np.empty((len(prompts), self._spec.num_dimensions), np.float32)
+        for rows in groups([len(prompt) for prompt in prompts], GROUP_TOKENS):
+            vectors[rows] = self._wait(self._vectors([prompts[row] for row in rows]))
+        return vectors
+
+    def close(self) -> None:
+        """Free the model; the encoder cannot be used again."""
+        del self._model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _vectors(self, prompts: Sequence[Prompt]) -> Tensor:
+        token_ids = np.fromiter((token for prompt in prompts for token in prompt), np.int64)
+        step = self._step(np.array([len(prompt) for prompt in prompts], np.int64))
+        states = self._model(self._put(token_ids), step).to(torch.float32)  # (T, D)
+        pooled = self._pool(states, step)  # (S, D)
+        return F.normalize(pooled, dim=-1) if self._encoder.normalizes else pooled
+
+    def _step(self, lengths: NDArray[np.int64]) -> TextsStep:
+        places = np.arange(lengths.max())
+        visible = places < lengths[:, None]  # (S, L)
+        positions = np.broadcast_to(places, visible.shape)[visible]  # (T,)
+        return TextsStep(
+            lengths=self._put(lengths),
+            positions=self._put(positions),
+            padded=self._put(np.flatnonzero(visible)),
+            visible=self._put(visible)[:, None, None, :],
+        )
+
+    def _pool(self, states: Tensor, step: TextsStep) -> Tensor:
+        lasts = step.lengths.cumsum(0) - 1  # of each text, among all tokens
+        if self._encoder.pooling == "last":
+            return states.index_select(0, lasts)
+        if self._encoder.pooling == "cls":
+            return states.index_select(0, lasts - step.lengths + 1)
+        num_texts, longest = step.visible.shape[0], step.visible.shape[-1]
+        sums = states.new_zeros(num_texts, states.shape[-1])
+        sums.index_add_(0, step.padded.div(longest, rounding_mode="floor"), states)
+        return sums / step.lengths[:, None]
+
+    def _wait(self, vectors: Tensor) -> NDArray[np.float32]:
+        on_host = to_host(vectors)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return on_host.numpy()
+
+    def _put(self, array: NDArray[np.generic]) -> Tensor:
+        return to_device(array, self._device)
+
+
+def groups(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Rows of similar length together; rows times the longest of them stays within `max_tokens`,
+    unless one row alone is longer.
+    """
+    group: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and (len(group) + 1) * lengths[row] > max_tokens:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def build_encoder(
+    source: ModelSource, device: str, dtype: str, num_threads: int | None = None
+) -> TorchEncoder:
+    """Load the model's weights; the encoder is ready when this returns."""
+    found = find_device(device, dtype)
+    place, kind = torch.device(found.name), DTYPES[found.dtype]
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    model = build_encoder_model(source.config, source.weights, place, kind)
+    if can_pack(kind, place):
+        pack_linears(model)
+    return TorchEncoder(model, place)

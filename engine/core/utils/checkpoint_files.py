@@ -1,0 +1,36 @@
+"""Which files of a folder or repository make a checkpoint: weights, and what explains them.
+
+Sentence encoders keep the settings of their steps in folders such as `1_Pooling`.
+"""
+
+import re
+
+_COMPANIONS = frozenset(
+    (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+    )
+)
+_STEP = re.compile(r"[0-9]_[A-Za-z]{1,40}/config\.json")
+_WEIGHTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+
+
+def is_companion(name: str) -> bool:
+    """`name` is relative to the checkpoint."""
+    return name in _COMPANIONS or _STEP.fullmatch(name) is not None
+
+
+def is_weights(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None

@@ -1,0 +1,225 @@
+"""POST /v1/embeddings, and what every route that compares texts does to get their vectors.
+
+A request's vectors are awaited as a stream of one event, so that admission, deadlines, drains,
+disconnects and metrics are those of all other requests.
+"""
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from fastapi import Depends, FastAPI
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import (
+    Embeddings,
+    EmbedRequest,
+    Event,
+    FinishEvent,
+    ModelCard,
+    UsageEvent,
+)
+from engine.servers.auth import principal_of
+from engine.servers.errors import describe, problem
+from engine.servers.lifecycle import Ticket
+from engine.servers.openai import fields
+from engine.servers.records import record_of
+from engine.servers.services import Services, new_completion_id
+
+MAX_INPUTS = 2_048
+MAX_DIMENSIONS = 2**20
+
+
+def _parse_inputs(value: Any) -> tuple[fields.Prompt, ...]:
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        return (_parse_one(value, "input"),)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_INPUTS:
+        rule = f"should be text, token ids, or a list of 1 to {MAX_INPUTS} of either"
+        raise problem("input", f"{rule}, got {describe(value)}")
+    return tuple(_parse_one(item, f"input[{i}]") for i, item in enumerate(value))
+
+
+def _parse_one(item: Any, where: str) -> fields.Prompt:
+    if isinstance(item, str):
+        return parse_text(item, where)
+    if not isinstance(item, list) or not item:
+        raise problem(where, f"should be text or token ids, got {describe(item)}")
+    for token in item:
+        if type(token) is not int or not 0 <= token <= fields.MAX_TOKEN_ID:
+            rule = f"token ids should be integers from 0 to {fields.MAX_TOKEN_ID}"
+            raise problem(where, f"{rule}, got {describe(token)}")
+    return tuple(item)
+
+
+def parse_text(item: Any, where: str) -> str:
+    if not isinstance(item, str) or not item:
+        raise problem(where, f"should be text that is not empty, got {describe(item)}")
+    return item
+
+
+TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+_IDS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": fields.MAX_TOKEN_ID},
+}
+_INPUTS_SCHEMA = {
+    "anyOf": [
+        TEXT_SCHEMA,
+        _IDS_SCHEMA,
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_INPUTS,
+            "items": {"anyOf": [TEXT_SCHEMA, _IDS_SCHEMA]},
+        },
+    ]
+}
+
+
+class VectorsBody(BaseModel):
+    """What every way of asking for vectors has in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: fields.ModelName
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # lower runs first
+    truncate_prompt_tokens: fields.Truncation = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+
+
+class EmbeddingBody(VectorsBody):
+    input: Annotated[
+        tuple[fields.Prompt, ...], PlainValidator(_parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+
+
+def add_embeddings_routes(app: FastAPI, services: Services) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, EmbeddingBody)
+        card = services.find_model(body.model)
+        services.require(card, "embeddings", "model", "gives no embeddings")
+        if "embeddings" in card.emulated:
+            text = "was made to write text; its vectors are pooled from its last layer"
+            services.warn(request, "model", text)
+        if body.dimensions is not None:
+            _check_dimensions(services, request, card, body.dimensions)
+        try:
+            made = await embed(services, request, ticket, body, "embd", body.input)
+        except InvalidRequestError as error:
+            raise _with_advice(error, body.input) from None
+        # Many vectors take long to write, and the event loop has others to serve.
+        content = await asyncio.to_thread(_content, card, made, body)
+        return Response(content, media_type="application/json")
+
+
+async def embed(
+    services: Services,
+    request: Request,
+    ticket: Ticket,
+    body: VectorsBody,
+    kind: str,
+    inputs: Sequence[fields.Prompt],
+) -> Embeddings:
+    """The vectors of `inputs`, in order. Raises what the backend refused with."""
+    principal, record = principal_of(request), record_of(request.scope)
+    record.completion_id = new_completion_id(kind)
+    if body.user:
+        # As in `Services.context`: enough to tell an end user apart, not who it is.
+        digest = hashlib.sha256(f"{principal.name}\n{body.user}".encode()).hexdigest()
+        record.user_hash = digest[:16]
+    timeout_s = services.settings.server.request_timeout_s
+    asked = EmbedRequest(
+        request_id=record.completion_id,
+        inputs=tuple(inputs),
+        priority=body.priority or 0,
+        salt=principal.name,
+        timeout_s=timeout_s,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+    made: list[Embeddings] = []
+
+    async def events() -> AsyncIterator[Event]:
+        vectors = await services.backend.embed(asked)
+        made.append(vectors)
+        yield FinishEvent(0, "stop")
+        yield UsageEvent(prompt_tokens=vectors.prompt_tokens, completion_tokens=0, cached_tokens=0)
+
+    generation = ticket.generate([events()], num_choices=1, max_tokens=None, timeout_s=timeout_s)
+    generation.watch(request.receive)
+    while await generation.take():
+        pass
+    return made[0]
+
+
+def usage_body(made: Embeddings) -> dict[str, int]:
+    return {"prompt_tokens": made.prompt_tokens, "total_tokens": made.prompt_tokens}
+
+
+def unit_rows(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+
+
+def _check_dimensions(
+    services: Services, request: Request, card: ModelCard, dimensions: int
+) -> None:
+    whole = card.num_dimensions
+    if whole is None or dimensions > whole:
+        has = "an unknown number" if whole is None else str(whole)
+        raise InvalidRequestError(
+            f"dimensions is {dimensions}; this model's vectors have {has}, and can only be "
+            "shortened.",
+            param="dimensions",
+        )
+    if dimensions < whole:
+        text = f"emulated: the first {dimensions} of {whole} numbers, scaled to unit length"
+        services.warn(request, "dimensions", text)
+
+
+def _with_advice(
+    error: InvalidRequestError, inputs: Sequence[fields.Prompt]
+) -> InvalidRequestError:
+    """Ids that a model refuses are most often those of another model's tokenizer."""
+    are_ids = any(not isinstance(each, str) for each in inputs)
+    if not are_ids or error.error_code == "context_length_exceeded":
+        return error
+    return InvalidRequestError(
+        f"{error.message} If these ids were made by tiktoken, as LangChain's OpenAIEmbeddings "
+        "does, send text instead: there, set check_embedding_ctx_length=False.",
+        param=error.param,
+        code=error.error_code,
+    )
+
+
+def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
+    vectors = made.vectors
+    if body.dimensions is not None and body.dimensions < vectors.shape[1]:
+        vectors = unit_rows(vectors[:, : body.dimensions])
+    # One by one, so that other threads get their turn in between.
+    items = [_item(i, row, body.encoding_format) for i, row in enumerate(vectors)]
+    rest = {"model": card.id, "usage": usage_body(made)}
+    opening, closing = b'{"object":"list","data":[', b"]," + msgspec.json.encode(rest)[1:]
+    return opening + b",".join(items) + closing
+
+
+def _item(index: int, vector: NDArray[np.float32], encoding: str | None) -> bytes:
+    values: str | list[float]
+    if encoding == "base64":
+        values = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    else:
+        values = vector.tolist()
+    return msgspec.json.encode({"object": "embedding", "index": index, "embedding": values})

@@ -1,0 +1,158 @@
+"""POST /v1/rerank (also as /rerank) and /v1/score: how near texts are to each other.
+
+A score is the cosine of two texts' vectors, from -1 to 1. Only a model that was trained to place
+like texts near each other is asked; the vectors of others would rank by chance.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from fastapi import Depends, FastAPI
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.interfaces.backend import ModelCard
+from engine.servers.errors import describe, problem
+from engine.servers.lifecycle import Ticket
+from engine.servers.openai.embeddings import (
+    MAX_INPUTS,
+    TEXT_SCHEMA,
+    VectorsBody,
+    embed,
+    parse_text,
+    unit_rows,
+    usage_body,
+)
+from engine.servers.openai.format import new_envelope
+from engine.servers.records import record_of
+from engine.servers.services import Services
+
+MAX_DOCUMENTS = MAX_INPUTS - 1  # the query is an input as well
+
+
+def _parse_documents(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_DOCUMENTS:
+        rule = f"should be a list of 1 to {MAX_DOCUMENTS} texts"
+        raise problem("documents", f"{rule}, got {describe(value)}")
+    texts = []
+    for i, item in enumerate(value):
+        if isinstance(item, dict):
+            if item.keys() != {"text"}:
+                raise problem(f"documents[{i}]", 'should be text, or an object with only "text"')
+            item = item["text"]
+        texts.append(parse_text(item, f"documents[{i}]"))
+    return tuple(texts)
+
+
+def _parse_texts(name: str) -> PlainValidator:
+    def parse(value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (parse_text(value, name),)
+        if not isinstance(value, list) or not 1 <= len(value) <= MAX_INPUTS // 2:
+            rule = f"should be text, or a list of 1 to {MAX_INPUTS // 2} texts"
+            raise problem(name, f"{rule}, got {describe(value)}")
+        return tuple(parse_text(item, f"{name}[{i}]") for i, item in enumerate(value))
+
+    return PlainValidator(parse)
+
+
+_DOCUMENT_SCHEMA = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {"text": TEXT_SCHEMA},
+    "additionalProperties": False,
+}
+_DOCUMENTS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_DOCUMENTS,
+    "items": {"anyOf": [TEXT_SCHEMA, _DOCUMENT_SCHEMA]},
+}
+_TEXTS_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            TEXT_SCHEMA,
+            {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS // 2, "items": TEXT_SCHEMA},
+        ]
+    }
+)
+
+
+class RerankBody(VectorsBody):
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[
+        tuple[str, ...], PlainValidator(_parse_documents), WithJsonSchema(_DOCUMENTS_SCHEMA)
+    ]
+    top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0, as vLLM has it: all
+    return_documents: bool | None = None
+
+
+class ScoreBody(VectorsBody):
+    text_1: Annotated[tuple[str, ...], _parse_texts("text_1"), _TEXTS_SCHEMA]
+    text_2: Annotated[tuple[str, ...], _parse_texts("text_2"), _TEXTS_SCHEMA]
+
+    @model_validator(mode="after")
+    def _texts_pair_up(self) -> "ScoreBody":
+        if len(self.text_1) not in (1, len(self.text_2)):
+            rule = f"should have as many texts as text_1, which has {len(self.text_1)}"
+            raise problem("text_2", f"{rule}, got {len(self.text_2)}")
+        return self
+
+
+def add_rerank_routes(app: FastAPI, services: Services) -> None:
+    @app.post("/v1/rerank")
+    @app.post("/rerank")
+    async def rerank(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, RerankBody)
+        card = _comparing_model(services, body)
+        texts = (body.query, *body.documents)
+        made = await embed(services, request, ticket, body, "rerank", texts)
+        vectors = unit_rows(made.vectors)
+        scores = (vectors[1:] @ vectors[0]).tolist()
+        # Of equals, the one that came first stays first.
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": scores[index]}
+            for index in order[: body.top_n or None]
+        ]
+        if body.return_documents is not False:
+            for result in results:
+                result["document"] = {"text": body.documents[result["index"]]}
+        answer = {
+            "id": record_of(request.scope).completion_id,
+            "model": card.id,
+            "results": results,
+            "usage": usage_body(made),
+        }
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @app.post("/v1/score")
+    async def score(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, ScoreBody)
+        card = _comparing_model(services, body)
+        made = await embed(services, request, ticket, body, "score", body.text_1 + body.text_2)
+        vectors = unit_rows(made.vectors)
+        left, right = np.split(vectors, [len(body.text_1)])
+        scores = (left * right).sum(axis=1).tolist()  # a single text_1 goes with every text_2
+        answer = new_envelope(record_of(request.scope).completion_id or "", card).fields("list")
+        answer |= {
+            "data": [
+                {"index": index, "object": "score", "score": value}
+                for index, value in enumerate(scores)
+            ],
+            "usage": usage_body(made),
+        }
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _comparing_model(services: Services, body: VectorsBody) -> ModelCard:
+    card = services.find_model(body.model)
+    what = "was not trained to compare texts; serve a sentence encoder, such as all-minilm-l6-v2"
+    services.require(card, "score", "model", what)
+    return card
