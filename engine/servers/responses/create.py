@@ -1,0 +1,208 @@
+"""From a request to a response: the conversation so far, the backend's events, and storing it all.
+
+A response is stored once, when it has ended well (complete, or cut off by its length) and before
+the client is told so, hence a client that has read the end can continue from it. One that failed or
+whose client left is not stored. Storing is the default but few clients depend on it: if the storage
+fails, only a request that says `store: true` fails with it; any other gets its answer, in which
+`store` is false, and a warning.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from engine.core.errors import EngineError, NotFoundError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    Event,
+    GenerationContext,
+    ModelCard,
+    UsageEvent,
+)
+from engine.servers.auth import principal_of
+from engine.servers.generation import Generation
+from engine.servers.lifecycle import Ticket
+from engine.servers.reasoning import effort_options
+from engine.servers.records import record_of
+from engine.servers.responses.format import finished, outline
+from engine.servers.responses.items import Item, response_of, with_ids
+from engine.servers.responses.messages import to_messages
+from engine.servers.responses.output import Output
+from engine.servers.responses.schema import ENCRYPTED_REASONING, PromptBody, ResponseBody
+from engine.servers.responses.store import ResponseStore
+from engine.servers.services import Services
+
+# So few are made into messages faster than a thread is woken.
+INLINE_ITEMS = 64
+
+Messages = tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    messages: Messages
+    input: Sequence[Item]  # this request's own, with references resolved
+    ancestors: Sequence[str]  # the responses that it continues, oldest first
+
+
+class Recorder:
+    """Hands a backend's events on and makes the response of them; `save` gives what is told."""
+
+    def __init__(self, begun: Item, save: Callable[[Item], Awaitable[Item]] | None) -> None:
+        self._begun = begun
+        self._save = save
+        self._response: Item | None = None
+
+    @property
+    def response(self) -> Item:
+        assert self._response is not None
+        return self._response
+
+    async def follow(self, source: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        output = Output(self._begun["id"])
+        usage: UsageEvent | None = None
+        async for event in source:
+            if isinstance(event, UsageEvent):
+                usage = event
+            else:
+                output.push(event)
+                yield event
+        assert usage is not None
+        response = finished(self._begun, output, usage)
+        self._response = response if self._save is None else await self._save(response)
+        yield usage
+
+
+class ResponseMaker:
+    def __init__(self, services: Services, store: ResponseStore) -> None:
+        self._services = services
+        self._store = store
+
+    async def begin(
+        self, request: Request, body: ResponseBody, ticket: Ticket
+    ) -> tuple[Item, Recorder, Generation]:
+        services = self._services
+        card = services.find_model(body.model)
+        params = body.params(card)
+        response_id = f"resp_{secrets.token_hex(16)}"
+        owner = principal_of(request).name
+        prompt = await self.prompt(body, owner)
+        is_stored = body.store is not False and await self._can_store(request, body)
+        if ENCRYPTED_REASONING in (body.include or ()):
+            services.warn(request, "include", "reasoning is not encrypted; it is sent as text")
+        salts = [salt for salt in (body.cache_salt, body.prompt_cache_key) if salt]
+        salted = body.model_copy(update={"cache_salt": "\n".join(salts) or None})
+        context = services.context(request, salted, params, response_id, body.grammar)
+        chat = self.chat_request(request, body, card, context, prompt.messages)
+        begun = outline(body, response_id, card, is_stored)
+
+        async def save(response: Item) -> Item:
+            items = with_ids(prompt.input, response_id)
+            try:
+                await self._store.save(response, owner, items, prompt.ancestors)
+            except EngineError as error:
+                self._not_stored(request, body, error)
+                return response | {"store": False}
+            return response
+
+        recorder = Recorder(begun, save if is_stored else None)
+        source = recorder.follow(services.backend.chat(chat))
+        return begun, recorder, services.generate(ticket, params, [source])
+
+    async def prompt(self, body: PromptBody, owner: str) -> Prompt:
+        """The whole conversation. Instructions of earlier turns are not part of it."""
+        turns = []
+        if body.previous_response_id is not None:
+            turns = await self._store.conversation(body.previous_response_id, owner)
+        own = await self._resolved(body.input, owner)
+        earlier = [item for turn in turns for item in turn.items]
+        if len(earlier) + len(own) <= INLINE_ITEMS:
+            messages = to_messages(body.instructions, earlier, own)
+        else:
+            messages = await asyncio.to_thread(to_messages, body.instructions, earlier, own)
+        return Prompt(messages, own, [turn.id for turn in turns])
+
+    def chat_request(
+        self,
+        request: Request,
+        body: PromptBody,
+        card: ModelCard,
+        context: GenerationContext,
+        messages: Messages,
+    ) -> ChatRequest:
+        services = self._services
+        services.require(card, "chat", "input", "has no chat template; use /v1/completions")
+        if body.grammar is not None:
+            what = "can't be held to a grammar by its backend"
+            services.require(card, "json_schema", "text.format", what)
+        if body.text_format.parsed.has_description:
+            services.warn(request, "text.format.description", "is not shown to the model")
+        choice, tools = body.choice_of_tools
+        if tools:
+            services.require(card, "tools", "tools", "can't call tools")
+        if tools and "tools" in card.emulated:
+            services.warn(
+                request, "tools", "emulated with a prompt, the model was not made for them"
+            )
+        return ChatRequest(
+            context=context,
+            messages=messages,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            template_options=self._template_options(request, body, card),
+        )
+
+    def _template_options(
+        self, request: Request, body: PromptBody, card: ModelCard
+    ) -> dict[str, Any]:
+        """`reasoning`, as far as the model's template knows of it."""
+        services, reasoning = self._services, body.reasoning
+        if body.text is not None and body.text.verbosity is not None:
+            services.warn(request, "text.verbosity", "can't be set for this model")
+        if reasoning is None:
+            return {}
+        if reasoning.summary or reasoning.generate_summary:
+            services.warn(request, "reasoning.summary", "there is no summary, only the reasoning")
+        if reasoning.context not in (None, "auto"):
+            services.warn(request, "reasoning.context", "is decided by the model's template")
+        return effort_options(services, request, card, reasoning.effort, "reasoning.effort")
+
+    async def _resolved(self, items: Sequence[Item], owner: str) -> list[Item]:
+        """`items` with those that references stand for."""
+        wanted = {response_of(item["id"]) for item in items if item["type"] == "item_reference"}
+        if not wanted:
+            return list(items)
+        turns = await self._store.turns(wanted, owner)
+        known = {item["id"]: item for turn in turns.values() for item in turn.items}
+        resolved = []
+        for position, item in enumerate(items):
+            if item["type"] == "item_reference":
+                if item["id"] not in known:
+                    raise NotFoundError(
+                        f"input[{position}]: there is no stored item of that id. Send the item"
+                        " itself.",
+                        param=f"input[{position}].id",
+                        code="item_not_found",
+                    )
+                item = known[item["id"]]
+            resolved.append(item)
+        return resolved
+
+    async def _can_store(self, request: Request, body: ResponseBody) -> bool:
+        try:
+            await self._store.check()
+        except EngineError as error:
+            self._not_stored(request, body, error)
+            return False
+        return True
+
+    def _not_stored(self, request: Request, body: ResponseBody, error: EngineError) -> None:
+        """Raises if the client counts on it."""
+        if body.store or self._services.settings.server.strict:
+            raise error
+        record_of(request.scope).warnings.append("store: the response could not be stored")

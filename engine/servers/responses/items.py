@@ -1,0 +1,208 @@
+"""Input items: from the forms that clients send to one form, which is also what is stored.
+
+Answers are often sent back whole, so everything that an output item has is understood here, and
+what says nothing (null, an empty list) is passed over. Only text is taken. Errors name the place;
+the first one ends it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.servers.errors import describe, problem
+
+MAX_ITEMS = 4_096
+MAX_PARTS = 1_024
+MAX_ID = 512
+MAX_NAME = 128
+
+Item = dict[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+_STATUSES = ("in_progress", "completed", "incomplete")
+# Where each kind of text part keeps its text.
+_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+# What an answer's text carries for its reader, and SDKs add to it; prompts have no place for it.
+_PART_NOTES = ("annotations", "logprobs", "parsed")
+# Of an item that OpenAI's own tools made; accepted only where it says nothing.
+_EMPTY_ONLY = ("phase", "caller", "namespace", "created_by", "encrypted_content")
+
+
+def parse_input(value: Any) -> tuple[Item, ...]:
+    if isinstance(value, str):
+        return (_item({"role": "user", "content": value}, "input"),)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_ITEMS:
+        rule = f"should be text or a list of 1 to {MAX_ITEMS} items"
+        raise problem("input", f"{rule}, got {describe(value)}")
+    return tuple(_item(item, f"input[{i}]") for i, item in enumerate(value))
+
+
+def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
+    """Every item under an id: the client's own, or one made from its place in this request."""
+    return [
+        {"id": item_id(item["type"], response_id, index, is_input=True)} | item
+        for index, item in enumerate(items)
+    ]
+
+
+_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}
+_RESPONSE = "resp_"
+_INPUT_MARK = 0x8000
+_INDEX_DIGITS = 4
+
+
+def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
+    """The response's own id and the item's place in it, so that an id alone leads to the item."""
+    place = index | _INPUT_MARK if is_input else index
+    return f"{_PREFIXES[kind]}{response_id.removeprefix(_RESPONSE)}{place:0{_INDEX_DIGITS}x}"
+
+
+def response_of(item_id: str) -> str:
+    """Of which response an item of that id would be, if the id is one of ours."""
+    return _RESPONSE + item_id.partition("_")[2][:-_INDEX_DIGITS]
+
+
+def _item(item: Any, where: str) -> Item:
+    if not isinstance(item, dict):
+        raise problem(where, f"should be an object, got {describe(item)}")
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference"
+    if not isinstance(kind, str) or kind not in _PARSERS:
+        known = ", ".join(_PARSERS)
+        raise problem(f"{where}.type", f"should be one of {known}; got {describe(kind)}")
+    parse, own = _PARSERS[kind]
+    for key, value in item.items():
+        if key in own or key in ("type", "id", "status"):
+            continue
+        if key not in _EMPTY_ONLY:
+            raise problem(f"{where}.{key[:64]}", f"is not a field of an item of type {kind}")
+        if value not in (None, [], ""):
+            raise problem(f"{where}.{key}", "is not supported by this server; leave it out")
+    made = {"type": kind} | parse(item, where)
+    if item.get("id") is not None:
+        made["id"] = _short(item["id"], f"{where}.id", MAX_ID)
+    status = item.get("status")
+    if status is not None and status not in _STATUSES:
+        expected = ", ".join(_STATUSES)
+        raise problem(f"{where}.status", f"should be one of {expected}; got {describe(status)}")
+    return made if kind == "item_reference" else made | {"status": status or "completed"}
+
+
+def _message(item: Item, where: str) -> Item:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        expected = ", ".join(_ROLES)
+        raise problem(f"{where}.role", f"should be one of {expected}; got {describe(role)}")
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": "input_text", "text": content}]
+    if content == [] and role == "assistant":
+        content = [{"type": "output_text", "text": ""}]
+    parts = _parts(content, f"{where}.content")
+    if role == "assistant":
+        parts = [_output_text(part["text"]) if "text" in part else part for part in parts]
+    return {"role": role, "content": parts}
+
+
+def _parts(content: Any, where: str) -> list[Item]:
+    if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
+        rule = f"should be a string or a list of 1 to {MAX_PARTS} parts"
+        raise problem(where, f"{rule}, got {describe(content)}")
+    return [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+
+
+def _part(part: Any, where: str) -> Item:
+    if not isinstance(part, dict):
+        raise problem(where, f"should be an object, got {describe(part)}")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _PARTS:
+        rule = f"only text is supported by this server ({', '.join(_PARTS)})"
+        raise problem(f"{where}.type", f"{rule}, got {describe(kind)}")
+    field = _PARTS[kind]
+    for key in part:
+        if key not in ("type", field, *_PART_NOTES):
+            raise problem(f"{where}.{key[:64]}", f"is not a field of {kind}")
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise problem(f"{where}.{field}", f"should be a string, got {describe(text)}")
+    return {"type": kind, "refusal": text} if field == "refusal" else _input_text(text)
+
+
+def _input_text(text: str) -> Item:
+    return {"type": "input_text", "text": text}
+
+
+def _output_text(text: str) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _function_call(item: Item, where: str) -> Item:
+    arguments = item.get("arguments")
+    if not isinstance(arguments, str):
+        raise problem(
+            f"{where}.arguments", f"should be JSON text of an object, got {describe(arguments)}"
+        )
+    return {
+        "call_id": _short(item.get("call_id"), f"{where}.call_id", MAX_ID),
+        "name": _short(item.get("name"), f"{where}.name", MAX_NAME),
+        "arguments": arguments,
+    }
+
+
+def _function_call_output(item: Item, where: str) -> Item:
+    output = item.get("output")
+    if not isinstance(output, str):
+        output = _parts(output, f"{where}.output")
+    made: Item = {
+        "call_id": _short(item.get("call_id"), f"{where}.call_id", MAX_ID),
+        "output": output,
+    }
+    if item.get("name") is not None:
+        made["name"] = _short(item["name"], f"{where}.name", MAX_NAME)
+    return made
+
+
+def _reasoning(item: Item, where: str) -> Item:
+    return {
+        "summary": _thoughts(item.get("summary"), f"{where}.summary", "summary_text"),
+        "content": _thoughts(item.get("content"), f"{where}.content", "reasoning_text"),
+    }
+
+
+def _thoughts(value: Any, where: str, kind: str) -> list[Item]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > MAX_PARTS:
+        rule = f"should be a list of at most {MAX_PARTS} parts"
+        raise problem(where, f"{rule}, got {describe(value)}")
+    for position, part in enumerate(value):
+        is_text = isinstance(part, dict) and set(part) == {"type", "text"}
+        if not is_text or part["type"] != kind or not isinstance(part["text"], str):
+            raise problem(f"{where}[{position}]", f"should be a text of type {kind}")
+    return value
+
+
+def _reference(item: Item, where: str) -> Item:
+    return {"id": _short(item.get("id"), f"{where}.id", MAX_ID)}
+
+
+# Each kind of item with its parser and its own fields.
+_PARSERS: dict[str, tuple[Callable[[Item, str], Item], tuple[str, ...]]] = {
+    "message": (_message, ("role", "content")),
+    "function_call": (_function_call, ("call_id", "name", "arguments")),
+    "function_call_output": (_function_call_output, ("call_id", "output", "name")),
+    "reasoning": (_reasoning, ("summary", "content")),
+    "item_reference": (_reference, ()),
+}
+
+
+def _short(value: Any, where: str, max_length: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
+        rule = f"should be a string of 1 to {max_length} characters"
+        raise problem(where, f"{rule}, got {describe(value)}")
+    return value

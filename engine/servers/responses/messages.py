@@ -1,0 +1,119 @@
+"""Items as the messages of a chat.
+
+The items of one answer (its reasoning, its text, its calls) become one assistant message again, as
+the model wrote them, so that a conversation's prompt begins with exactly the tokens of the turn
+before and continues from its cached blocks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.core.errors import InvalidRequestError
+from engine.servers.errors import describe, problem
+from engine.servers.limits import check_depth
+
+Item = dict[str, Any]
+
+
+def to_messages(
+    instructions: str | None, earlier: Iterable[Item], own: Sequence[Item]
+) -> tuple[dict[str, Any], ...]:
+    """`earlier` are stored items; what is wrong with one of `own` is said of `input`."""
+    conversation = _Conversation()
+    if instructions:
+        conversation.messages.append({"role": "system", "content": instructions})
+    for item in earlier:
+        conversation.add(item, "previous_response_id")
+    for index, item in enumerate(own):
+        conversation.add(item, f"input[{index}]")
+    return tuple(conversation.messages)
+
+
+class _Conversation:
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._called: dict[str, str] = {}  # id of each call so far -> the function's name
+
+    def add(self, item: Item, where: str) -> None:
+        kind = item["type"]
+        if kind == "reasoning":
+            self._add_reasoning(item)
+        elif kind == "function_call":
+            self._add_call(item, where)
+        elif kind == "function_call_output":
+            self._add_result(item, where)
+        elif item["role"] == "assistant":
+            self._add_answer("".join(_texts(item["content"])))
+        else:
+            # `developer` is the newer name of `system`; chat templates know only that one.
+            role = "user" if item["role"] == "user" else "system"
+            self.messages.append({"role": role, "content": "\n".join(_texts(item["content"]))})
+
+    def _add_reasoning(self, item: Item) -> None:
+        text = "".join(part["text"] for part in item.get("content") or item["summary"])
+        if text:
+            self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+    def _add_answer(self, text: str) -> None:
+        last = self._last_of_assistant()
+        # Reasoning so far only: this is what it led to.
+        if last is not None and not last["content"] and "tool_calls" not in last:
+            last["content"] = text
+        else:
+            self.messages.append({"role": "assistant", "content": text})
+
+    def _add_call(self, item: Item, where: str) -> None:
+        try:
+            arguments = _arguments(item["arguments"], f"{where}.arguments")
+        except InvalidRequestError:
+            if item["status"] == "incomplete":
+                return  # cut off in the middle, so nobody can have answered it
+            raise
+        message = self._last_of_assistant()
+        if message is None:
+            message = {"role": "assistant", "content": ""}
+            self.messages.append(message)
+        message.setdefault("tool_calls", []).append(
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": arguments},
+            }
+        )
+        self._called[item["call_id"]] = item["name"]
+
+    def _add_result(self, item: Item, where: str) -> None:
+        call_id, output = item["call_id"], item["output"]
+        if call_id not in self._called:
+            rule = "answers no call: no function_call before it has this call_id"
+            raise problem(f"{where}.call_id", rule)
+        text = output if isinstance(output, str) else "\n".join(_texts(output))
+        name = self._called[call_id]
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+        )
+
+    def _last_of_assistant(self) -> dict[str, Any] | None:
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            return self.messages[-1]
+        return None
+
+
+def _texts(parts: Iterable[Item]) -> list[str]:
+    return [part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts]
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    raw = text.encode()
+    try:
+        check_depth(raw)
+        arguments = msgspec.json.decode(raw or b"{}")
+    except InvalidRequestError:
+        raise problem(where, "is nested too deep") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise problem(where, f"is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise problem(where, f"should be JSON text of an object, got {describe(arguments)}")
+    return arguments

@@ -1,0 +1,146 @@
+"""Events as output items: a reasoning item, a message, function calls, in the order they were made.
+
+One item is open at a time; an event of another kind closes it. `Output` is used twice for a stream:
+where events arrive, for the finished response, and where they are sent, for the steps on the way.
+Ids follow from the response and the place in it, so both come to the same items.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from engine.core.interfaces.backend import (
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    TokenText,
+    ToolCallEvent,
+)
+from engine.servers.generation import OutputEvent
+from engine.servers.openai.format import chat_logprobs
+from engine.servers.responses.items import Item, item_id
+
+Kind = Literal["reasoning", "message", "function_call"]
+
+
+class Change(NamedTuple):
+    """One step in the making of an item, which is given as it is after that step."""
+
+    step: Literal["added", "delta", "done"]
+    output_index: int
+    item: Item
+    delta: str = ""
+    logprobs: Sequence[TokenText] = ()  # of the delta
+
+
+class _OpenItem:
+    """The item that is being written; `key` tells the calls of one turn apart."""
+
+    def __init__(self, kind: Kind, key: int, item: Item) -> None:
+        self.kind = kind
+        self.key = key
+        self.item = item
+        self.pieces: list[str] = []
+        self.logprobs: list[TokenText] = []
+
+    def done(self, is_complete: bool) -> Item:
+        text = "".join(self.pieces)
+        filled = {"status": "completed" if is_complete else "incomplete"}
+        if self.kind == "function_call":
+            return self.item | filled | {"arguments": text}
+        return self.item | filled | {"content": [part_of(self.kind, text, self.logprobs)]}
+
+
+class Output:
+    def __init__(self, response_id: str) -> None:
+        self.items: list[Item] = []  # those that are done
+        self.finish: FinishEvent | None = None
+        self._response_id = response_id
+        self._open: _OpenItem | None = None
+        self._early_logprobs: list[TokenText] = []  # of tokens whose text is yet to come
+
+    def push(self, event: OutputEvent) -> list[Change]:
+        if isinstance(event, FinishEvent):
+            return self._end(event)
+        if isinstance(event, ReasoningEvent):
+            self._early_logprobs.clear()
+            return self._write("reasoning", event.text)
+        if isinstance(event, ToolCallEvent):
+            self._early_logprobs.clear()
+            call = {"call_id": event.call_id, "name": event.name}
+            return self._write("function_call", event.arguments, event.index, call)
+        return self._text(event)
+
+    def _text(self, event: TextEvent) -> list[Change]:
+        logprobs = event.logprobs or ()
+        if event.text:
+            logprobs = (*self._early_logprobs, *logprobs)
+            self._early_logprobs.clear()
+            return self._write("message", event.text, logprobs=logprobs)
+        # Half a character, whose other half will be text; or a token of reasoning or of a call.
+        if self._open is None or self._open.kind == "message":
+            self._early_logprobs += logprobs
+        return []
+
+    def _write(
+        self,
+        kind: Kind,
+        text: str,
+        key: int = 0,
+        more: Item | None = None,
+        logprobs: Sequence[TokenText] = (),
+    ) -> list[Change]:
+        changes: list[Change] = []
+        current = self._open
+        if current is None or (current.kind, current.key) != (kind, key):
+            changes += self._close(is_complete=True)
+            current = self._begin(kind, key, more or {})
+            changes.append(Change("added", len(self.items), current.item))
+        if text or logprobs:
+            current.pieces.append(text)
+            current.logprobs += logprobs
+            changes.append(Change("delta", len(self.items), current.item, text, logprobs))
+        return changes
+
+    def _begin(self, kind: Kind, key: int, more: Item) -> _OpenItem:
+        item: Item = {
+            "id": item_id(kind, self._response_id, len(self.items)),
+            "type": kind,
+            "status": "in_progress",
+        }
+        if kind == "function_call":
+            item |= more | {"arguments": ""}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": []}
+        self._open = _OpenItem(kind, key, item)
+        return self._open
+
+    def _close(self, is_complete: bool) -> list[Change]:
+        if self._open is None:
+            return []
+        changes: list[Change] = []
+        if self._open.kind == "function_call" and is_complete and not self._open.pieces:
+            # A call without arguments is still a call with an object of them.
+            changes = self._write("function_call", "{}", self._open.key)
+        closed, self._open = self._open, None
+        self.items.append(closed.done(is_complete))
+        return [*changes, Change("done", len(self.items) - 1, self.items[-1])]
+
+    def _end(self, event: FinishEvent) -> list[Change]:
+        self.finish = event
+        # An answer of no text at all is still an answer, and the next turn needs one.
+        changes = [] if self._open or self.items else self._write("message", "")
+        return changes + self._close(is_complete=event.reason != "length")
+
+
+def part_of(kind: Kind, text: str, logprobs: Sequence[TokenText]) -> Item:
+    """The one content part that a message, or reasoning, has."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {
+        "type": "output_text",
+        "text": text,
+        "annotations": [],
+        "logprobs": chat_logprobs(logprobs)["content"],
+    }

@@ -1,0 +1,209 @@
+"""What `/v1/responses` takes: OpenAI's fields under their names, and the sampling fields that every
+endpoint of this server has.
+
+What would need a service that is not here (built-in tools, conversations, prompt templates, work in
+the background) is refused by name.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
+from engine.core.interfaces.request import SamplingParams
+from engine.servers.errors import describe, problem
+from engine.servers.openai import fields
+from engine.servers.openai.schema import NumLogprobs, SamplingBody
+from engine.servers.responses.items import MAX_ITEMS, parse_input
+from engine.servers.responses.tools import (
+    PLAIN_TEXT,
+    TextFormat,
+    Tools,
+    parse_flat_choice,
+    parse_flat_tools,
+    parse_format,
+)
+
+MAX_INCLUDES = 32
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+# The others are parts of items that only OpenAI's own tools make; there are none to leave out.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema]:
+    """A parameter of which only null and values that ask for nothing are taken."""
+
+    def check(value: Any, info: ValidationInfo) -> None:
+        # `1 == True` in Python, but not in JSON.
+        if value is None or any(type(value) is type(each) and value == each for each in no_effect):
+            return
+        raise InvalidRequestError(
+            f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
+            param=info.field_name,
+            code="unsupported_parameter",
+        )
+
+    return PlainValidator(check), WithJsonSchema({"enum": [None, *no_effect]})
+
+
+ShortText = Annotated[str, Field(max_length=512)]
+ResponseId = Annotated[str, Field(min_length=1, max_length=128)]
+InputItems = Annotated[
+    tuple[dict[str, Any], ...],
+    PlainValidator(parse_input),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_ITEMS,
+                    "items": {"type": "object"},
+                },
+            ]
+        }
+    ),
+]
+FlatTools = Annotated[
+    Tools,
+    PlainValidator(parse_flat_tools),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}}),
+]
+Format = Annotated[TextFormat, PlainValidator(parse_format), WithJsonSchema({"type": "object"})]
+
+
+class TextConfig(BaseModel):
+    model_config = _STRICT
+
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(BaseModel):
+    model_config = _STRICT
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = _STRICT
+
+    include_obfuscation: Literal[False] | None = None  # events are never padded
+
+
+class PromptBody(BaseModel):
+    """What decides a prompt."""
+
+    model_config = _STRICT
+
+    input: InputItems
+    instructions: str | None = None
+    previous_response_id: ResponseId | None = None
+    tools: FlatTools = ()
+    tool_choice: fields.RawToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Annotated[None, *refused("send items that fit the context", "disabled")] = None
+    conversation: Annotated[None, *refused("send previous_response_id")] = None
+
+    @property
+    def text_format(self) -> TextFormat:
+        return (self.text.format if self.text is not None else None) or PLAIN_TEXT
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        return self.text_format.parsed.grammar
+
+    @property
+    def choice_of_tools(self) -> tuple[ToolChoice, Tools]:
+        return parse_flat_choice(self.tool_choice, self.tools)
+
+    @model_validator(mode="after")
+    def _format_and_tools_agree(self) -> "PromptBody":
+        choice, offered = self.choice_of_tools
+        if self.grammar is not None and offered and choice.mode in ("required", "named"):
+            raise problem(
+                "text.format",
+                f"can't be followed where tool_choice is {choice.mode}; send one of the two",
+            )
+        return self
+
+
+class TokenCountBody(PromptBody):
+    """For `/v1/responses/input_tokens`."""
+
+    model: fields.ModelName | None = None
+    personality: Annotated[None, *refused("write it in instructions")] = None
+
+
+class ResponseBody(PromptBody, SamplingBody):
+    model: fields.ModelName
+    max_output_tokens: fields.TokenCount | None = None
+    top_logprobs: NumLogprobs | None = None
+    include: Annotated[list[Includable], Field(max_length=MAX_INCLUDES)] | None = None
+    store: bool | None = None
+    stream_options: StreamOptions | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    # A bound on calls of built-in tools; there are none.
+    max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[None, *refused("send max_output_tokens")] = None
+    n: Annotated[None, *refused("a response has one answer", 1)] = None
+    background: Annotated[None, *refused("wait for the answer, or stream it", False)] = None
+    prompt: Annotated[None, *refused("send instructions and input")] = None
+    context_management: Annotated[None, *refused("send items that fit the context", [])] = None
+    moderation: Annotated[None, *refused("leave it out")] = None
+    prompt_cache_options: Annotated[None, *refused("leave it out", {"mode": "implicit"})] = None
+    prompt_cache_retention: Annotated[None, *refused("leave it out", "in_memory", "in-memory")] = (
+        None
+    )
+    service_tier: Annotated[None, *refused("leave it out", "auto", "default")] = None
+
+    @property
+    def end_user(self) -> str | None:
+        return self.safety_identifier or self.user
+
+    @property
+    def num_choices(self) -> int:
+        return 1
+
+    @property
+    def with_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> "ResponseBody":
+        if self.stream_options is not None and not self.stream:
+            raise problem("stream_options", "is only allowed when stream is true")
+        return self
+
+    def params(self, card: ModelCard) -> SamplingParams:
+        logprobs = (self.top_logprobs or 0) if self.with_logprobs else None
+        return self.sampling(card, self.max_output_tokens, logprobs, "max_output_tokens")

@@ -1,0 +1,104 @@
+"""SQLite behind the event loop: one file, one connection, one thread that owns it.
+
+The file is opened on first use, so a server that stores nothing writes nothing. Every call is a
+transaction: it happens as a whole or not at all, whatever ends the process. A file that SQLite
+calls damaged is moved aside, for somebody to look at, and a new one is begun: what was stored is
+lost to clients, the server is not.
+"""
+
+import asyncio
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from engine.core.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+BUSY_TIMEOUT_S = 5.0
+DAMAGED_SUFFIX = ".damaged"
+_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+# What SQLite keeps beside the file that it is told of.
+_COMPANIONS = ("-wal", "-shm")
+T = TypeVar("T")
+
+
+class Database:
+    """`schema` is SQL that can be run again over its own result (`IF NOT EXISTS`)."""
+
+    def __init__(self, path: Path, schema: str) -> None:
+        self._path = path
+        self._schema = schema
+        self._connection: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="database")
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`work` in a transaction. Raises `UnavailableError` when the disk fails us."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._run, work)
+
+    async def close(self) -> None:
+        """Everything is on the disk then. Harmless when repeated; `run` opens the file again."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._close)
+
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            connection = self._connection = self._connection or self._connect()
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                return work(connection)
+        except (sqlite3.Error, OSError) as error:
+            logger.exception("the storage in %s failed", self._path.parent)
+            # A fresh connection is the surest way out of whatever state this one is in.
+            self._close()
+            if _is_damage(error):
+                self._set_aside()
+            raise UnavailableError("The server's storage failed; its log says why.") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            return self._open()
+        except sqlite3.Error as error:
+            if not _is_damage(error):
+                raise
+            self._set_aside()
+            return self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.executescript(self._schema)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _set_aside(self) -> None:
+        """Only the latest damaged file is kept."""
+        aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
+        for companion in ("", *_COMPANIONS):
+            damaged = self._path.with_name(self._path.name + companion)
+            if damaged.exists():
+                damaged.replace(aside.with_name(aside.name + companion))
+        logger.error("the database %s is damaged; it is now %s", self._path, aside.name)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _is_damage(error: Exception) -> bool:
+    # Extended codes have the kind of error in their lowest byte; errors of the module have none.
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _DAMAGE

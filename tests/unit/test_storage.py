@@ -1,0 +1,107 @@
+"""The database under everything that outlives a request."""
+
+import logging
+import sqlite3
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import InvalidRequestError, UnavailableError
+from engine.servers.storage import Database
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS notes (text TEXT NOT NULL)"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "storage" / "notes.db"
+
+
+@pytest.fixture
+async def database(path: Path) -> AsyncIterator[Database]:
+    made = Database(path, SCHEMA)
+    yield made
+    await made.close()
+
+
+def add(text: str | None, connection: sqlite3.Connection) -> None:
+    connection.execute("INSERT INTO notes VALUES (?)", (text,))
+
+
+def read(connection: sqlite3.Connection) -> list[str]:
+    return [row["text"] for row in connection.execute("SELECT text FROM notes")]
+
+
+async def test_nothing_is_written_before_the_first_use(database: Database, path: Path) -> None:
+    assert not path.parent.exists()
+    await database.run(lambda connection: add("one", connection))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+async def test_a_later_run_of_the_server_reads_it(database: Database, path: Path) -> None:
+    await database.run(lambda connection: add("one", connection))
+    await database.close()
+    later = Database(path, SCHEMA)
+    assert await later.run(read) == ["one"]
+    await later.close()
+    assert not list(path.parent.glob("*-wal"))  # closed in order, not recovered from a log
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no"), sqlite3.OperationalError("disk")])
+async def test_work_happens_as_a_whole_or_not_at_all(database: Database, error: Exception) -> None:
+    def work(connection: sqlite3.Connection) -> None:
+        add("half", connection)
+        raise error
+
+    with pytest.raises((InvalidRequestError, UnavailableError)):
+        await database.run(work)
+    assert await database.run(read) == []
+
+
+async def test_two_servers_may_share_a_file(database: Database, path: Path) -> None:
+    other = Database(path, SCHEMA)
+    await other.run(lambda connection: add("theirs", connection))
+    await database.run(lambda connection: add("ours", connection))
+    assert await other.run(read) == ["theirs", "ours"]
+    await other.close()
+
+
+@pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\0" * 400])
+async def test_a_damaged_file_is_moved_aside(
+    database: Database, path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with caplog.at_level(logging.ERROR):
+        assert await database.run(read) == []
+    assert "is damaged" in caplog.text
+    aside = path.with_name("notes.db.damaged")
+    assert aside.read_bytes() == content
+    await database.run(lambda connection: add("new", connection))
+    assert await database.run(read) == ["new"]
+
+
+async def test_damage_that_is_found_while_running(database: Database, path: Path) -> None:
+    await database.run(lambda connection: add("x" * 100_000, connection))
+    await database.close()
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+    again = Database(path, SCHEMA)
+    with pytest.raises(UnavailableError):
+        await again.run(read)
+    assert await again.run(read) == []
+    assert path.with_name("notes.db.damaged").exists()
+    await again.close()
+
+
+async def test_a_disk_that_fails_is_a_503_and_may_recover(database: Database, path: Path) -> None:
+    path.parent.parent.joinpath("storage").write_text("a file where the directory should be")
+    with pytest.raises(UnavailableError) as raised:
+        await database.run(read)
+    assert str(path) not in raised.value.message
+    path.parent.unlink()
+    assert await database.run(read) == []
