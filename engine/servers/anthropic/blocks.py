@@ -1,0 +1,280 @@
+"""Anthropic's content blocks, tools and system prompts, as the messages and tools of a
+`ChatRequest`.
+
+Written by hand so that the first mistake ends it. What a chat template has no place for is either
+put into the text (a tool result's `is_error`), or named in `warnings`. `cache_control` asks for
+what the prefix cache does by itself; only a lifetime or a scope of it is more than that.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.servers.errors import describe, problem
+
+MAX_BLOCKS = 1_024
+MAX_ID = 512
+MAX_DESCRIPTION = 65_536
+
+# Claude Code's first system block: a note to Anthropic's billing, different in every request. The
+# model has no use for it, and no two prompts that begin with it could share a cached prefix.
+_BILLING_NOTE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+# Fields of blocks and tools that say nothing in these values, or that need no action here.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (None, ["direct"]),
+    "caller": (None, {"type": "direct"}),
+    "citations": (None, []),
+    "defer_loading": (None, False),
+    "eager_input_streaming": (None, False, True),  # input is always streamed as it is written
+    "toolset_name": (None,),
+}
+_TEXT_FIELDS = ("type", "text", "cache_control", "citations")
+_BLOCK_FIELDS = {
+    "text": _TEXT_FIELDS,
+    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
+    "tool_result": (
+        *("type", "tool_use_id", "content", "is_error"),
+        *("cache_control", "toolset_name"),
+    ),
+    "thinking": ("type", "thinking", "signature"),
+    "redacted_thinking": ("type", "data"),
+}
+_BLOCKS_OF = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+_TOOL_FIELDS = (
+    *("type", "name", "description", "input_schema", "strict", "input_examples"),
+    *("cache_control", "allowed_callers", "defer_loading", "eager_input_streaming"),
+)
+
+
+@dataclass
+class BlockReader:
+    """Reads the parts of one request; `warnings` says, by field, what was left out."""
+
+    warnings: dict[str, str] = field(default_factory=dict)
+    _called: dict[str, str] = field(default_factory=dict)  # id of each call so far -> tool
+
+    def messages(self, value: list[Any], system: str) -> list[dict[str, Any]]:
+        """Turns in order; those of one role that follow each other are one, as in Anthropic's."""
+        read: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        for position, item in enumerate(value):
+            for message in self._message(item, f"messages[{position}]"):
+                if read and message["role"] == read[-1]["role"] and message["role"] != "tool":
+                    _merge(read[-1], message)
+                else:
+                    read.append(message)
+        return read
+
+    def system(self, value: str | list[Any]) -> str:
+        blocks = [value] if isinstance(value, str) else self._blocks(value, "system", "system")
+        texts = [each if isinstance(each, str) else each["text"] for each in blocks]
+        if texts:
+            texts[0] = _BILLING_NOTE.sub("", texts[0], count=1)
+        return _joined(texts)
+
+    def tools(self, value: list[Any]) -> tuple[dict[str, Any], ...]:
+        tools = tuple(self._tool(item, f"tools[{i}]") for i, item in enumerate(value))
+        names: set[str] = set()
+        for position, tool in enumerate(tools):
+            name = tool["function"]["name"]
+            if name in names:
+                raise problem(f"tools[{position}].name", f"{name} is there twice")
+            names.add(name)
+        return tools
+
+    def cache_control(self, value: Any, where: str) -> None:
+        if value is None:
+            return
+        if not isinstance(value, dict) or value.get("type") != "ephemeral":
+            raise problem(where, "should be an object of type ephemeral")
+        for key in value:
+            if key not in ("type", "ttl", "scope"):
+                raise problem(f"{where}.{key[:64]}", "is not a field of cache_control")
+        if value.get("ttl") not in (None, "5m", "1h"):
+            raise problem(f"{where}.ttl", f"should be 5m or 1h, got {describe(value['ttl'])}")
+        if value.get("ttl") == "1h" or value.get("scope") is not None:
+            self.warnings["cache_control"] = (
+                "prefixes are cached for one key, and for as long as there is room"
+            )
+
+    def _message(self, item: Any, where: str) -> Iterable[dict[str, Any]]:
+        if not isinstance(item, dict):
+            raise problem(where, f"should be an object, got {describe(item)}")
+        role = item.get("role")
+        if not isinstance(role, str) or role not in _BLOCKS_OF:
+            rule = "should be user, assistant or system"
+            raise problem(f"{where}.role", f"{rule}; got {describe(role)}")
+        _only_known(item, ("role", "content"), where, "a message")
+        content, where = item.get("content"), f"{where}.content"
+        if isinstance(content, str):
+            return [{"role": role, "content": content}]
+        blocks = self._blocks(content, role, where)
+        if role == "assistant":
+            return [self._assistant(blocks, where)]
+        if role == "system":
+            return [{"role": role, "content": _joined([block["text"] for block in blocks])}]
+        return self._user(blocks, where)
+
+    def _blocks(self, value: Any, role: str, where: str) -> list[dict[str, Any]]:
+        """Blocks that `role` may send, with none but their own fields."""
+        if not isinstance(value, list):
+            raise problem(where, f"should be a string or a list of blocks, got {describe(value)}")
+        if len(value) > MAX_BLOCKS:
+            raise problem(where, f"should have at most {MAX_BLOCKS} blocks, got {len(value)}")
+        for position, block in enumerate(value):
+            self._check_block(block, role, f"{where}[{position}]")
+        return value
+
+    def _check_block(self, block: Any, role: str, where: str) -> None:
+        if not isinstance(block, dict):
+            raise problem(where, f"should be an object, got {describe(block)}")
+        kind, allowed = block.get("type"), _BLOCKS_OF[role]
+        if not isinstance(kind, str) or kind not in allowed:
+            rule = f"this server takes {' and '.join(allowed)} here, got {describe(kind)}"
+            raise problem(f"{where}.type", rule)
+        _only_known(block, _BLOCK_FIELDS[kind], where, f"a {kind} block")
+        self.cache_control(block.get("cache_control"), f"{where}.cache_control")
+        if kind == "text":
+            _text(block.get("text"), f"{where}.text")
+
+    def _assistant(self, blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
+        texts, thoughts, calls = [], [], []
+        for position, block in enumerate(blocks):
+            here = f"{where}[{position}]"
+            if block["type"] == "text":
+                texts.append(block["text"])
+            elif block["type"] == "tool_use":
+                calls.append(self._call(block, here))
+            elif block["type"] == "thinking":
+                thoughts.append(_text(block.get("thinking"), f"{here}.thinking"))
+                _text(block.get("signature", ""), f"{here}.signature")
+            else:
+                _text(block.get("data"), f"{here}.data")
+                self.warnings["redacted_thinking"] = "only Anthropic can read it; it was left out"
+        message: dict[str, Any] = {"role": "assistant", "content": _joined(texts)}
+        if any(thoughts):
+            message["reasoning_content"] = _joined(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _call(self, block: dict[str, Any], where: str) -> dict[str, Any]:
+        call_id = _short(block.get("id"), f"{where}.id", MAX_ID)
+        name = _short(block.get("name"), f"{where}.name", 128)
+        arguments = block.get("input")
+        if not isinstance(arguments, dict):
+            raise problem(f"{where}.input", f"should be an object, got {describe(arguments)}")
+        self._called[call_id] = name
+        return {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+    def _user(self, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        """Tool results are messages of their own, in their place among the texts."""
+        made: list[dict[str, Any]] = []
+        texts: list[str] = []
+        for position, block in enumerate(blocks):
+            if block["type"] == "text":
+                texts.append(block["text"])
+                continue
+            if texts:
+                made.append({"role": "user", "content": _joined(texts)})
+                texts = []
+            made.append(self._result(block, f"{where}[{position}]"))
+        if texts or not made:
+            made.append({"role": "user", "content": _joined(texts)})
+        return made
+
+    def _result(self, block: dict[str, Any], where: str) -> dict[str, Any]:
+        call_id = _short(block.get("tool_use_id"), f"{where}.tool_use_id", MAX_ID)
+        if call_id not in self._called:
+            rule = "answers no call: no assistant message before it has a tool_use of this id"
+            raise problem(f"{where}.tool_use_id", rule)
+        content, is_error = block.get("content"), block.get("is_error")
+        if is_error not in (None, False, True):
+            raise problem(f"{where}.is_error", f"should be a boolean, got {describe(is_error)}")
+        if content is None:
+            text = ""
+        elif isinstance(content, str):
+            text = content
+        else:
+            inner = self._blocks(content, "system", f"{where}.content")
+            text = _joined([each["text"] for each in inner])
+        if is_error and not text.lower().startswith("error"):
+            text = f"Error: {text}"
+        return {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "name": self._called[call_id],
+            "content": text,
+        }
+
+    def _tool(self, item: Any, where: str) -> dict[str, Any]:
+        if not isinstance(item, dict):
+            raise problem(where, f"should be an object, got {describe(item)}")
+        kind = item.get("type")
+        if kind not in (None, "custom"):
+            rule = f"only custom tools are supported by this server, got {describe(kind)}"
+            raise problem(f"{where}.type", rule)
+        _only_known(item, _TOOL_FIELDS, where, "a custom tool")
+        self.cache_control(item.get("cache_control"), f"{where}.cache_control")
+        name, schema = item.get("name"), item.get("input_schema")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            rule = "should be 1 to 128 letters, digits, dots, dashes and underscores"
+            raise problem(f"{where}.name", f"{rule}, got {describe(name)}")
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise problem(f"{where}.input_schema", "should be a JSON schema of type object")
+        if item.get("strict") not in (None, False, True):
+            raise problem(f"{where}.strict", f"should be a boolean, got {describe(item['strict'])}")
+        if item.get("input_examples") not in (None, []):
+            self.warnings["input_examples"] = "the model is not shown them"
+        description = _text(item.get("description") or "", f"{where}.description")
+        if len(description) > MAX_DESCRIPTION:
+            rule = f"should have at most {MAX_DESCRIPTION} characters, got {len(description)}"
+            raise problem(f"{where}.description", rule)
+        made = {
+            "name": name,
+            "description": description,
+            "parameters": schema if len(schema) else {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": made}
+
+
+def _merge(turn: dict[str, Any], more: dict[str, Any]) -> None:
+    for key in ("content", "reasoning_content"):
+        if text := _joined([turn.get(key, ""), more.get(key, "")]):
+            turn[key] = text
+    if "tool_calls" in more:
+        turn["tool_calls"] = turn.get("tool_calls", []) + more["tool_calls"]
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n".join(text for text in texts if text)
+
+
+def _only_known(item: dict[str, Any], known: tuple[str, ...], where: str, what: str) -> None:
+    for key, value in item.items():
+        if key not in known:
+            raise problem(f"{where}.{key[:64]}", f"is not a field of {what}")
+        if key in _HARMLESS and value not in _HARMLESS[key]:
+            raise problem(f"{where}.{key}", "is not supported by this server; leave it out")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise problem(where, f"should be a string, got {describe(value)}")
+    return value
+
+
+def _short(value: Any, where: str, max_length: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
+        rule = f"should be a string of 1 to {max_length} characters"
+        raise problem(where, f"{rule}, got {describe(value)}")
+    return value

@@ -1,0 +1,173 @@
+"""A body of Anthropic's API as a `ChatRequest`.
+
+Thinking is a template's option, where it has one; left out, it is off, as Anthropic's clients
+expect their first block to be text. What can't be done as asked comes back as warnings, by field.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    GenerationContext,
+    GrammarSpec,
+    ModelCard,
+    ToolChoice,
+)
+from engine.servers.anthropic.blocks import BlockReader
+from engine.servers.anthropic.schema import NO_EFFECT, MessagesBody, PromptBody, ToolChoiceBody
+from engine.servers.errors import invalid_request, problem
+from engine.servers.openai.schema import SamplingBody
+from engine.servers.openai.structured import MAX_SOURCE
+
+# The names that templates have for "think before you answer".
+_THINKING_OPTIONS = ("enable_thinking", "thinking")
+
+Tools = tuple[dict[str, Any], ...]
+Kind = TypeVar("Kind", bound=PromptBody)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What of a body becomes a prompt, whichever model reads it."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: Tools
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    continues_answer: bool  # the last message is the beginning of the answer
+    grammar: GrammarSpec | None
+    warnings: dict[str, str]
+
+    def chat_request(self, context: GenerationContext, options: dict[str, Any]) -> ChatRequest:
+        return ChatRequest(
+            context=context,
+            messages=self.messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            template_options=options,
+            add_generation_prompt=not self.continues_answer,
+            continue_final_message=self.continues_answer,
+        )
+
+
+def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
+    """Raises `InvalidRequestError` that names field, rule and what was given."""
+    for name, value in raw.items():
+        if name in kind.model_fields:
+            continue
+        if name not in NO_EFFECT:
+            raise problem(name[:64], "is not a parameter of this endpoint")
+        if value is not None and value not in NO_EFFECT[name]:
+            raise problem(name, "is not supported by this server; leave it out")
+    try:
+        body = kind.model_validate({name: raw[name] for name in kind.model_fields if name in raw})
+    except ValidationError as error:
+        raise invalid_request(error) from None
+    reader = BlockReader()
+    reader.cache_control(body.cache_control, "cache_control")
+    tools = reader.tools(body.tools or [])
+    messages = reader.messages(body.messages, reader.system(body.system or ""))
+    choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
+    if grammar is not None and choice.mode != "none":
+        rule = "can't be followed while tools may be called; send it without tools, or with"
+        raise problem(grammar.param, f"{rule} a tool_choice of type none")
+    prompt = Prompt(
+        messages=_without_empty_start(messages),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=not (
+            body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+        ),
+        continues_answer=_continues(messages),
+        grammar=grammar,
+        warnings=reader.warnings,
+    )
+    return body, prompt
+
+
+def sampling_body(body: MessagesBody) -> SamplingBody:
+    """The parameters of sampling under the names that the other routes have for them."""
+    given = {
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "user": body.metadata.user_id if body.metadata is not None else None,
+    }
+    return SamplingBody.model_validate(given)
+
+
+def template_options(body: PromptBody, card: ModelCard) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the model's template is told, and warnings of what it can't be."""
+    options: dict[str, Any] = {}
+    warnings: dict[str, str] = {}
+    wants_thinking = body.thinking is not None and body.thinking.type != "disabled"
+    switches = [name for name in _THINKING_OPTIONS if name in card.template_options]
+    if switches:
+        options[switches[0]] = wants_thinking
+    elif wants_thinking and "reasoning" not in card.capabilities:
+        warnings["thinking"] = "this model does not think before it answers"
+    elif body.thinking is not None and not wants_thinking and "reasoning" in card.capabilities:
+        warnings["thinking"] = "this model can't be kept from thinking"
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        warnings["thinking.budget_tokens"] = "only max_tokens is enforced, for thinking and answer"
+    # "high" is what a model does that is told nothing.
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None and "reasoning_effort" in card.template_options:
+        options["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
+        if effort in ("xhigh", "max"):
+            warnings["output_config.effort"] = "the highest that this model knows is high"
+    elif effort not in (None, "high"):
+        warnings["output_config.effort"] = "this model knows no levels of effort"
+    return options, warnings
+
+
+def _tool_choice(value: ToolChoiceBody | None, tools: Tools) -> ToolChoice:
+    names = [tool["function"]["name"] for tool in tools]
+    if value is None or value.type in ("auto", "none"):
+        if value is not None and value.name is not None:
+            raise problem("tool_choice.name", f"has no meaning with type {value.type}")
+        return ToolChoice("auto" if tools and (value is None or value.type == "auto") else "none")
+    if not tools:
+        raise problem("tool_choice", f"{value.type} needs tools to choose from")
+    if value.type == "any":
+        if value.name is not None:
+            raise problem("tool_choice.name", "has no meaning with type any")
+        return ToolChoice("required")
+    if value.name not in names:
+        raise problem("tool_choice.name", "should be the name of one of the tools")
+    return ToolChoice("named", value.name)
+
+
+def _continues(messages: list[dict[str, Any]]) -> bool:
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if "tool_calls" in last:
+        raise problem("messages", "should go on with the tool_result of the last tool_use")
+    return bool(last["content"])
+
+
+def _without_empty_start(messages: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """An empty answer at the end has nothing to go on from."""
+    last = messages[-1]
+    is_empty = last["role"] == "assistant" and not last["content"] and "tool_calls" not in last
+    return tuple(messages[:-1] if is_empty else messages)
+
+
+def _grammar(body: PromptBody) -> GrammarSpec | None:
+    if body.json_format is None:
+        return None
+    where, format = body.json_format
+    source = msgspec.json.encode(format.json_schema).decode()
+    if len(source) > MAX_SOURCE:
+        rule = f"should have at most {MAX_SOURCE} characters, got {len(source)}"
+        raise problem(f"{where}.schema", rule)
+    return GrammarSpec(kind="json_schema", source=source, param=where)
