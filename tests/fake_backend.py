@@ -1,24 +1,32 @@
 """An `InferenceBackend` without a model, for tests of everything above one.
 
-It answers with its `words`, at the pace that it is set to, and remembers what it was asked, how
-many streams are open and how many were cut short.
+It answers with its `words`, or with a `script` of events, at the pace that it is set to, and
+remembers what it was asked, how many streams are open and how many were cut short.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from engine.backends.base import InferenceBackend
 from engine.core.errors import EngineError, InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
+    Embeddings,
+    EmbedRequest,
     Event,
     FinishEvent,
-    GenerationContext,
     Health,
     ModelCard,
+    ReasoningEvent,
     TextEvent,
     TokenText,
+    ToolCallEvent,
     TopLogprob,
     UsageEvent,
 )
@@ -26,7 +34,57 @@ from engine.core.interfaces.request import EngineStats
 
 MODEL = "tests/fake-model"
 CONTEXT_LENGTH = 4096
+NUM_DIMENSIONS = 8
 DEFAULT_WORDS = ("Hello", " from", " a", " fake", " model", ".")
+CARD = ModelCard(
+    id=MODEL,
+    created=1_700_000_000,
+    owned_by="tests",
+    max_model_len=CONTEXT_LENGTH,
+    backend="fake",
+    capabilities=(
+        "completions",
+        "chat",
+        "embeddings",
+        "score",
+        "tools",
+        "json_schema",
+        "reasoning",
+        "suffix",
+    ),
+    template_options=("enable_thinking",),
+    trained_context=2 * CONTEXT_LENGTH,
+    num_dimensions=NUM_DIMENSIONS,
+)
+
+Scripted = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
+Script = Sequence[Scripted]
+
+
+def call_script(*calls: tuple[str, str], choice: int = 0, said: str = "") -> list[Scripted]:
+    """Events of a turn that calls tools, each as a name and its arguments in JSON text; every
+    call's arguments come in two pieces.
+    """
+    events: list[Scripted] = [TextEvent(choice, said, 1)] if said else []
+    for index, (name, arguments) in enumerate(calls):
+        half = len(arguments) // 2
+        call_id = f"call_{index}"
+        events += [
+            ToolCallEvent(choice, index, "", call_id, name),
+            TextEvent(choice, "", 1),
+            ToolCallEvent(choice, index, arguments[:half]),
+            ToolCallEvent(choice, index, arguments[half:]),
+        ]
+    return [*events, FinishEvent(choice, "tool_calls")]
+
+
+def reasoning_script(thoughts: Sequence[str], words: Sequence[str]) -> list[Scripted]:
+    """Events of a turn that thinks before it answers."""
+    events: list[Scripted] = []
+    for thought in thoughts:
+        events += [ReasoningEvent(0, thought), TextEvent(0, "", 1)]
+    events += [TextEvent(0, word, 1) for word in words]
+    return [*events, FinishEvent(0, "stop")]
 
 
 class FakeBackend(InferenceBackend):
@@ -38,6 +96,10 @@ class FakeBackend(InferenceBackend):
     def reset(self, words: Sequence[str] = DEFAULT_WORDS) -> None:
         """As new, for a test that shares a server with others."""
         self.words = tuple(words)
+        # In place of the words; a function of the request, where turns should differ.
+        self.script: Script | Callable[[ChatRequest | CompletionRequest], Script] | None = None
+        self.reasoning_tokens = 0  # for the usage
+        self.cards = [CARD]
         self.prefill_s = 0.0
         self.token_s: float | None = 0.0  # None: all tokens at once
         self.refusal: EngineError | None = None  # raised before the first event
@@ -47,9 +109,14 @@ class FakeBackend(InferenceBackend):
         self.start_error: EngineError | None = None
         self.stats_now: EngineStats | None = EngineStats(prefix_queries=100, prefix_hits=25)
         self.requests: list[ChatRequest | CompletionRequest] = []
+        self.embed_requests: list[EmbedRequest] = []
         self.num_open = 0
         self.num_cut_short = 0
         self.is_stopped = False
+
+    def set_card(self, **fields: Any) -> None:
+        """Another model: `set_card(capabilities=("completions",), emulated=("tools",))`."""
+        self.cards = [msgspec.structs.replace(CARD, **fields)]
 
     async def start(self) -> str:
         if self.start_error is not None:
@@ -67,31 +134,45 @@ class FakeBackend(InferenceBackend):
         return 3 * 2**20
 
     def models(self) -> list[ModelCard]:
-        return [
-            ModelCard(
-                id=MODEL,
-                created=1_700_000_000,
-                owned_by="tests",
-                max_model_len=CONTEXT_LENGTH,
-                backend="fake",
-            )
-        ]
+        return self.cards
 
     def stats(self) -> EngineStats | None:
         return self.stats_now
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         self.requests.append(request)
-        text = " ".join(message["content"] for message in request.messages)
-        return self._answer(request.context, len(text.split()))
+        return self._answer(request, len(_chat_text(request).split()))
 
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
         self.requests.append(request)
-        prompt = request.prompt
-        num_tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
-        return self._answer(request.context, num_tokens)
+        return self._answer(request, _count(request.prompt))
 
-    async def _answer(self, context: GenerationContext, num_prompt: int) -> AsyncIterator[Event]:
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """A vector that depends on nothing but its input."""
+        self.embed_requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        vectors = np.stack([_vector(each) for each in request.inputs])
+        return Embeddings(vectors, sum(_count(each) for each in request.inputs))
+
+    async def tokenize(
+        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """A token for each byte; the special one is 256."""
+        text = content if isinstance(content, str) else _chat_text(content)
+        return ((256,) if add_special_tokens else ()) + tuple(text.encode())
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        for token_id in token_ids:
+            if token_id > 256:
+                raise InvalidRequestError(f"There is no token {token_id}.", param="tokens")
+        pieces = [b"<s>" if each == 256 else bytes([each]) for each in token_ids]
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    async def _answer(
+        self, request: ChatRequest | CompletionRequest, num_prompt: int
+    ) -> AsyncIterator[Event]:
+        context = request.context
         if self.refusal is not None:
             raise self.refusal
         if num_prompt >= CONTEXT_LENGTH:
@@ -105,29 +186,77 @@ class FakeBackend(InferenceBackend):
         finished = False
         try:
             await asyncio.sleep(self.prefill_s)
-            words = self.words[: context.params.max_tokens]
-            for position, word in enumerate(words):
+            num_tokens = 0
+            for position, step in enumerate(self._steps(request)):
                 if self.failure is not None and position == self.fail_after:
                     raise self.failure
-                for choice in range(context.params.n):
-                    yield TextEvent(choice, word, 1, _logprobs(word, context.params.logprobs))
+                for event in step:
+                    num_tokens += event.num_tokens if isinstance(event, TextEvent) else 0
+                    yield event
                 if self.token_s is not None:
                     await asyncio.sleep(self.token_s)
-            reason = "stop" if len(words) == len(self.words) else "length"
-            for choice in range(context.params.n):
-                yield FinishEvent(choice, reason)
             yield UsageEvent(
                 prompt_tokens=num_prompt,
-                completion_tokens=len(words) * context.params.n,
+                completion_tokens=num_tokens,
                 cached_tokens=num_prompt // 2,
                 queue_s=0.001,
                 prefill_s=self.prefill_s,
-                decode_s=(self.token_s or 0.0) * len(words),
+                decode_s=(self.token_s or 0.0) * num_tokens / context.params.n,
+                reasoning_tokens=self.reasoning_tokens,
             )
             finished = True
         finally:
             self.num_open -= 1
             self.num_cut_short += not finished
+
+    def _steps(self, request: ChatRequest | CompletionRequest) -> list[list[Scripted]]:
+        """What comes without a pause in between."""
+        if self.script is not None:
+            script = self.script(request) if callable(self.script) else self.script
+            return [[event] for event in script]
+        params = request.context.params
+        words = self.words[: params.max_tokens]
+        steps: list[list[Scripted]] = [
+            [
+                TextEvent(choice, word, 1, _logprobs(word, params.logprobs))
+                for choice in range(params.n)
+            ]
+            for word in words
+        ]
+        is_whole = len(words) == len(self.words)
+        steps.append(
+            [FinishEvent(choice, "stop" if is_whole else "length") for choice in range(params.n)]
+        )
+        if isinstance(request, CompletionRequest) and request.echo:
+            steps.insert(0, [_echo(request, choice) for choice in range(params.n)])
+        return steps
+
+
+def _chat_text(request: ChatRequest) -> str:
+    return " ".join(message["content"] for message in request.messages)
+
+
+def _count(prompt: str | tuple[int, ...]) -> int:
+    return len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+
+
+def _vector(text: str | tuple[int, ...]) -> Any:
+    digest = hashlib.sha256(repr(text).encode()).digest()[:NUM_DIMENSIONS]
+    vector = np.frombuffer(digest, np.uint8).astype(np.float32) + 1
+    return vector / np.linalg.norm(vector)
+
+
+def _echo(request: CompletionRequest, choice: int) -> TextEvent:
+    """The prompt's words; nothing is known of how likely the first one was."""
+    assert isinstance(request.prompt, str)
+    params = request.context.params
+    if not params.score_prompt:
+        return TextEvent(choice, request.prompt, 0)
+    first, *rest = request.prompt.split(" ")
+    tokens = [TokenText(first, first.encode(), float("nan"))]
+    for word in rest:
+        tokens += _logprobs(" " + word, params.logprobs) or ()
+    return TextEvent(choice, request.prompt, 0, tuple(tokens))
 
 
 def _logprobs(word: str, num_top: int | None) -> tuple[TokenText, ...] | None:

@@ -12,17 +12,25 @@ from starlette.middleware.cors import CORSMiddleware
 from engine.backends.base import InferenceBackend
 from engine.core.config_schema import Settings
 from engine.core.observability.metrics import Metrics
+from engine.servers.anthropic.routes import add_anthropic_routes
 from engine.servers.auth import Authenticator
+from engine.servers.batches.routes import add_files_and_batches_routes
 from engine.servers.errors import install_error_handlers
 from engine.servers.generate import add_generate_routes
 from engine.servers.guard import BrowserGuard
 from engine.servers.health import add_health_routes, add_metrics_routes
 from engine.servers.lifecycle import Lifecycle
+from engine.servers.openai.capabilities import add_capabilities_routes
 from engine.servers.openai.chat import add_chat_routes
 from engine.servers.openai.completions import add_completions_routes
+from engine.servers.openai.embeddings import add_embeddings_routes
 from engine.servers.openai.models import add_models_routes
+from engine.servers.openai.rerank import add_rerank_routes
+from engine.servers.openapi import add_openapi_routes
 from engine.servers.request_log import RequestLog
+from engine.servers.responses.routes import add_responses_routes
 from engine.servers.services import Services
+from engine.servers.tokenize import add_tokenize_routes
 from engine.servers.watcher import EngineWatcher
 
 
@@ -43,8 +51,16 @@ def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) 
     add_chat_routes(app, services)
     add_completions_routes(app, services)
     add_models_routes(app, services)
+    add_responses_routes(app, services)
+    add_embeddings_routes(app, services)
+    add_rerank_routes(app, services)
+    add_anthropic_routes(app, services)
+    add_tokenize_routes(app, services)
+    add_capabilities_routes(app, services)
+    add_files_and_batches_routes(app, services)
     add_generate_routes(app, services)
     add_health_routes(app, services)
+    add_openapi_routes(app)
     if settings.metrics.enabled:
         add_metrics_routes(app, services)
     return app
@@ -63,7 +79,7 @@ def _layers(settings: Settings, metrics: Metrics) -> list[Middleware]:
                 allow_methods=["GET", "POST", "DELETE"],
                 # OpenAI's SDK sends a family of x-stainless-* headers; no cookies are in play.
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "x-engine-warnings", "retry-after"],
             )
         )
     return layers

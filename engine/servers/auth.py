@@ -7,7 +7,9 @@ constant time.
 
 import hashlib
 import hmac
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import SecretStr
 from starlette.requests import Request
@@ -28,6 +30,10 @@ class Principal:
 
 # Without a configured key everybody on this machine is one tenant.
 ANYONE = Principal("")
+
+# Where a scope that this process made itself says whom it is for. A scope that the HTTP server made
+# never has it: what a client sends is a value under other keys, and no object in any case.
+_ACTING_FOR = "engine.acting_for"
 
 
 class Authenticator:
@@ -52,6 +58,11 @@ class Authenticator:
         accepted = [self._api_key] if self._api_key is not None else []
         if request.scope["route"].path == self._metrics_route and self._metrics_token is not None:
             accepted.append(self._metrics_token)
+        acting_for = request.scope.get(_ACTING_FOR)
+        if isinstance(acting_for, Principal):
+            # Work that was left by a key which is no longer accepted is refused like the key.
+            current = [_principal(each) for each in accepted] or [ANYONE]
+            return acting_for if acting_for in current else None
         if not accepted:
             return ANYONE
         matched: bytes | None = None
@@ -59,13 +70,22 @@ class Authenticator:
             for expected in accepted:
                 if hmac.compare_digest(presented, expected):
                     matched = expected
-        return None if matched is None else Principal(matched.hex()[:32])
+        return None if matched is None else _principal(matched)
+
+
+def act_for(scope: MutableMapping[str, Any], principal: Principal) -> None:
+    """Make a request of the server's own, in `scope`, one of `principal`'s."""
+    scope[_ACTING_FOR] = principal
 
 
 def principal_of(request: Request) -> Principal:
     principal = request.state.principal
     assert isinstance(principal, Principal)
     return principal
+
+
+def _principal(digest: bytes) -> Principal:
+    return Principal(digest.hex()[:32])
 
 
 def _digest_of(secret: SecretStr | None) -> bytes | None:

@@ -1,5 +1,5 @@
-"""Failures as HTTP answers: always the OpenAI error body, never an input echoed back or an internal
-detail.
+"""Failures as HTTP answers: the OpenAI error body, or Anthropic's on its own routes; never an input
+echoed back or an internal detail.
 
 `x-should-retry` is what stops an OpenAI client from sending a hopeless request three times;
 `retry-after` tells it when a retry makes sense. What is not an `EngineError` is a bug and is
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.core.errors import (
     AuthenticationError,
@@ -32,6 +33,17 @@ from engine.servers.records import record_of
 MAX_ERRORS = 10
 MAX_MESSAGE = 2_000
 _MAX_SHOWN = 40
+# Whatever fails below this path, found or not, is told in Anthropic's way.
+ANTHROPIC_PATH = "/v1/messages/"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _encode = msgspec.json.encode
 
 
@@ -50,9 +62,20 @@ class ClientDisconnectedError(AbortedError):
 
 def error_body(error: EngineError) -> bytes:
     body = error.body()
-    if len(error.message) > MAX_MESSAGE:
-        body["error"]["message"] = error.message[:MAX_MESSAGE] + " ..."
+    body["error"]["message"] = _short_message(error)
     return _encode(body)
+
+
+def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
+    fallback = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, fallback)
+    described = {"type": kind, "message": _short_message(error)}
+    return _encode({"type": "error", "error": described, "request_id": request_id})
+
+
+def _short_message(error: EngineError) -> str:
+    message = error.message
+    return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
 
 
 def error_headers(error: EngineError) -> dict[str, str]:
@@ -69,10 +92,14 @@ def error_headers(error: EngineError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: EngineError) -> Response:
-    return Response(
-        error_body(error), error.status, error_headers(error), media_type="application/json"
-    )
+def error_response(error: EngineError, scope: Scope) -> Response:
+    headers = error_headers(error)
+    if f"{scope['path']}/".startswith(ANTHROPIC_PATH):
+        headers["request-id"] = record_of(scope).request_id
+        body = anthropic_error_body(error, headers["request-id"])
+    else:
+        body = error_body(error)
+    return Response(body, error.status, headers, media_type="application/json")
 
 
 def opaque_error() -> EngineError:
@@ -93,6 +120,17 @@ def describe(value: Any) -> str:
     return _encode(value).decode("utf-8", "replace")
 
 
+def problem(param: str, rule: str) -> InvalidRequestError:
+    """A complaint about one place, which may be deep inside a field."""
+    return InvalidRequestError(f"{param}: {rule}.", param=param)
+
+
+def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in item:
+        if key not in known:
+            raise problem(f"{where}.{key[:64]}", f"is unknown; there are {', '.join(known)}")
+
+
 def invalid_request(error: ValidationError) -> InvalidRequestError:
     """All that pydantic found, as one error whose `param` is the first field."""
     found = error.errors(include_url=False)
@@ -103,16 +141,13 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _param(item: Mapping[str, Any]) -> str:
-    context = item.get("ctx", {})
-    if "param" in context:
-        return str(context["param"])
     # A dictionary's key is the client's text and may be long.
     return ".".join(str(part)[:64] for part in item["loc"]) or "body"
 
 
 def _sentence(item: Mapping[str, Any]) -> str:
     rule = re.sub(r"^(Input|String|List) ", "", item["msg"])
-    got = "" if item["type"] in ("missing", "described") else f", got {describe(item['input'])}"
+    got = "" if item["type"] == "missing" else f", got {describe(item['input'])}"
     return f"{_param(item)}: {rule}{got}."
 
 
@@ -120,7 +155,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
         record_of(request.scope).error_code = error.error_code
-        return error_response(error)
+        return error_response(error, request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -20,15 +20,18 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
     FinishEvent,
+    TextEvent,
     UsageEvent,
 )
 from engine.servers.auth import principal_of
 from engine.servers.errors import AbortedError
 from engine.servers.generation import Generation, OutputEvent, coalesce
 from engine.servers.lifecycle import Ticket
+from engine.servers.openai.chat import NO_TEXT
 from engine.servers.openai.format import Collected, chat_logprobs, usage_body
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.services import Services, answer_streaming, new_completion_id
+from engine.servers.sse import DONE, error_event
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
@@ -58,7 +61,7 @@ class GenerateStream:
     def chunk(self, event: OutputEvent) -> bytes:
         if isinstance(event, FinishEvent):
             fields = {"text": "", "finish_reason": event.reason, "stop_reason": event.stop_reason}
-        elif event.text or event.logprobs:
+        elif isinstance(event, TextEvent) and (event.text or event.logprobs):
             fields = {"text": event.text, "finish_reason": None}
             if event.logprobs:
                 fields["logprobs"] = chat_logprobs(event.logprobs)["content"]
@@ -67,7 +70,10 @@ class GenerateStream:
         return self._head + _encode({"index": event.choice} | fields)[1:] + b"\n\n"
 
     def closing(self, usage: UsageEvent) -> bytes:
-        return self._head + _encode({"usage": usage_body(usage)})[1:] + b"\n\n"
+        return self._head + _encode({"usage": usage_body(usage)})[1:] + b"\n\n" + DONE
+
+    def failure(self, error: EngineError) -> bytes:
+        return error_event(error)
 
 
 class Submission:
@@ -97,8 +103,8 @@ class Submission:
         collected = Collected(self.num_choices)
         collected.add(self._events)
         choices = [
-            {"index": index, "text": "".join(collected.texts[index])} | ending
-            for index, ending in enumerate(collected.endings())
+            {"index": index, "text": choice.text} | choice.ending()
+            for index, choice in enumerate(collected.choices)
         ]
         body: dict[str, Any] = {
             "request_id": self.request_id,
@@ -191,6 +197,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
 
     def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, Generation]:
         card = services.find_model(body.model)
+        services.require(card, "completions", "prompt", NO_TEXT)
         request_id = new_completion_id("gen")
         params = body.params(card)
         context = services.context(request, body, params, request_id)

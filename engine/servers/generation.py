@@ -8,6 +8,7 @@ the request held there.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +18,14 @@ import msgspec
 from starlette.types import Receive
 
 from engine.core.errors import EngineError, RequestTimeoutError
-from engine.core.interfaces.backend import Event, FinishEvent, TextEvent, UsageEvent
+from engine.core.interfaces.backend import (
+    Event,
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    UsageEvent,
+)
 from engine.servers.errors import ClientDisconnectedError, opaque_error
 
 logger = logging.getLogger(__name__)
@@ -25,7 +33,7 @@ logger = logging.getLogger(__name__)
 # A backend enforces the deadline itself; this much later the server stops waiting for it.
 DEADLINE_MARGIN_S = 5.0
 
-OutputEvent = TextEvent | FinishEvent
+OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
 # Seconds since the tokens before, in the same choice, and how many tokens there are now.
 OnTokens = Callable[[float, int], None]
 
@@ -154,8 +162,8 @@ class Generation:
         if first_choice:
             event = msgspec.structs.replace(event, choice=event.choice + first_choice)
         if isinstance(event, FinishEvent):
-            self.finish_reasons[event.choice] = event.reason
-        elif event.num_tokens:
+            self.finish_reasons[event.choice] = "length" if event.reason == "length" else "stop"
+        elif isinstance(event, TextEvent) and event.num_tokens:
             self._time_tokens(event)
         self._pending.append(event)
         self._wake.set()
@@ -184,39 +192,52 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
         queue_s=max(total.queue_s, part.queue_s),
         prefill_s=max(total.prefill_s, part.prefill_s),
         decode_s=max(total.decode_s, part.decode_s),
+        reasoning_tokens=total.reasoning_tokens + part.reasoning_tokens,
     )
 
 
 def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Join neighbouring text events of one choice, for a client slower than its tokens."""
+    """Join neighbours that say one thing in pieces, for a client slower than its tokens. Events
+    that only count tokens have been counted, and would part what belongs together.
+    """
     joined: list[OutputEvent] = []
-    run: list[TextEvent] = []
-
-    def end_run() -> None:
-        if len(run) > 1:
-            joined.append(_join(run))
+    shown = [each for each in events if not _is_silent(each)]
+    for same, run in itertools.groupby(shown, key=_joint):
+        pieces = list(run)
+        if same is None or len(pieces) == 1:
+            joined.extend(pieces)
         else:
-            joined.extend(run)
-        run.clear()
-
-    for event in events:
-        if isinstance(event, TextEvent) and (not run or run[0].choice == event.choice):
-            run.append(event)
-            continue
-        end_run()
-        if isinstance(event, TextEvent):
-            run.append(event)
-        else:
-            joined.append(event)
-    end_run()
+            joined.append(_join(pieces))
     return joined
 
 
-def _join(run: Sequence[TextEvent]) -> TextEvent:
-    logprobs = [token for event in run for token in event.logprobs or ()]
+def _is_silent(event: OutputEvent) -> bool:
+    return isinstance(event, TextEvent) and not event.text and not event.logprobs
+
+
+def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
+    """Equal for events that can be joined; None for those that never are."""
+    if isinstance(event, FinishEvent):
+        return None
+    call = event.index if isinstance(event, ToolCallEvent) else 0
+    return type(event), event.choice, call
+
+
+def _join(run: Sequence[OutputEvent]) -> OutputEvent:
+    """Pieces of one kind, choice and call."""
+    first = run[0]
+    if isinstance(first, ReasoningEvent):
+        text = "".join(each.text for each in run if isinstance(each, ReasoningEvent))
+        return msgspec.structs.replace(first, text=text)
+    if isinstance(first, ToolCallEvent):
+        pieces = [each.arguments for each in run if isinstance(each, ToolCallEvent)]
+        return msgspec.structs.replace(first, arguments="".join(pieces))
+    texts = [each for each in run if isinstance(each, TextEvent)]
+    logprobs = [token for each in texts for token in each.logprobs or ()]
     return TextEvent(
-        choice=run[0].choice,
-        text="".join(event.text for event in run),
-        num_tokens=sum(event.num_tokens for event in run),
-        logprobs=tuple(logprobs) if run[0].logprobs is not None else None,
+        choice=first.choice,
+        text="".join(each.text for each in texts),
+        num_tokens=sum(each.num_tokens for each in texts),
+        logprobs=tuple(logprobs) if texts[0].logprobs is not None else None,
+        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),
     )

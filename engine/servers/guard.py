@@ -44,7 +44,7 @@ class BrowserGuard:
             await self._app(scope, receive, send)
             return
         record_of(scope).error_code = error.error_code
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> EngineError | None:
         headers = Headers(scope=scope)

@@ -24,10 +24,17 @@ class RequestRecord:
     user_hash: str | None = None
     ttft_s: float | None = None
     usage: UsageEvent | None = None  # of an answer that was finished
+    warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
+    metadata: dict[str, str] | None = None  # what the client attached
 
     def work_fields(self) -> dict[str, Any]:
         """What the log says of the generation, as far as it is known."""
-        fields: dict[str, Any] = {"completion_id": self.completion_id, "user_hash": self.user_hash}
+        fields: dict[str, Any] = {
+            "completion_id": self.completion_id,
+            "user_hash": self.user_hash,
+            "metadata": self.metadata,
+            "warnings": self.warnings or None,
+        }
         if self.ttft_s is not None:
             fields["ttft_s"] = round(self.ttft_s, 6)
         if self.usage is not None:

@@ -42,7 +42,11 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                headers = [*message.get("headers", ()), id_header]
+                if record.warnings:
+                    text = "; ".join(record.warnings)
+                    headers.append((b"x-engine-warnings", text.encode("ascii", "replace")))
+                message["headers"] = headers
             await send(message)
 
         with request_context(record.request_id):
@@ -52,7 +56,7 @@ class RequestLog:
                 logger.exception("A request failed unexpectedly.")
                 record.error_code = "INTERNAL_ERROR"
                 if record.status == 0:
-                    await error_response(opaque_error())(scope, receive, send_with_id)
+                    await error_response(opaque_error(), scope)(scope, receive, send_with_id)
             finally:
                 self._report(scope, record)
 

@@ -97,6 +97,8 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Until it is told to stop; raises what the backend could not start with."""
+        for component in self._services.components:
+            await component.start()
         loading = asyncio.create_task(self._load())
         watching = asyncio.create_task(self._services.watcher.run())
         try:
@@ -105,6 +107,8 @@ class HttpServer:
             loading.cancel()
             watching.cancel()
             await asyncio.gather(loading, watching, return_exceptions=True)
+            for component in reversed(self._services.components):
+                await component.stop()
             await self._services.backend.stop()
         if not loading.cancelled():
             loading.result()

@@ -1,17 +1,25 @@
 """What the routes share: the backend, admission, and the steps that all generating routes take."""
 
 import hashlib
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.backends.base import InferenceBackend
 from engine.core.config_schema import Settings
-from engine.core.errors import NotFoundError, UnavailableError
-from engine.core.interfaces.backend import Event, GenerationContext, ModelCard, UsageEvent
+from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
+from engine.core.interfaces.backend import (
+    Event,
+    GenerationContext,
+    GrammarSpec,
+    ModelCard,
+    UsageEvent,
+)
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers import sse
@@ -27,6 +35,16 @@ from engine.servers.watcher import EngineWatcher
 # Loading or restarting takes seconds; asking again sooner is wasted.
 NOT_READY_RETRY_S = 5.0
 _MAX_NAMED_MODELS = 20
+# A warning becomes a header, and may quote a name that the client chose.
+_UNPRINTABLE = re.compile(r"[^ -~]")
+
+
+class Component(Protocol):
+    """Something with a life of its own beside the requests, for as long as the server runs."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     watcher: EngineWatcher
+    components: list[Component] = field(default_factory=list)  # in the order of their start
 
     def admit(self, request: Request) -> Ticket:
         """Raises at once when the request can't be taken now; the caller closes the ticket."""
@@ -69,22 +88,53 @@ class Services:
             code="model_not_found",
         )
 
+    def warn(self, request: Request, param: str, message: str) -> None:
+        """Tell the client what was not done as asked; with `strict`, refuse instead."""
+        if self.settings.server.strict:
+            raise InvalidRequestError(
+                f"{param}: {message}, and this server is strict.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        warning = _UNPRINTABLE.sub("?", f"{param}: {message}")
+        record_of(request.scope).warnings.append(warning)
+
+    def require(self, card: ModelCard, capability: str, param: str, what: str) -> None:
+        """Refuse `param` where the model can't; `what` ends a sentence that begins with it."""
+        if capability not in card.capabilities:
+            raise InvalidRequestError(
+                f"{param} can't be used here: {card.id} {what}.",
+                param=param,
+                code="unsupported_parameter",
+            )
+
     def context(
-        self, request: Request, body: SamplingBody, params: SamplingParams, completion_id: str
+        self,
+        request: Request,
+        body: SamplingBody,
+        params: SamplingParams,
+        completion_id: str,
+        grammar: GrammarSpec | None = None,
     ) -> GenerationContext:
+        """What goes to the backend beside the text; some of it goes into the log as well."""
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
-        if body.user:
+        record.metadata = body.metadata or None
+        if body.end_user:
             # Enough to tell an abusive end user apart in the log, without writing down who it is.
-            digest = hashlib.sha256(f"{principal.name}:{body.user}".encode()).hexdigest()
-            record.user_hash = digest[:16]
+            record.user_hash = _digest(principal.name, body.end_user)[:16]
+        salt = principal.name
+        if body.cache_salt is not None:
+            salt = _digest(principal.name, body.cache_salt)
         return GenerationContext(
             request_id=completion_id,
             params=params,
             priority=body.priority or 0,
-            salt=principal.name,
+            salt=salt,
             timeout_s=self.settings.server.request_timeout_s,
+            grammar=grammar,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
 
     def generate(
@@ -96,6 +146,11 @@ class Services:
             max_tokens=params.max_tokens,
             timeout_s=self.settings.server.request_timeout_s,
         )
+
+
+def _digest(principal: str, text: str) -> str:
+    # A name has no line break, so no two pairs make one text.
+    return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
 
 
 def new_completion_id(prefix: str) -> str:

@@ -4,7 +4,7 @@ A request that the backend refuses must be an HTTP error, yet headers must not w
 prompt to be computed. So the first event (or the refusal) is awaited for `ACCEPT_WAIT_S`; after
 that the headers go out and comments keep the connection alive. One token is one chunk, unless the
 client is slow: only then do events arrive during a write, and those are joined before the next one.
-A stream ends with `[DONE]` or with an error event, never with both.
+A stream ends with its format's closing or with an error event, never with both.
 """
 
 import asyncio
@@ -30,13 +30,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamFormat(Protocol):
-    """One API's chunks, as complete `data: ...` events."""
+    """One API's chunks, as complete events."""
 
     def opening(self) -> bytes: ...
 
     def chunk(self, event: OutputEvent) -> bytes: ...
 
-    def closing(self, usage: UsageEvent) -> bytes: ...
+    def closing(self, usage: UsageEvent) -> bytes:
+        """The end of a stream that went well, with whatever terminates it."""
+        ...
+
+    def failure(self, error: EngineError) -> bytes:
+        """The end of one that did not."""
+        ...
 
 
 class StalledClientError(ClientDisconnectedError):
@@ -101,7 +107,7 @@ class EventStream(Response):
         except ClientDisconnectedError:
             raise  # without a last chunk, which closes the connection
         except EngineError as error:
-            await writer.write(error_event(error), more=False)
+            await writer.write(self._format.failure(error), more=False)
             raise
 
     async def _stream(self, writer: "_Writer") -> None:
@@ -121,7 +127,7 @@ class EventStream(Response):
             head = b""
             # An unhindered write does not yield to the event loop, so nothing can have arrived.
             is_slow = generation.has_pending
-        await writer.write(format.closing(generation.usage) + DONE, more=False)
+        await writer.write(format.closing(generation.usage), more=False)
 
 
 class _Writer:

@@ -93,6 +93,10 @@ async def test_what_is_not_a_json_object(client: httpx.AsyncClient, body: bytes)
         '"logit_bias": {"\\ud800": 1}',
         '"messages": [{"role": "user", "content": "\\ud800"}]',
         '"\\ud800": 1',
+        '"metadata": {"a": "\\ud800"}',
+        '"tools": [{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]',
+        '"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": "\\ud800"}}}',
+        r'"guided_json": "{\"const\": \"\\ud800\"}"',
     ],
 )
 async def test_lone_surrogates(client: httpx.AsyncClient, field: str, stream: bool) -> None:
@@ -105,6 +109,33 @@ async def test_strange_text_is_only_text(client: httpx.AsyncClient) -> None:
         messages = [{"role": "user", "content": text}]
         response = await post(client, json.dumps(chat(messages=messages)).encode())
         assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{}] * 100_000},
+        {"tools": [{"type": "function", "function": {"name": "f" * 500_000}}]},
+        {"tool_choice": {"x" * 500_000: 1}},
+        {"tool_choice": "x" * 500_000},
+        {"guided_choice": ["x"] * 100_000},
+        {"guided_json": "[" * 500_000},
+        {"guided_regex": "(" * 500_000},
+        {"response_format": {"type": "x" * 500_000}},
+        {"structured_outputs": {"x" * 500_000: 1}},
+        {"metadata": {str(i): "" for i in range(50_000)}},
+        {"chat_template_kwargs": {str(i): 0 for i in range(50_000)}},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 100_000}]},
+        {"messages": [{"role": "x" * 500_000}]},
+        {"messages": [{"role": "user", "content": "a", "x" * 500_000: 1}]},
+    ],
+)
+async def test_large_wrongs_have_small_answers(
+    client: httpx.AsyncClient, fields: dict[str, object]
+) -> None:
+    response = await post(client, json.dumps(chat(**fields)).encode())
+    assert response.status_code == 400
+    assert len(response.content) < 1000
 
 
 def nested(depth: int) -> bytes:

@@ -11,7 +11,13 @@ import pytest
 from fastapi import FastAPI
 
 from engine.core.errors import NotFoundError
-from engine.core.interfaces.backend import FinishEvent, TextEvent, TokenText
+from engine.core.interfaces.backend import (
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    TokenText,
+    ToolCallEvent,
+)
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.metrics import Metrics
 from engine.servers import generate
@@ -279,6 +285,7 @@ def test_coalesce_joins_only_neighbours_of_one_choice() -> None:
         TextEvent(0, "d", 1),
         TextEvent(0, "e", 1),
         FinishEvent(0, "stop"),
+        FinishEvent(2, "stop"),
         TextEvent(1, "f", 1),
     ]
     assert coalesce(events) == [
@@ -286,5 +293,25 @@ def test_coalesce_joins_only_neighbours_of_one_choice() -> None:
         TextEvent(1, "c", 1),
         TextEvent(0, "de", 2),
         FinishEvent(0, "stop"),
+        FinishEvent(2, "stop"),
         TextEvent(1, "f", 1),
+    ]
+
+
+def test_coalesce_joins_reasoning_and_the_pieces_of_one_call() -> None:
+    events = [
+        ReasoningEvent(0, "so"),
+        TextEvent(0, "", 1),  # the tokens of the reasoning
+        ReasoningEvent(0, " what"),
+        ToolCallEvent(0, 0, "", "call_1", "look"),
+        TextEvent(0, "", 2),
+        ToolCallEvent(0, 0, '{"a"'),
+        ToolCallEvent(0, 0, ": 1}"),
+        ToolCallEvent(0, 1, "{", "call_2", "look"),
+        ToolCallEvent(0, 1, "}"),
+    ]
+    assert coalesce(events) == [
+        ReasoningEvent(0, "so what"),
+        ToolCallEvent(0, 0, '{"a": 1}', "call_1", "look"),
+        ToolCallEvent(0, 1, "{}", "call_2", "look"),
     ]

@@ -58,6 +58,7 @@ async def test_whole_chat_answer(client: httpx.AsyncClient) -> None:
         "completion_tokens": 12,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -166,7 +166,7 @@ def test_client_that_stops_reading_is_given_up(
 
 
 def test_draining_lets_streams_finish() -> None:
-    backend = FakeBackend()
+    backend = FakeBackend(["x"] * 1000)
     backend.token_s = 0.05
     with live_server(backend) as server:
         url = server.url + "/v1/chat/completions"
@@ -177,6 +177,7 @@ def test_draining_lets_streams_finish() -> None:
             wait_until(lambda: server.services.lifecycle.is_draining)
             assert httpx.get(server.url + "/readyz").status_code == 503
             assert httpx.post(url, json=chat()).status_code == 503
+            backend.token_s = 0
             text += "".join(pieces)
         assert events_of(text)[-1] == "[DONE]"
         server.thread.join(10)

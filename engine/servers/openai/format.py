@@ -5,6 +5,7 @@ and each chunk is a few bytes joined around its text.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +13,19 @@ from typing import Any
 
 import msgspec
 
+from engine.core.errors import EngineError
 from engine.core.interfaces.backend import (
     FinishEvent,
     ModelCard,
+    ReasoningEvent,
     TextEvent,
     TokenText,
+    ToolCallEvent,
     TopLogprob,
     UsageEvent,
 )
 from engine.servers.generation import OutputEvent
+from engine.servers.sse import DONE, error_event
 
 _encode = msgspec.json.Encoder().encode
 # JSON has no infinity; clients know this number as "impossible".
@@ -61,6 +66,7 @@ def usage_body(usage: UsageEvent) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -92,69 +98,159 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
         offset += len(token.token)
     return {
         "tokens": [token.token for token in tokens],
-        "token_logprobs": [_clamped(token.logprob) for token in tokens],
+        "token_logprobs": [
+            None if math.isnan(token.logprob) else _clamped(token.logprob) for token in tokens
+        ],
         "top_logprobs": [_ranked(token) for token in tokens],
         "text_offset": offsets,
     }
 
 
-def _ranked(token: TokenText) -> dict[str, float]:
-    """The chosen token is always among them, even when it was not one of the likeliest."""
+def _ranked(token: TokenText) -> dict[str, float] | None:
+    """The chosen token is always among them, even when it was not one of the likeliest. A prompt's
+    first token follows nothing, so that it has no probability.
+    """
+    if math.isnan(token.logprob):
+        return None
     ranked = {each.token: _clamped(each.logprob) for each in token.top}
     ranked.setdefault(token.token, _clamped(token.logprob))
     return ranked
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call as far as it has arrived."""
+
+    call_id: str
+    name: str
+    arguments: list[str]
+
+    def body(self) -> dict[str, Any]:
+        # No arguments are an empty object: clients parse them as JSON.
+        function = {"name": self.name, "arguments": "".join(self.arguments) or "{}"}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class Choice:
+    """One choice of an answer that is sent whole."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: dict[int, Call] = {}
+        self.tokens: list[TokenText] = []
+        self.finish: FinishEvent | None = None
+        self._scores: list[float] = []
+
+    def add(self, event: OutputEvent) -> None:
+        if isinstance(event, TextEvent):
+            self.texts.append(event.text)
+            if event.logprobs is not None:
+                self.tokens.extend(event.logprobs)
+                if event.num_tokens:  # an echoed prompt's are not the answer's
+                    self._scores.extend(token.logprob for token in event.logprobs)
+        elif isinstance(event, ReasoningEvent):
+            self.reasoning.append(event.text)
+        elif isinstance(event, ToolCallEvent):
+            if event.index not in self.calls:
+                self.calls[event.index] = Call(event.call_id or "", event.name or "", [])
+            self.calls[event.index].arguments.append(event.arguments)
+        else:
+            self.finish = event
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(self._scores) / len(self._scores) if self._scores else -math.inf
+
+    def ending(self, named_tool: bool = False) -> dict[str, Any]:
+        return _ending(self.finish, bool(self.calls), named_tool)
 
 
 class Collected:
     """The choices of an answer that is sent whole."""
 
     def __init__(self, num_choices: int) -> None:
-        self.texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self.tokens: list[list[TokenText]] = [[] for _ in range(num_choices)]
-        self.finish: list[FinishEvent | None] = [None] * num_choices
+        self.choices = [Choice() for _ in range(num_choices)]
 
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
-            if isinstance(event, FinishEvent):
-                self.finish[event.choice] = event
-                continue
-            self.texts[event.choice].append(event.text)
-            if event.logprobs is not None:
-                self.tokens[event.choice].extend(event.logprobs)
-
-    def endings(self) -> list[dict[str, Any]]:
-        return [_ending(finish) for finish in self.finish]
+            self.choices[event.choice].add(event)
 
 
-def _ending(finish: FinishEvent | None) -> dict[str, Any]:
+def _ending(
+    finish: FinishEvent | None, has_calls: bool = False, named_tool: bool = False
+) -> dict[str, Any]:
+    """Calls end a choice with `tool_calls`, except the one call that the client itself named: that
+    is `stop`, as OpenAI has it.
+    """
     if finish is None:
         return {"finish_reason": None}
-    return {"finish_reason": finish.reason, "stop_reason": finish.stop_reason}
+    reason = finish.reason
+    if reason != "length":
+        reason = "tool_calls" if has_calls and not named_tool else "stop"
+    return {"finish_reason": reason, "stop_reason": finish.stop_reason}
 
 
 def chat_body(
-    envelope: Envelope, collected: Collected, usage: UsageEvent, with_logprobs: bool
+    envelope: Envelope,
+    collected: Collected,
+    usage: UsageEvent,
+    *,
+    with_logprobs: bool = False,
+    named_tool: bool = False,
+    metadata: dict[str, str] | None = None,
 ) -> bytes:
     choices = []
-    for index, ending in enumerate(collected.endings()):
-        text = "".join(collected.texts[index])
-        logprobs = chat_logprobs(collected.tokens[index]) if with_logprobs else None
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
-    fields = envelope.fields("chat.completion")
-    return _encode(fields | {"choices": choices, "usage": usage_body(usage)})
+    for index, choice in enumerate(collected.choices):
+        logprobs = chat_logprobs(choice.tokens) if with_logprobs else None
+        choices.append(
+            {"index": index, "message": chat_message(choice), "logprobs": logprobs}
+            | choice.ending(named_tool)
+        )
+    return _whole(envelope, "chat.completion", choices, usage, metadata)
+
+
+def chat_message(choice: Choice) -> dict[str, Any]:
+    """Optional fields are left out, as clients expect; two names of reasoning are in use."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [call.body() for _, call in sorted(choice.calls.items())]
+    if choice.reasoning:
+        message["reasoning_content"] = message["reasoning"] = "".join(choice.reasoning)
+    return message
 
 
 def completion_body(
-    envelope: Envelope, collected: Collected, usage: UsageEvent, with_logprobs: bool
+    envelope: Envelope,
+    choices: Sequence[Choice],
+    usage: UsageEvent,
+    *,
+    with_logprobs: bool = False,
+    metadata: dict[str, str] | None = None,
 ) -> bytes:
-    choices = []
-    for index, ending in enumerate(collected.endings()):
-        text = "".join(collected.texts[index])
-        logprobs = legacy_logprobs(collected.tokens[index], 0) if with_logprobs else None
-        choices.append({"index": index, "text": text, "logprobs": logprobs} | ending)
-    fields = envelope.fields("text_completion")
-    return _encode(fields | {"choices": choices, "usage": usage_body(usage)})
+    bodies = []
+    for index, choice in enumerate(choices):
+        logprobs = legacy_logprobs(choice.tokens, 0) if with_logprobs else None
+        bodies.append({"index": index, "text": choice.text, "logprobs": logprobs} | choice.ending())
+    return _whole(envelope, "text_completion", bodies, usage, metadata)
+
+
+def _whole(
+    envelope: Envelope,
+    kind: str,
+    choices: list[dict[str, Any]],
+    usage: UsageEvent,
+    metadata: dict[str, str] | None,
+) -> bytes:
+    body = envelope.fields(kind) | {"choices": choices, "usage": usage_body(usage)}
+    if metadata:
+        body["metadata"] = metadata
+    return _encode(body)
 
 
 class _ChunkStream:
@@ -167,19 +263,27 @@ class _ChunkStream:
 
     def closing(self, usage: UsageEvent) -> bytes:
         if not self._include_usage:
-            return b""
-        return self.head + b'],"usage":' + _encode(usage_body(usage)) + b"}\n\n"
+            return DONE
+        return self.head + b'],"usage":' + _encode(usage_body(usage)) + b"}\n\n" + DONE
+
+    def failure(self, error: EngineError) -> bytes:
+        return error_event(error)
 
 
 class ChatStream(_ChunkStream):
     """Chunks of `/v1/chat/completions`: each choice begins with its role."""
 
-    def __init__(self, envelope: Envelope, num_choices: int, include_usage: bool) -> None:
+    def __init__(
+        self, envelope: Envelope, num_choices: int, include_usage: bool, named_tool: bool = False
+    ) -> None:
         super().__init__(envelope, "chat.completion.chunk", include_usage)
         self._before = [
             self.head + b'{"index":%d,"delta":{' % index for index in range(num_choices)
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}' + self.tail
+        self._named_tool = named_tool
+        # For each choice: its calls by index, and whether they have arguments yet.
+        self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
 
     def opening(self) -> bytes:
         role = b'"role":"assistant","content":""'
@@ -187,16 +291,53 @@ class ChatStream(_ChunkStream):
 
     def chunk(self, event: OutputEvent) -> bytes:
         before = self._before[event.choice]
-        if isinstance(event, FinishEvent):
-            ending = _encode(_ending(event))[1:]
-            return before + b'},"logprobs":null,' + ending + self.tail
-        if event.logprobs:
-            logprobs = _encode(chat_logprobs(event.logprobs))
-            after = b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self.tail
-            return before + b'"content":' + _encode(event.text) + after
-        if not event.text:
+        if isinstance(event, TextEvent):
+            if event.logprobs:
+                logprobs = _encode(chat_logprobs(event.logprobs))
+                after = b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self.tail
+                return before + b'"content":' + _encode(event.text) + after
+            if not event.text:
+                return b""
+            return before + b'"content":' + _encode(event.text) + self._after
+        if isinstance(event, ReasoningEvent):
+            text = _encode(event.text)
+            return before + b'"reasoning_content":' + text + b',"reasoning":' + text + self._after
+        if isinstance(event, ToolCallEvent):
+            return self._call(event)
+        ended = self._end_call(event.choice)
+        has_calls = bool(self._calls[event.choice])
+        ending = _encode(_ending(event, has_calls, self._named_tool))[1:]
+        return ended + before + b'},"logprobs":null,' + ending + self.tail
+
+    def _call(self, event: ToolCallEvent) -> bytes:
+        calls = self._calls[event.choice]
+        function: dict[str, Any] = {"arguments": event.arguments}
+        if event.index in calls:
+            if not event.arguments:
+                return b""
+            calls[event.index] = True
+            return self._call_delta(event.choice, {"index": event.index, "function": function})
+        ended = self._end_call(event.choice)
+        calls[event.index] = bool(event.arguments)
+        delta = {
+            "index": event.index,
+            "id": event.call_id,
+            "type": "function",
+            "function": {"name": event.name} | function,
+        }
+        return ended + self._call_delta(event.choice, delta)
+
+    def _end_call(self, choice: int) -> bytes:
+        """An empty object for the call before, if it had no arguments at all."""
+        calls = self._calls[choice]
+        last = next(reversed(calls), None)
+        if last is None or calls[last]:
             return b""
-        return before + b'"content":' + _encode(event.text) + self._after
+        calls[last] = True
+        return self._call_delta(choice, {"index": last, "function": {"arguments": "{}"}})
+
+    def _call_delta(self, choice: int, delta: dict[str, Any]) -> bytes:
+        return self._before[choice] + b'"tool_calls":' + _encode([delta]) + self._after
 
 
 class CompletionStream(_ChunkStream):
@@ -215,6 +356,8 @@ class CompletionStream(_ChunkStream):
         before = self._before[event.choice]
         if isinstance(event, FinishEvent):
             return before + b'"","logprobs":null,' + _encode(_ending(event))[1:] + self.tail
+        if not isinstance(event, TextEvent):
+            return b""  # a completion is plain text
         if event.logprobs:
             return before + _encode(event.text) + self._logprobs(event)
         if not event.text:

@@ -1,34 +1,46 @@
-"""The messages of a chat, from the forms that clients send to plain role and text.
+"""The messages of a chat, from the forms that clients send to that of `ChatRequest`.
 
 Written by hand so that the first mistake ends it: a list of a million wrong items costs one error.
+Arguments of earlier tool calls are JSON text on the wire and objects from here on.
 """
 
 from typing import Any
 
-from pydantic_core import PydanticCustomError
+import msgspec
 
-from engine.servers.errors import describe
+from engine.core.errors import InvalidRequestError
+from engine.servers.errors import describe, problem
+from engine.servers.limits import MAX_DEPTH, check_depth
 
 MAX_MESSAGES = 4_096
 MAX_PARTS = 1_024
-MAX_NAME = 64
+MAX_NAME = 128
+MAX_CALLS = 128
+MAX_CALL_ID = 512
 
-_ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = ("role", "content", "name")
+# Fields that only some roles have.
+_ROLE_FIELDS = {
+    "assistant": ("tool_calls", "reasoning_content", "reasoning"),
+    "tool": ("tool_call_id",),
+}
 # What SDKs add when an earlier answer is sent back; accepted only where it says nothing.
 _EMPTY_ONLY = (
     "annotations",
     "audio",
     "function_call",
+    "images",
     "reasoning",
     "reasoning_content",
     "refusal",
+    "thinking_blocks",
     "tool_calls",
+    "tool_call_id",
 )
-
-
-def problem(param: str, rule: str) -> PydanticCustomError:
-    """A complaint about one place deep inside a field."""
-    return PydanticCustomError("described", "{rule}", {"param": param, "rule": rule})
+# Notes of SDKs to themselves on an answer: what they made of its text, and what else came with it.
+_NOTES = ("parsed", "provider_specific_fields")
+_FUNCTION_NOTES = ("parsed_arguments",)
 
 
 def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
@@ -36,42 +48,128 @@ def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
         raise problem("messages", f"should be a list of messages, got {describe(value)}")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise problem("messages", f"should have 1 to {MAX_MESSAGES} messages, got {len(value)}")
-    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(value))
+    called: dict[str, str] = {}  # id of each call so far -> the function's name
+    return tuple(_message(item, f"messages[{i}]", called) for i, item in enumerate(value))
 
 
-def _message(item: Any, where: str) -> dict[str, Any]:
+def _message(item: Any, where: str, called: dict[str, str]) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise problem(where, f"should be an object, got {describe(item)}")
     role = item.get("role")
-    if role in ("tool", "function"):
-        raise problem(f"{where}.role", "tool results are not supported by this server")
-    if not isinstance(role, str) or role not in _ROLES:
-        expected = ", ".join(_ROLES)
+    if role == "function":
+        raise problem(f"{where}.role", "function is not supported; use tool, with tool_call_id")
+    if not isinstance(role, str) or role not in ROLES:
+        expected = ", ".join(ROLES)
         raise problem(f"{where}.role", f"should be one of {expected}; got {describe(role)}")
-    # `developer` is the newer name of `system`; chat templates know only that one.
-    message = {"role": "system" if role == "developer" else role}
+    own = _FIELDS + _ROLE_FIELDS.get(role, ())
     for key, value in item.items():
-        if key == "name" and value is not None:
-            message["name"] = _name(value, f"{where}.name")
-        elif key in _EMPTY_ONLY:
-            if value not in (None, [], ""):
-                raise problem(f"{where}.{key}", "is not supported by this server")
-        elif key not in ("role", "content", "name"):
+        if key in own or key in _NOTES:
+            continue
+        if key not in _EMPTY_ONLY:
             raise problem(f"{where}.{key[:64]}", "is not a field of a message")
+        if value not in (None, [], ""):
+            raise problem(f"{where}.{key}", f"is not supported in a message of role {role}")
+    # `developer` is the newer name of `system`; chat templates know only that one.
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    if item.get("name") is not None:
+        message["name"] = _short(item["name"], f"{where}.name", MAX_NAME)
     content = item.get("content")
-    if content is None and role == "assistant":
-        content = ""
-    message["content"] = _text(content, f"{where}.content")
+    if role == "assistant":
+        content = "" if content in (None, []) else content
+        _add_assistant_fields(message, item, where, called)
+    elif role == "tool":
+        _add_tool_fields(message, item, where, called)
+    message["content"] = text_of(content, f"{where}.content")
     return message
 
 
-def _name(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME:
-        raise problem(where, f"should be a string of 1 to {MAX_NAME} characters")
+def _add_assistant_fields(
+    message: dict[str, Any], item: dict[str, Any], where: str, called: dict[str, str]
+) -> None:
+    for key in ("reasoning_content", "reasoning"):
+        text = item.get(key)
+        if text is not None and not isinstance(text, str):
+            raise problem(f"{where}.{key}", f"should be a string, got {describe(text)}")
+        if text:
+            message.setdefault("reasoning_content", text)
+    calls = item.get("tool_calls")
+    if calls is None or calls == []:
+        return
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise problem(f"{where}.tool_calls", f"should be a list of at most {MAX_CALLS} calls")
+    message["tool_calls"] = [
+        _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+    ]
+    for call in message["tool_calls"]:
+        called[call["id"]] = call["function"]["name"]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise problem(where, f"should be an object, got {describe(call)}")
+    if call.get("type", "function") != "function":
+        raise problem(f"{where}.type", f"should be function, got {describe(call['type'])}")
+    for key in call:
+        # Streamed calls have an index; clients that collect them send it back.
+        if key not in ("id", "type", "function", "index"):
+            raise problem(f"{where}.{key[:64]}", "is not a field of a tool call")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise problem(f"{where}.function", f"should be an object, got {describe(function)}")
+    for key in function:
+        if key not in ("name", "arguments", *_FUNCTION_NOTES):
+            raise problem(f"{where}.function.{key[:64]}", "is not a field of a called function")
+    return {
+        "id": _short(call.get("id"), f"{where}.id", MAX_CALL_ID),
+        "type": "function",
+        "function": {
+            "name": _short(function.get("name"), f"{where}.function.name", MAX_NAME),
+            "arguments": _arguments(function.get("arguments"), f"{where}.function.arguments"),
+        },
+    }
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        value = decode_text(value, where)
+    if not isinstance(value, dict):
+        raise problem(where, f"should be JSON text of an object, got {describe(value)}")
     return value
 
 
-def _text(content: Any, where: str) -> str:
+def decode_text(text: str, where: str) -> Any:
+    """JSON inside a JSON string, under the limits of a body."""
+    raw = text.encode()
+    try:
+        check_depth(raw)
+        return msgspec.json.decode(raw)
+    except InvalidRequestError:
+        raise problem(where, f"is nested more than {MAX_DEPTH} levels deep") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise problem(where, f"is not valid JSON: {error}") from None
+
+
+def _add_tool_fields(
+    message: dict[str, Any], item: dict[str, Any], where: str, called: dict[str, str]
+) -> None:
+    call_id = _short(item.get("tool_call_id"), f"{where}.tool_call_id", MAX_CALL_ID)
+    if call_id not in called:
+        rule = "answers no call: no assistant message before it has a tool call of this id"
+        raise problem(f"{where}.tool_call_id", rule)
+    message["tool_call_id"] = call_id
+    message.setdefault("name", called[call_id])
+
+
+def _short(value: Any, where: str, max_length: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
+        rule = f"should be a string of 1 to {max_length} characters"
+        raise problem(where, f"{rule}, got {describe(value)}")
+    return value
+
+
+def text_of(content: Any, where: str) -> str:
     """A string as it is; text parts joined by line breaks."""
     if isinstance(content, str):
         return content
@@ -93,7 +191,8 @@ def _part(part: Any, where: str) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise problem(f"{where}.text", f"should be a string, got {describe(text)}")
-    extra = [key for key in part if key not in ("type", "text")]
-    if extra:
-        raise problem(f"{where}.{extra[0][:64]}", "is not a field of a text part")
+    for key in part:
+        # `cache_control` asks for caching, which every prefix gets.
+        if key not in ("type", "text", "cache_control"):
+            raise problem(f"{where}.{key[:64]}", "is not a field of a text part")
     return text

@@ -25,7 +25,7 @@ def model_body(card: ModelCard, is_ready: bool) -> dict[str, Any]:
         "max_model_len": card.max_model_len,
         "context_length": card.max_model_len,
         "meta": {
-            "n_ctx_train": card.max_model_len,
+            "n_ctx_train": card.trained_context or card.max_model_len,
             "n_params": card.num_params,
             "size": card.size_bytes,
         },

@@ -1,7 +1,7 @@
 """Parameters that clients send and this server can't act on: refused by name, never ignored.
 
-A value that asks for nothing (`tools: []`, `best_of: 1`, null) is the same as leaving the parameter
-out, and SDKs send such values all the time, so those are dropped.
+A value that asks for nothing (`functions: []`, `store: false`, null) is the same as leaving the
+parameter out, and SDKs send such values all the time, so those are dropped.
 """
 
 from collections.abc import Iterable
@@ -9,32 +9,45 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 
-# Parameter -> the values, besides null, that mean "not wanted".
+# Parameter -> the values, besides null, that mean "not wanted". Endpoints that know a parameter
+# never look here; `best_of` is one for completions, and nothing for chats.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
+    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),  # of no tools
     "prediction": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": ({},),
     "suffix": ("",),
@@ -44,6 +57,8 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+# What to send instead, where there is something.
+_INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 
 _MAX_NAMED = 10
 
@@ -60,7 +75,7 @@ def drop_no_effect(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]
             unknown.append(name)
         elif not _has_no_effect(name, value):
             raise InvalidRequestError(
-                f"{name} is not supported by this server; leave it out.",
+                f"{name} is not supported by this endpoint; {_INSTEAD.get(name, 'leave it out')}.",
                 param=name,
                 code="unsupported_parameter",
             )

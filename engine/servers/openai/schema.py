@@ -2,125 +2,28 @@
 
 Types are strict (`"1"` and `true` are no numbers) and every number has both bounds, written so that
 NaN fails them. null is the same as leaving a field out. Names and defaults are those of the OpenAI
-API; the sampling fields that it lacks have the names that vLLM gave them.
+API; the fields that it lacks have the names that vLLM gave them.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.core.errors import InvalidRequestError
-from engine.core.interfaces.backend import ModelCard
+from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.errors import describe, invalid_request
-from engine.servers.openai.messages import parse_messages, problem
+from engine.servers.errors import invalid_request, problem
+from engine.servers.openai import fields
 from engine.servers.openai.refusals import drop_no_effect
+from engine.servers.openai.tools import parse_tool_choice
 
 MAX_N = 16
+MAX_BEST_OF = 20
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 256
-MAX_STOP_IDS = 64
-MAX_BIASES = 1_024
-MAX_PROMPTS = 128
-MAX_TOKEN_ID = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 
-Prompt = str | tuple[int, ...]
-
-
-def _off_if_negative(value: Any) -> Any:
-    """vLLM writes -1 for what others write as 0."""
-    return 0 if type(value) is int and value == -1 else value
-
-
-def _parse_stop(value: Any) -> tuple[str, ...]:
-    if value is None or value == "":
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list):
-        raise problem("stop", f"should be a string or a list of strings, got {describe(value)}")
-    if len(stops) > MAX_STOPS:
-        raise problem("stop", f"should have at most {MAX_STOPS} strings, got {len(stops)}")
-    for position, stop in enumerate(stops):
-        if not isinstance(stop, str) or len(stop) > MAX_STOP_LENGTH:
-            raise problem(
-                f"stop[{position}]",
-                f"should be a string of at most {MAX_STOP_LENGTH} characters, got {describe(stop)}",
-            )
-    return tuple(stop for stop in stops if stop)
-
-
-def _parse_bias(value: Any) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise problem("logit_bias", f"should be an object, got {describe(value)}")
-    if len(value) > MAX_BIASES:
-        raise problem("logit_bias", f"should have at most {MAX_BIASES} keys, got {len(value)}")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-            raise problem("logit_bias", f"keys should be token ids, got {describe(key)}")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise problem(f"logit_bias.{key}", f"should be from -100 to 100, got {describe(bias)}")
-        biases[int(key)] = float(bias)
-    return biases
-
-
-def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in value
-    )
-
-
-def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    if isinstance(value, str):
-        return (value,)
-    shape = f"should be text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
-    if not isinstance(value, list) or not value:
-        raise problem("prompt", f"{shape}; got {describe(value)}")
-    if type(value[0]) is int:
-        if not _is_token_list(value):
-            raise problem("prompt", f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
-        return (tuple(value),)
-    if len(value) > MAX_PROMPTS:
-        raise problem("prompt", f"{shape}; got {len(value)}")
-    prompts: list[Prompt] = []
-    for position, item in enumerate(value):
-        if isinstance(item, str):
-            prompts.append(item)
-        elif item and _is_token_list(item):
-            prompts.append(tuple(item))
-        else:
-            raise problem(
-                f"prompt[{position}]", f"should be text or token ids; got {describe(item)}"
-            )
-    return tuple(prompts)
-
-
-def _parse_one_prompt(value: Any) -> Prompt:
-    if isinstance(value, str):
-        return value
-    if value and _is_token_list(value):
-        return tuple(value)
-    raise problem("prompt", f"should be text or a list of token ids; got {describe(value)}")
-
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
-TokenCount = Annotated[int, Field(ge=1, le=2**24)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class SamplingBody(BaseModel):
@@ -128,38 +31,54 @@ class SamplingBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    max_tokens: TokenCount | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**24)] | None = None
+    max_tokens: fields.TokenCount | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Fraction | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**24), BeforeValidator(_off_if_negative)] | None = None
-    min_p: Fraction | None = None
+    top_p: fields.Fraction | None = None
+    top_k: fields.TopK | None = None
+    min_p: fields.Fraction | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: SignedPenalty | None = None
-    frequency_penalty: SignedPenalty | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_parse_bias)] = {}
+    presence_penalty: fields.SignedPenalty | None = None
+    frequency_penalty: fields.SignedPenalty | None = None
+    logit_bias: fields.LogitBias = {}
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = ()
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    stop: fields.StopStrings = ()
+    stop_token_ids: (
+        Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS)] | None
+    ) = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # lower runs first
     user: Annotated[str, Field(max_length=512)] | None = None
+    metadata: fields.Metadata = {}
+    # Prefixes are shared only between requests of one key and one salt.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    truncate_prompt_tokens: fields.Truncation = None
+
+    @property
+    def end_user(self) -> str | None:
+        return self.user
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
 
     def sampling(
-        self, card: ModelCard, max_tokens: int | None, logprobs: int | None
+        self,
+        card: ModelCard,
+        max_tokens: int | None,
+        logprobs: int | None,
+        limit_name: str = "max_tokens",
     ) -> SamplingParams:
-        """`max_tokens` None: as many as the context has room for, which the backend knows."""
+        """`max_tokens` None: as many as the context has room for, which the backend knows.
+        `limit_name` is what the client called it.
+        """
         if max_tokens is not None and max_tokens > card.max_model_len:
             raise InvalidRequestError(
-                f"max_tokens is {max_tokens}. This model's maximum context length is"
+                f"{limit_name} is {max_tokens}. This model's maximum context length is"
                 f" {card.max_model_len} tokens.",
-                param="max_tokens",
+                param=limit_name,
                 code="context_length_exceeded",
             )
         min_tokens = self.min_tokens or 0
@@ -195,61 +114,155 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # chunks are never padded
 
 
 class OpenAIBody(SamplingBody):
-    model: ModelName
+    model: fields.ModelName
     stream_options: StreamOptions | None = None
+    response_format: fields.Format = None
+    guided_json: fields.GuidedJson = None
+    guided_regex: fields.GuidedRegex = None
+    guided_choice: fields.GuidedChoice = None
+    guided_grammar: fields.GuidedGrammar = None
+    structured_outputs: fields.StructuredOutputs = None
+    # What `user` is called since it was split in two, and the other half.
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+
+    @property
+    def end_user(self) -> str | None:
+        return self.safety_identifier or self.user
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        return next(iter(self._grammars()), None)
+
+    def _grammars(self) -> list[GrammarSpec]:
+        given = (
+            self.response_format.grammar if self.response_format is not None else None,
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+            self.structured_outputs,
+        )
+        return [each for each in given if each is not None]
+
+    @property
+    def has_format_description(self) -> bool:
+        return self.response_format is not None and self.response_format.has_description
+
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> "OpenAIBody":
+    def _openai_fields_agree(self) -> "OpenAIBody":
         if self.stream_options is not None and not self.stream:
             raise problem("stream_options", "is only allowed when stream is true")
+        grammars = self._grammars()
+        if len(grammars) > 1:
+            names = " and ".join(grammar.param for grammar in grammars[:2])
+            raise problem(grammars[1].param, f"only one of {names} can be followed")
         return self
 
 
 class ChatBody(OpenAIBody):
-    messages: Annotated[tuple[dict[str, Any], ...], PlainValidator(parse_messages)]
-    max_completion_tokens: TokenCount | None = None
+    messages: fields.Messages
+    max_completion_tokens: fields.TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    tools: fields.Tools = ()
+    tool_choice: fields.RawToolChoice = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: fields.TemplateOptions = {}
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """By default, unless the last message is to be continued."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
+        return parse_tool_choice(self.tool_choice, self.tools)
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> "ChatBody":
+    def _chat_fields_agree(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise problem("top_logprobs", "is only allowed when logprobs is true")
         limits = (self.max_tokens, self.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise problem("max_completion_tokens", "differs from max_tokens; send one of them")
+        choice, _ = self.choice_of_tools
+        if self.grammar is not None and choice.mode in ("required", "named"):
+            raise problem(
+                self.grammar.param,
+                "can't be followed by an answer that must be a tool call; send it without"
+                " tool_choice",
+            )
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise problem("continue_final_message", "excludes add_generation_prompt")
+            last = self.messages[-1]
+            if last["role"] != "assistant" or "tool_calls" in last:
+                raise problem("continue_final_message", "needs a last message of an assistant")
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        limit = self.max_tokens or self.max_completion_tokens
-        return self.sampling(card, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        limit = self.max_completion_tokens or self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+        return self.sampling(card, limit, logprobs, name)
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts)]
+    prompt: fields.Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
+
+    @property
+    def only_echoes(self) -> bool:
+        return self.max_tokens == 0
+
+    @model_validator(mode="after")
+    def _completion_fields_agree(self) -> "CompletionBody":
+        if self.only_echoes and not self.echo:
+            raise problem("max_tokens", "0 is only allowed with echo")
+        if self.only_echoes and self.min_tokens:
+            raise problem("min_tokens", "is more than max_tokens, which is 0")
+        if self.best_of is not None:
+            if self.best_of < self.num_choices:
+                raise problem("best_of", f"should be at least n, which is {self.num_choices}")
+            if self.stream and self.best_of > self.num_choices:
+                raise problem("best_of", "can't be streamed; the best is known at the end")
+        return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        return self.sampling(card, self.max_tokens or DEFAULT_COMPLETION_TOKENS, self.logprobs)
+        """With `max_tokens` 0 one token is asked for, which the answer leaves out."""
+        limit = 1 if self.only_echoes else self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return self.sampling(card, limit, self.logprobs)
 
 
 class GenerateBody(SamplingBody):
-    prompt: Annotated[Prompt, PlainValidator(_parse_one_prompt)]
-    model: ModelName | None = None
+    prompt: fields.OnePrompt
+    model: fields.ModelName | None = None
     logprobs: NumLogprobs | None = None
 
     def params(self, card: ModelCard) -> SamplingParams:
         return self.sampling(card, self.max_tokens or DEFAULT_COMPLETION_TOKENS, self.logprobs)
 
 
-Body = TypeVar("Body", bound=SamplingBody)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:

@@ -1,0 +1,82 @@
+"""GET /v1/capabilities: what this server and its models can do, read from the tables that decide
+it.
+"""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from engine import __version__
+from engine.core.interfaces.backend import ModelCard
+from engine.servers.openai import fields, messages, schema, structured, tools
+from engine.servers.openai.refusals import NO_EFFECT
+from engine.servers.openapi import BODIES, api_routes
+from engine.servers.services import Services
+
+LIMITS = {
+    "max_n": schema.MAX_N,
+    "max_best_of": schema.MAX_BEST_OF,
+    "max_logprobs": schema.MAX_LOGPROBS,
+    "max_stop_strings": fields.MAX_STOPS,
+    "max_stop_length": fields.MAX_STOP_LENGTH,
+    "max_stop_token_ids": fields.MAX_STOP_IDS,
+    "max_logit_bias": fields.MAX_BIASES,
+    "max_prompts": fields.MAX_PROMPTS,
+    "max_messages": messages.MAX_MESSAGES,
+    "max_tools": tools.MAX_TOOLS,
+    "max_metadata_pairs": fields.MAX_METADATA,
+    "max_grammar_length": structured.MAX_SOURCE,
+}
+
+
+def add_capabilities_routes(app: FastAPI, services: Services) -> None:
+    @app.get("/v1/capabilities")
+    async def capabilities() -> Response:
+        """What this server and its models can do."""
+        server = services.settings.server
+        body = {
+            "object": "capabilities",
+            "engine": {"name": "engine", "version": __version__},
+            "strict": server.strict,
+            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
+            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "structured_outputs": {
+                "response_format": structured.FORMATS,
+                "guided": structured.GUIDED,
+                "structured_outputs": structured.KINDS,
+            },
+            "limits": LIMITS
+            | {
+                "max_body_bytes": server.body_limit_mb * 2**20,
+                "max_concurrent_requests": server.max_concurrent_requests,
+                "request_timeout_seconds": server.request_timeout_s,
+            },
+            "models": [_model(card) for card in services.backend.models()],
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
+    """`refused_unless` are those that clients may know from elsewhere, with the values that ask for
+    nothing and are taken.
+    """
+    supported = sorted(kind.model_fields)
+    if not issubclass(kind, schema.SamplingBody):
+        return {"supported": supported}
+    others = {name: off for name, off in NO_EFFECT.items() if name not in kind.model_fields}
+    return {"supported": supported, "refused_unless": others}
+
+
+def _model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "max_model_len": card.max_model_len,
+        "dimensions": card.num_dimensions,
+        "capabilities": {
+            name: "emulated" if name in card.emulated else "native" for name in card.capabilities
+        },
+        "chat_template_kwargs": card.template_options,
+    }

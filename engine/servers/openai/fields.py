@@ -1,0 +1,260 @@
+"""Fields that have several forms on the wire, each with its parser and the JSON schema of what it
+takes.
+
+The parsers stop at the first mistake and never echo more than a few characters of it.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from engine.core.interfaces.backend import GrammarSpec
+from engine.servers.errors import describe, problem
+from engine.servers.openai.messages import MAX_MESSAGES, ROLES, parse_messages
+from engine.servers.openai.structured import (
+    MAX_CHOICES,
+    ResponseFormat,
+    guided_parser,
+    parse_structured_outputs,
+    read_response_format,
+)
+from engine.servers.openai.tools import MAX_TOOLS, parse_tools
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_STOP_IDS = 64
+MAX_BIASES = 1_024
+MAX_PROMPTS = 128
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 2**24
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_TEMPLATE_OPTIONS = 32
+
+Prompt = str | tuple[int, ...]
+
+
+def _off_if_negative(value: Any) -> Any:
+    """vLLM writes -1 for what others write as 0."""
+    return 0 if type(value) is int and value == -1 else value
+
+
+def _parse_stop(value: Any) -> tuple[str, ...]:
+    if value is None or value == "":
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise problem("stop", f"should be a string or a list of strings, got {describe(value)}")
+    if len(stops) > MAX_STOPS:
+        raise problem("stop", f"should have at most {MAX_STOPS} strings, got {len(stops)}")
+    for position, stop in enumerate(stops):
+        if not isinstance(stop, str) or len(stop) > MAX_STOP_LENGTH:
+            raise problem(
+                f"stop[{position}]",
+                f"should be a string of at most {MAX_STOP_LENGTH} characters, got {describe(stop)}",
+            )
+    return tuple(stop for stop in stops if stop)
+
+
+def _parse_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise problem("logit_bias", f"should be an object, got {describe(value)}")
+    if len(value) > MAX_BIASES:
+        raise problem("logit_bias", f"should have at most {MAX_BIASES} keys, got {len(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+            raise problem("logit_bias", f"keys should be token ids, got {describe(key)}")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise problem(f"logit_bias.{key}", f"should be from -100 to 100, got {describe(bias)}")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _parse_metadata(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise problem("metadata", f"should be an object of at most {MAX_METADATA} keys")
+    for key, text in value.items():
+        if not 1 <= len(key) <= MAX_METADATA_KEY:
+            raise problem("metadata", f"keys should have 1 to {MAX_METADATA_KEY} characters")
+        if not isinstance(text, str) or len(text) > MAX_METADATA_VALUE:
+            rule = f"should be a string of at most {MAX_METADATA_VALUE} characters"
+            raise problem(f"metadata.{key}", f"{rule}, got {describe(text)}")
+    return value
+
+
+def _parse_template_options(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_TEMPLATE_OPTIONS:
+        rule = f"should be an object of at most {MAX_TEMPLATE_OPTIONS} keys"
+        raise problem("chat_template_kwargs", f"{rule}, got {describe(value)}")
+    return value
+
+
+def _parse_truncation(value: Any) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not (value == -1 or 1 <= value <= MAX_TOKENS):
+        rule = f"should be from 1 to {MAX_TOKENS}, or -1 for what fits"
+        raise problem("truncate_prompt_tokens", f"{rule}, got {describe(value)}")
+    return value
+
+
+def _is_token_list(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in value
+    )
+
+
+def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (value,)
+    shape = f"should be text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
+    if not isinstance(value, list) or not value:
+        raise problem("prompt", f"{shape}; got {describe(value)}")
+    if type(value[0]) is int:
+        if not _is_token_list(value):
+            raise problem("prompt", f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise problem("prompt", f"{shape}; got {len(value)}")
+    prompts: list[Prompt] = []
+    for position, item in enumerate(value):
+        if isinstance(item, str):
+            prompts.append(item)
+        elif item and _is_token_list(item):
+            prompts.append(tuple(item))
+        else:
+            raise problem(
+                f"prompt[{position}]", f"should be text or token ids; got {describe(item)}"
+            )
+    return tuple(prompts)
+
+
+def _parse_one_prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if value and _is_token_list(value):
+        return tuple(value)
+    raise problem("prompt", f"should be text or a list of token ids; got {describe(value)}")
+
+
+def _parsed(parse: Any, schema: dict[str, Any]) -> tuple[PlainValidator, WithJsonSchema]:
+    return PlainValidator(parse), WithJsonSchema(schema)
+
+
+def _or_null(*schemas: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*schemas, {"type": "null"}]}
+
+
+_TEXT = {"type": "string"}
+_OBJECT = {"type": "object"}
+_TOKEN_IDS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
+}
+_STOP_TEXT = _TEXT | {"maxLength": MAX_STOP_LENGTH}
+_BIAS_SCHEMA = {
+    "type": "object",
+    "maxProperties": MAX_BIASES,
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+_METADATA_SCHEMA = {
+    "type": "object",
+    "maxProperties": MAX_METADATA,
+    "propertyNames": {"minLength": 1, "maxLength": MAX_METADATA_KEY},
+    "additionalProperties": _TEXT | {"maxLength": MAX_METADATA_VALUE},
+}
+_MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": _or_null(_TEXT, {"type": "array", "items": _OBJECT}),
+            "name": _TEXT,
+            "tool_calls": {"type": "array", "items": _OBJECT},
+            "tool_call_id": _TEXT,
+            "reasoning_content": _or_null(_TEXT),
+        },
+    },
+}
+_FORMAT_SCHEMA = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": _OBJECT,
+    },
+}
+_CHOICES_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TEXT}
+_TRUNCATION_SCHEMA = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
+_TOOLS_SCHEMA = {"type": "array", "maxItems": MAX_TOOLS, "items": _OBJECT}
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
+TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+TopK = Annotated[int, Field(ge=0, le=MAX_TOKENS), BeforeValidator(_off_if_negative)]
+
+LogitBias = Annotated[dict[int, float], *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA))]
+StopStrings = Annotated[
+    tuple[str, ...],
+    *_parsed(
+        _parse_stop,
+        _or_null(_STOP_TEXT, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP_TEXT}),
+    ),
+]
+Metadata = Annotated[dict[str, str], *_parsed(_parse_metadata, _or_null(_METADATA_SCHEMA))]
+Truncation = Annotated[int | None, *_parsed(_parse_truncation, _or_null(_TRUNCATION_SCHEMA))]
+TemplateOptions = Annotated[dict[str, Any], *_parsed(_parse_template_options, _or_null(_OBJECT))]
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    *_parsed(
+        _parse_prompts,
+        {
+            "anyOf": [
+                _TEXT,
+                _TOKEN_IDS,
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_PROMPTS,
+                    "items": {"anyOf": [_TEXT, _TOKEN_IDS]},
+                },
+            ]
+        },
+    ),
+]
+OnePrompt = Annotated[Prompt, *_parsed(_parse_one_prompt, {"anyOf": [_TEXT, _TOKEN_IDS]})]
+Messages = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_messages, _MESSAGES_SCHEMA)]
+Tools = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_tools, _or_null(_TOOLS_SCHEMA))]
+# Read once the tools are known.
+RawToolChoice = Annotated[
+    Any,
+    WithJsonSchema(_or_null({"enum": ["none", "auto", "required"]}, _OBJECT)),
+]
+Format = Annotated[ResponseFormat | None, *_parsed(read_response_format, _or_null(_FORMAT_SCHEMA))]
+StructuredOutputs = Annotated[
+    GrammarSpec | None, *_parsed(parse_structured_outputs, _or_null(_OBJECT))
+]
+GuidedJson = Annotated[
+    GrammarSpec | None,
+    *_parsed(guided_parser("json"), _or_null(_TEXT, _OBJECT, {"type": "boolean"})),
+]
+GuidedRegex = Annotated[GrammarSpec | None, *_parsed(guided_parser("regex"), _or_null(_TEXT))]
+GuidedChoice = Annotated[
+    GrammarSpec | None, *_parsed(guided_parser("choice"), _or_null(_CHOICES_SCHEMA))
+]
+GuidedGrammar = Annotated[GrammarSpec | None, *_parsed(guided_parser("grammar"), _or_null(_TEXT))]

@@ -1,0 +1,152 @@
+"""What an answer must match: `response_format`, vLLM's `guided_*` and its `structured_outputs`,
+all as one `GrammarSpec`.
+
+Only shapes and sizes are checked here; whether a schema, expression or grammar means anything is
+found out by the backend, which compiles it.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.core.interfaces.backend import GrammarSpec
+from engine.servers.errors import check_keys, describe, problem
+from engine.servers.openai.messages import decode_text
+
+MAX_SOURCE = 262_144
+MAX_CHOICES = 1_024
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+FORMATS = ("text", "json_object", "json_schema")
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    grammar: GrammarSpec | None
+    has_description: bool = False
+
+
+def parse_response_format(value: Any, where: str = "response_format") -> GrammarSpec | None:
+    return read_response_format(value, where).grammar
+
+
+def read_response_format(value: Any, where: str = "response_format") -> ResponseFormat:
+    if value is None:
+        return ResponseFormat(None)
+    if not isinstance(value, dict):
+        raise problem(where, f"should be an object, got {describe(value)}")
+    kind = value.get("type")
+    if kind not in FORMATS:
+        rule = f"should be one of {', '.join(FORMATS)}"
+        raise problem(f"{where}.type", f"{rule}; got {describe(kind)}")
+    check_keys(value, ("type", "json_schema") if kind == "json_schema" else ("type",), where)
+    if kind == "text":
+        return ResponseFormat(None)
+    if kind == "json_object":
+        return ResponseFormat(GrammarSpec(kind="json_object", param=where))
+    return _json_schema(value.get("json_schema"), where)
+
+
+def _json_schema(value: Any, param: str) -> ResponseFormat:
+    where = f"{param}.json_schema"
+    if not isinstance(value, dict):
+        raise problem(where, f"should be an object, got {describe(value)}")
+    check_keys(value, _SCHEMA_FIELDS, where)
+    name, description, strict = (value.get(key) for key in ("name", "description", "strict"))
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        rule = "should be 1 to 64 letters, digits, dashes and underscores"
+        raise problem(f"{where}.name", f"{rule}, got {describe(name)}")
+    if description is not None and not isinstance(description, str):
+        raise problem(f"{where}.description", f"should be a string, got {describe(description)}")
+    if strict is not None and not isinstance(strict, bool):
+        raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
+    # Without `strict` the schema is a wish; it is enforced all the same.
+    grammar = _schema_spec(value.get("schema"), f"{where}.schema", param)
+    return ResponseFormat(grammar, has_description=bool(description))
+
+
+def _schema_spec(schema: Any, where: str, param: str) -> GrammarSpec:
+    if not isinstance(schema, dict | bool):
+        raise problem(where, f"should be a JSON schema, got {describe(schema)}")
+    source = msgspec.json.encode(schema).decode()
+    return GrammarSpec(kind="json_schema", source=_sized(source, where), param=param)
+
+
+def _sized(source: str, where: str) -> str:
+    if not 1 <= len(source) <= MAX_SOURCE:
+        raise problem(where, f"should have 1 to {MAX_SOURCE} characters, got {len(source)}")
+    return source
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise problem(where, f"should be a string, got {describe(value)}")
+    return _sized(value, where)
+
+
+def _json(value: Any, where: str) -> GrammarSpec:
+    """A schema, also as JSON text."""
+    if isinstance(value, str):
+        value = decode_text(_sized(value, where), where)
+    return _schema_spec(value, where, where)
+
+
+def _regex(value: Any, where: str) -> GrammarSpec:
+    return GrammarSpec(kind="regex", source=_text(value, where), param=where)
+
+
+def _grammar(value: Any, where: str) -> GrammarSpec:
+    return GrammarSpec(kind="grammar", source=_text(value, where), param=where)
+
+
+def _choice(value: Any, where: str) -> GrammarSpec:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
+        raise problem(where, f"should be a list of 1 to {MAX_CHOICES} strings")
+    for position, item in enumerate(value):
+        if not isinstance(item, str) or not item:
+            rule = f"should be a string that is not empty, got {describe(item)}"
+            raise problem(f"{where}[{position}]", rule)
+    source = _sized(msgspec.json.encode(value).decode(), where)
+    return GrammarSpec(kind="choice", source=source, param=where)
+
+
+def _json_object(value: Any, where: str) -> GrammarSpec | None:
+    if not isinstance(value, bool):
+        raise problem(where, f"should be a boolean, got {describe(value)}")
+    return GrammarSpec(kind="json_object", param=where) if value else None
+
+
+_PARSERS: dict[str, Callable[[Any, str], GrammarSpec | None]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _json_object,
+}
+KINDS = tuple(_PARSERS)
+GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def guided_parser(kind: str) -> Callable[[Any], GrammarSpec | None]:
+    """A validator for `guided_<kind>`, where null is the same as leaving it out."""
+    parse, where = _PARSERS[kind], f"guided_{kind}"
+    return lambda value: None if value is None else parse(value, where)
+
+
+def parse_structured_outputs(value: Any, where: str = "structured_outputs") -> GrammarSpec | None:
+    """The object that vLLM has in place of its older `guided_*`: one kind, with its value."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise problem(where, f"should be an object, got {describe(value)}")
+    given = {key: each for key, each in value.items() if each is not None}
+    check_keys(given, KINDS, where)
+    if len(given) > 1:
+        raise problem(where, f"should have one of {', '.join(KINDS)}, got {len(given)}")
+    for kind, each in given.items():
+        return _PARSERS[kind](each, f"{where}.{kind}")
+    return None

@@ -1,0 +1,155 @@
+"""GET /openapi.json: the routes as they are registered, the bodies as they are validated.
+
+FastAPI lists the routes; it can't see the bodies, which routes read themselves (under limits, and
+from the event loop only when small), so those come from the tables below.
+"""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from engine import __version__
+from engine.servers.anthropic import schema as anthropic
+from engine.servers.auth import PUBLIC_ROUTES
+from engine.servers.batches.schema import BatchBody, BatchQuery
+from engine.servers.files.routes import FileQuery, UploadFields
+from engine.servers.openai.embeddings import EmbeddingBody
+from engine.servers.openai.rerank import RerankBody, ScoreBody
+from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
+from engine.servers.responses.schema import ResponseBody, TokenCountBody
+from engine.servers.tokenize import DetokenizeBody, TokenizeBody
+
+# What a POST to each path reads, as JSON.
+BODIES: dict[str, type[BaseModel]] = {
+    "/detokenize": DetokenizeBody,
+    "/generate": GenerateBody,
+    "/rerank": RerankBody,
+    "/tokenize": TokenizeBody,
+    "/v1/batches": BatchBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/count_tokens": anthropic.PromptBody,
+    "/v1/rerank": RerankBody,
+    "/v1/responses": ResponseBody,
+    "/v1/responses/input_tokens": TokenCountBody,
+    "/v1/score": ScoreBody,
+}
+# What a POST reads as a form: a file, with these fields beside it.
+FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
+# What a GET takes after the question mark.
+QUERIES: dict[str, type[BaseModel]] = {"/v1/batches": BatchQuery, "/v1/files": FileQuery}
+
+_REFS = "#/components/schemas/{model}"
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_HEADERS = {
+    "x-request-id": {"schema": {"type": "string"}, "description": "Also in the server's log."},
+    "x-engine-warnings": {
+        "schema": {"type": "string"},
+        "description": "Parameters that were not followed to the letter.",
+    },
+}
+
+
+def add_openapi_routes(app: FastAPI) -> None:
+    @cache  # made when it is first asked for, and all routes are there
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(app))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        """This document."""
+        return Response(encoded(), media_type="application/json")
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    made = get_openapi(
+        title="engine",
+        version=__version__,
+        description="An OpenAI-compatible server of language models.",
+        routes=app.routes,
+    )
+    models = dict.fromkeys([*BODIES.values(), *FORMS.values()])
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REFS
+    )
+    made["components"] = {
+        "schemas": {"Error": _ERROR_SCHEMA} | definitions["$defs"],
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    made["security"] = [{"key": []}]
+    for path, operations in made["paths"].items():
+        for method, operation in operations.items():
+            operation["responses"] = _responses(streams=path.endswith("/stream"))
+            if path in PUBLIC_ROUTES:
+                operation["security"] = []
+            if method == "get" and path in QUERIES:
+                operation["parameters"] = _query_parameters(QUERIES[path])
+            if method == "post" and path in BODIES:
+                model = BODIES[path]
+                operation["requestBody"] = _body(
+                    "application/json", references[model, "validation"]
+                )
+                operation["responses"] = _responses(streams="stream" in model.model_fields)
+            if method == "post" and path in FORMS:
+                form = _form_schema(references[FORMS[path], "validation"])
+                operation["requestBody"] = _body("multipart/form-data", form)
+    return made
+
+
+def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {media_type: {"schema": schema}}}
+
+
+def _form_schema(fields: dict[str, Any]) -> dict[str, Any]:
+    file = {"type": "object", "required": ["file"], "properties": {"file": {"type": "string"}}}
+    return {"allOf": [file, fields]}
+
+
+def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
+    properties = model.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "schema": each} for name, each in properties.items()]
+
+
+def api_routes(app: FastAPI) -> list[tuple[str, str]]:
+    """Method and path of everything that can be asked for."""
+    return sorted(
+        (method, route.path_format)
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    )
+
+
+def _responses(*, streams: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}}
+    return {
+        "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
+        "default": {"description": "What went wrong, and what to change.", "content": error},
+    }

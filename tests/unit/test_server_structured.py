@@ -1,0 +1,142 @@
+"""Everything that binds an answer to a form, as the one `GrammarSpec` that the backend sees."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import GrammarSpec
+from engine.servers.openai.schema import ChatBody, CompletionBody, OpenAIBody, parse_body
+from engine.servers.openai.structured import MAX_CHOICES, MAX_SOURCE, parse_response_format
+from tests.fake_backend import MODEL
+from tests.live_server import chat
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {}}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def json_schema(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA} | fields}
+
+
+def grammar_of(**fields: Any) -> GrammarSpec | None:
+    bodies: list[OpenAIBody] = [
+        parse_body(ChatBody, chat(**fields)),
+        parse_body(CompletionBody, {"model": MODEL, "prompt": "x"} | fields),
+    ]
+    assert bodies[0].grammar == bodies[1].grammar
+    return bodies[0].grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        ({"response_format": json_schema()}, "json_schema", SCHEMA, "response_format"),
+        (
+            {"response_format": json_schema(strict=True, description="d")},
+            "json_schema",
+            SCHEMA,
+            "response_format",
+        ),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA, "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA, "guided_json"),
+        ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
+        ({"guided_choice": ["yes", "no"]}, "choice", ["yes", "no"], "guided_choice"),
+        ({"guided_grammar": 'start: "x"'}, "grammar", 'start: "x"', "guided_grammar"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "regex": None}},
+            "json_schema",
+            SCHEMA,
+            "structured_outputs.json",
+        ),
+        ({"structured_outputs": {"regex": "a"}}, "regex", "a", "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"json_object": True}},
+            "json_object",
+            "",
+            "structured_outputs.json_object",
+        ),
+    ],
+)
+def test_forms(fields: dict[str, Any], kind: str, source: Any, param: str) -> None:
+    spec = grammar_of(**fields)
+    assert spec is not None
+    assert (spec.kind, spec.param) == (kind, param)
+    assert (spec.source if isinstance(source, str) else json.loads(spec.source)) == source
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json_object": False}},
+        {"guided_json": None, "guided_choice": None, "guided_regex": None, "guided_grammar": None},
+        {"response_format": {"type": "text"}, "guided_regex": None},
+    ],
+)
+def test_forms_that_ask_for_nothing(fields: dict[str, Any]) -> None:
+    assert grammar_of(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": json_schema(schema=None)}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema(schema=[])}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema(name="a b")}, "response_format.json_schema.name"),
+        ({"response_format": json_schema(strict="no")}, "response_format.json_schema.strict"),
+        ({"response_format": json_schema(mood=1)}, "response_format.json_schema.mood"),
+        (
+            {"response_format": json_schema(schema={"const": "x" * MAX_SOURCE})},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": "{bad"}, "guided_json"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_json": "[" * 9999}, "guided_json"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
+        ({"guided_grammar": "x" * (MAX_SOURCE + 1)}, "guided_grammar"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
+        ),
+    ],
+)
+def test_wrong_forms_are_refused_by_place(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(ChatBody, chat(**fields))
+    assert caught.value.param == param
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("tool_choice", ["required", TOOL])
+def test_an_answer_is_a_call_or_has_a_format(tool_choice: Any) -> None:
+    asked = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(ChatBody, chat(**asked, tool_choice=tool_choice))
+    assert caught.value.param == "response_format"
+    text = asked | {"response_format": {"type": "text"}}
+    assert parse_body(ChatBody, chat(**text, tool_choice=tool_choice)).grammar is None
+    for free in (None, "auto", "none"):
+        assert parse_body(ChatBody, chat(**asked, tool_choice=free)).grammar is not None
+
+
+def test_other_apis_name_their_own_field() -> None:
+    spec = parse_response_format({"type": "json_object"}, where="text.format")
+    assert spec == GrammarSpec(kind="json_object", param="text.format")
