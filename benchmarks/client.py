@@ -76,8 +76,9 @@ async def chat(
     target: Target,
     messages: list[dict[str, str]],
     max_tokens: int,
+    **fields: Any,
 ) -> Outcome:
-    body = {"messages": messages}
+    body = {"messages": messages, **fields}
     return await _stream(session, target, "/v1/chat/completions", body, max_tokens)
 
 

@@ -132,9 +132,25 @@ def turn_figures(conversations: Sequence[Sequence[Sample]]) -> list[dict[str, An
             "ttft_ms": spread(1e3 * sample.ttft for sample in samples),
             "prompt_tokens": _mean(sample.prompt_tokens or 0 for sample in samples),
             "cached_tokens": _mean(sample.cached_tokens or 0 for sample in samples),
+            "computed_tokens": _mean(
+                (sample.prompt_tokens or 0) - (sample.cached_tokens or 0) for sample in samples
+            ),
         }
         for number, samples in enumerate(turns, start=1)
     ]
+
+
+def grammar_figures(free: Sequence[Batch], constrained: Sequence[Batch]) -> dict[str, Any]:
+    """Decoding under a grammar beside the same without one; each pair ran one after the other."""
+    rates = [
+        (decode_rate(one), decode_rate(two)) for one, two in zip(free, constrained, strict=True)
+    ]
+    return {
+        "free_failed": sum(len(batch.failures) for batch in free),
+        "free_decode_tps": spread(one for one, _ in rates),
+        "constrained_decode_tps": spread(two for _, two in rates),
+        "constrained_over_free": spread((two / one for one, two in rates if one and two), 3),
+    }
 
 
 def chunks_per_token(samples: Sequence[Sample]) -> float:

@@ -48,7 +48,13 @@ SCENARIO_ROWS = {
         Row("TTFT first turn, ms", ("turns", "first", "ttft_ms"), False),
         Row("TTFT last turn, ms", ("turns", "last", "ttft_ms"), False),
         Row("cached tokens, last turn", ("turns", "last", "cached_tokens"), True, 0),
+        Row("computed tokens, last turn", ("turns", "last", "computed_tokens"), False, 0),
         Row("output tok/s", ("output_tps",), True),
+    ),
+    "grammar": (
+        Row("decode tok/s, free", ("free_decode_tps",), True),
+        Row("decode tok/s, JSON schema", ("constrained_decode_tps",), True),
+        Row("JSON schema / free", ("constrained_over_free",), True, 3),
     ),
 }
 

@@ -6,6 +6,7 @@
     prefix   1,024 shared words and 32 distinct ones, 32 out: the first request alone (cold), then
              the others, `concurrency` at once
     chat     conversations replayed turn by turn; each turn sends everything said so far
+    grammar  128 in, 128 out by chat, `concurrency` at once: freely, and again under a JSON schema
 
 No prompt is used twice under one seed, so a prefix cache helps only where the scenario shares one.
 """
@@ -19,7 +20,13 @@ from typing import Any, TypeVar
 import aiohttp
 
 from benchmarks.client import Failure, Outcome, Sample, Target, chat, complete, new_session
-from benchmarks.figures import Batch, prefix_figures, summarize, turn_figures
+from benchmarks.figures import (
+    Batch,
+    grammar_figures,
+    prefix_figures,
+    summarize,
+    turn_figures,
+)
 from benchmarks.process import CoresMeter, peak_rss_mb
 from benchmarks.prompts import words
 
@@ -50,7 +57,30 @@ SCENARIOS = {
     "prefill": Scenario("prefill", 4, 1024, 1),
     "conc": Scenario("conc", None, 128, 128, concurrency=8),
     "prefix": Scenario("prefix", 32, 32, 32, prefix_words=1024),
-    "chat": Scenario("chat", 4, 48, 48, turns=6),
+    "chat": Scenario("chat", 4, 48, 48, turns=10),
+    "grammar": Scenario("grammar", None, 128, 128, concurrency=8),
+}
+
+# Long enough that no answer of a benchmark's length can complete it.
+ROW = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        "kind": {"enum": ["person", "place", "thing"]},
+    },
+    "required": ["name", "age", "tags", "kind"],
+    "additionalProperties": False,
+}
+ROWS = {
+    "type": "object",
+    "properties": {"rows": {"type": "array", "items": ROW, "minItems": 100}},
+    "required": ["rows"],
+    "additionalProperties": False,
+}
+UNDER_SCHEMA = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "rows", "schema": ROWS}}
 }
 
 
@@ -66,6 +96,7 @@ async def measure(
 ) -> dict[str, Any]:
     """Run the scenario `repeat` times; its figures as JSON can hold them."""
     batches: list[Batch] = []
+    free: list[Batch] = []  # grammar: the same without one
     conversations: list[list[Sample]] = []
     async with new_session(timeout) as session:
         for number in range(warmup):  # prompts that nothing else uses
@@ -76,6 +107,9 @@ async def measure(
             if scenario.name == "chat":
                 batch, replayed = await _replay(session, target, scenario, key, pid)
                 conversations += replayed
+            elif scenario.name == "grammar":
+                free.append(await _chats(session, target, scenario, f"{key}/free", pid, {}))
+                batch = await _chats(session, target, scenario, key, pid, UNDER_SCHEMA)
             else:
                 batch = await _run_batch(session, target, scenario, key, pid)
             batches.append(batch)
@@ -92,6 +126,8 @@ async def measure(
         figures |= prefix_figures(batches)
     if scenario.name == "chat":
         figures["turns"] = turn_figures(conversations)
+    if scenario.name == "grammar":
+        figures |= grammar_figures(free, batches)
     if pid is not None:
         figures["peak_rss_mb"] = peak_rss_mb(pid)
     return figures
@@ -113,6 +149,24 @@ async def _run_batch(
     first = [await ask(0)] if scenario.prefix_words else []
     rest = await _at_most(scenario.concurrency, ask, range(len(first), len(prompts)))
     return Batch(time.perf_counter() - started, (*first, *rest), meter.read())
+
+
+async def _chats(
+    session: aiohttp.ClientSession,
+    target: Target,
+    scenario: Scenario,
+    key: str,
+    pid: int | None,
+    fields: dict[str, Any],
+) -> Batch:
+    async def ask(number: int) -> Outcome:
+        content = words(scenario.prompt_words, key, number)
+        messages = [{"role": "user", "content": content}]
+        return await chat(session, target, messages, scenario.output_tokens, **fields)
+
+    meter, started = CoresMeter(pid), time.perf_counter()
+    outcomes = await _at_most(scenario.concurrency, ask, range(scenario.num_requests))
+    return Batch(time.perf_counter() - started, tuple(outcomes), meter.read())
 
 
 async def _replay(

@@ -13,14 +13,19 @@ from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mappi
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.backends.custom.app import build_backend
 from engine.core.config import load_settings
 from engine.core.errors import InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
+    EmbedRequest,
     Event,
     GenerationContext,
+    GrammarSpec,
     ModelCard,
     TextEvent,
     TokenText,
@@ -28,6 +33,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats, SamplingParams
 from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
+from engine.servers.sse import DONE
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CANCEL_GRACE_S = 5.0
@@ -38,12 +44,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One choice: its text, why it ended, and the tokens' log-probabilities if asked for."""
+    """One choice: its text, why it ended, and the tokens' log-probabilities if asked for.
+
+    Tool calls are `{"id", "type", "function": {"name", "arguments": JSON text}}`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenText, ...] | None
+    reasoning: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +108,47 @@ class LLM:
                 self._loop.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        grammar: GrammarSpec | None = None,
     ) -> list[GenerationOutput]:
         """Continue each prompt (text or token ids), all of them batched together."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: Any = [prompts] if single else prompts
-        return self._collect([self._complete(prompt, params) for prompt in batch], params)
+        return self._collect([self._complete(prompt, params, grammar) for prompt in batch], params)
 
     def chat(
-        self, conversations: Messages | Sequence[Messages], params: SamplingParams | None = None
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> list[GenerationOutput]:
-        """Answer a conversation, or several batched together."""
+        """Answer a conversation, or several batched together. `options` are `grammar` and those
+        fields of a `ChatRequest` that are not its messages, such as `tools` and `tool_choice`.
+        """
         single = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         batch: Any = [conversations] if single else conversations
-        return self._collect([self._chat(messages, params) for messages in batch], params)
+        return self._collect([self._chat(each, params, **options) for each in batch], params)
+
+    def embed(self, inputs: Sequence[Prompt]) -> NDArray[np.float32]:
+        """A vector of unit length for each text, or list of token ids: (inputs, dimensions)."""
+        texts = tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
+        request = EmbedRequest(request_id=f"llm-{next(self._ids)}", inputs=texts)
+        return self._call(self._backend.embed(request)).vectors
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Event, None, None]:
         """The typed events of one continuation, as they come."""
-        return self._iterate(self._complete(prompt, params))
+        return self._iterate(self._complete(prompt, params, None))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Generator[Event, None, None]:
-        """The typed events of one answer, as they come."""
-        return self._iterate(self._chat(messages, params))
+        """The typed events of one answer, as they come; `options` as for `chat`."""
+        return self._iterate(self._chat(messages, params, **options))
 
     @property
     def card(self) -> ModelCard:
@@ -133,19 +159,38 @@ class LLM:
         """Gauges and totals of the engine, as of its last report."""
         return self._backend.stats()
 
-    def _context(self, params: SamplingParams | None) -> GenerationContext:
+    def _context(
+        self, params: SamplingParams | None, grammar: GrammarSpec | None
+    ) -> GenerationContext:
         params = params or SamplingParams(max_tokens=None)
         check_params(params)
-        return GenerationContext(request_id=f"llm-{next(self._ids)}", params=params)
+        request_id = f"llm-{next(self._ids)}"
+        return GenerationContext(request_id=request_id, params=params, grammar=grammar)
 
-    def _complete(self, prompt: Prompt, params: SamplingParams | None) -> AsyncIterator[Event]:
+    def _complete(
+        self, prompt: Prompt, params: SamplingParams | None, grammar: GrammarSpec | None
+    ) -> AsyncIterator[Event]:
         content = prompt if isinstance(prompt, str) else tuple(prompt)
-        request = CompletionRequest(context=self._context(params), prompt=content)
+        request = CompletionRequest(context=self._context(params, grammar), prompt=content)
         return self._backend.complete(request)
 
-    def _chat(self, messages: Messages, params: SamplingParams | None) -> AsyncIterator[Event]:
+    def _chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None,
+        grammar: GrammarSpec | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Event]:
+        known = set(ChatRequest.__struct_fields__) - {"context", "messages"}
+        unknown = sorted(options.keys() - known)
+        if unknown:
+            raise InvalidRequestError(
+                f"unknown option {unknown[0]!r}; there are: {', '.join(sorted(known))}, grammar",
+                param=unknown[0],
+            )
         copied = tuple(dict(message) for message in messages)
-        return self._backend.chat(ChatRequest(context=self._context(params), messages=copied))
+        context = self._context(params, grammar)
+        return self._backend.chat(ChatRequest(context=context, messages=copied, **options))
 
     def _collect(
         self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
@@ -232,7 +277,8 @@ class InferenceEngine:
             else:
                 collected.add([event])
         assert usage is not None, "a stream that ends well ends with its usage"
-        body = chat_body(self._envelope(), collected, usage, params.get("logprobs") is not None)
+        with_logprobs = params.get("logprobs") is not None
+        body = chat_body(self._envelope(), collected, usage, with_logprobs=with_logprobs)
         return dict(json.loads(body))
 
     def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:
@@ -256,13 +302,19 @@ async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
     collected = Collected(1 + max(event.choice for event in seen))
     collected.add(seen)
     choices = []
-    for index, finish in enumerate(collected.finish):
-        assert finish is not None, "every choice ends"
-        logprobs = tuple(collected.tokens[index]) or None
-        text = "".join(collected.texts[index])
+    for index, choice in enumerate(collected.choices):
+        assert choice.finish is not None, "every choice ends"
         texts = [event for event in seen if isinstance(event, TextEvent) and event.choice == index]
-        token_ids = tuple(token for event in texts for token in event.token_ids)
-        choices.append(Completion(text, token_ids, finish.reason, logprobs))
+        choices.append(
+            Completion(
+                text=choice.text,
+                token_ids=tuple(token for event in texts for token in event.token_ids),
+                finish_reason=choice.finish.reason,
+                logprobs=tuple(choice.tokens) or None,
+                reasoning="".join(choice.reasoning),
+                tool_calls=tuple(call.body() for _, call in sorted(choice.calls.items())),
+            )
+        )
     return GenerationOutput(tuple(choices), usage)
 
 
@@ -304,5 +356,5 @@ def _params(params: Mapping[str, Any]) -> SamplingParams:
 def _parsed(sse: bytes) -> Iterator[dict[str, Any]]:
     """The objects of server-sent events."""
     for event in sse.split(b"\n\n"):
-        if event:
+        if event and event + b"\n\n" != DONE:
             yield json.loads(event.removeprefix(b"data: "))

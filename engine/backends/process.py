@@ -6,26 +6,16 @@ is killed as a group. `RestartPolicy` says when to start it again and when to gi
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Called first thing in a child: the kernel kills it when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit("the parent ended before the child had started")
+from engine.core.utils.processes import die_with_parent as die_with_parent
 
 
 class ChildProcess:

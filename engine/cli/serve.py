@@ -49,6 +49,13 @@ def serve(
     insecure_no_auth: Annotated[
         bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
     ] = None,
+    strict: Annotated[
+        bool | None,
+        typer.Option("--strict", help="Refuse what would be emulated or clamped, with 400."),
+    ] = None,
+    storage_path: Annotated[
+        Path | None, typer.Option(help="Directory of stored responses, files and batches.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="pretty or json.")] = None,
     config: ConfigOption = None,
@@ -65,6 +72,8 @@ def serve(
         "server.port": port,
         "server.api_key_file": api_key_file,
         "server.insecure_no_auth": insecure_no_auth,
+        "server.strict": strict,
+        "storage.path": storage_path,
         "performance.batch_size": batch_size,
         "performance.memory_pool_size_mb": memory_pool_size_mb,
         "performance.threads": threads,

@@ -5,6 +5,7 @@ environment, `--port` on the command line. Sizes in `_mb` are MiB. All of it is 
 writes to settings after they are loaded.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -96,6 +97,7 @@ class ServerSettings(Section):
     enable_cors: bool = False
     cors_origins: Origins = ()  # empty with enable_cors: every origin
     allowed_hosts: Strings = ()  # Host headers besides the bound address and loopback
+    strict: bool = False  # refuse what would be emulated or clamped, instead of warning
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -170,6 +172,23 @@ class MetricsSettings(Section):
         return value
 
 
+class StorageSettings(Section):
+    """What outlives a request, and the server: stored responses, files, batches."""
+
+    path: Path | None = None  # a directory; None: the user's data directory
+    response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
+    max_responses: int = Field(default=10_000, ge=1, le=10**7)
+    max_size_mb: Megabytes = 1024  # of uploaded files and batch results
+    file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
+
+    @property
+    def directory(self) -> Path:
+        if self.path is not None:
+            return self.path.expanduser()
+        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        return Path(base) / "engine"
+
+
 class Settings(BaseSettings):
     """The whole configuration. `Settings()` is the defaults; `load_settings` reads the sources."""
 
@@ -181,6 +200,7 @@ class Settings(BaseSettings):
     performance: PerformanceSettings = PerformanceSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
+    storage: StorageSettings = StorageSettings()
 
     @classmethod
     def settings_customise_sources(

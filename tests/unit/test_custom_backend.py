@@ -11,6 +11,7 @@ from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.generation import MAX_BACKLOG, Generation
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.prompts import Prepared
 from engine.backends.custom.runtime.client import InlineClient
 from engine.backends.custom.text import TextModel
 from engine.backends.process import RestartPolicy
@@ -27,16 +28,24 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from engine.core.parsing.output import OutputFormat
 from tests.toy_runner import VOCAB
 
 LETTERS = [bytes([ord("a") + token]) for token in range(VOCAB)]
 TOKENIZER = SimpleNamespace(
     eos_ids=(),
     drops_leading_space=False,
-    bytes_table=lambda skip_special: LETTERS,
+    bytes_table=lambda skip_special, shown: LETTERS,
     token_literal=lambda token: LETTERS[token],
 )
-TEXT = TextModel(SimpleNamespace(eos_ids=(), vocab_size=VOCAB), TOKENIZER, None, None, 0)
+TEXT = TextModel(
+    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None),
+    TOKENIZER,
+    None,
+    None,
+    0,
+    OutputFormat.of(None, {}),
+)
 
 
 class ToyBackend(CustomBackend):
@@ -125,8 +134,8 @@ async def test_tokens_behind_a_stop_string_are_not_counted_however_they_arrive(b
     generation = Generation(
         GenerateRequest(request_id="r", prompt=(1,), params=params),
         TEXT,
-        continuation=True,
-        forget=forgotten.append,
+        Prepared((1,), "prompt", continuation=True),
+        forgotten.append,
     )
     tokens = [0, 1, 2, 3] + [4] * 40  # "abcd", then what the engine had on its way
     for token in tokens[:backlog]:

@@ -7,21 +7,35 @@ when embedded.
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import psutil
 
 from engine.backends.base import BackendConfig, InferenceBackend
-from engine.backends.custom.checks import check_context, check_params, check_prompt
+from engine.backends.custom.checks import (
+    check_context,
+    check_input,
+    check_params,
+    check_prompt,
+)
+from engine.backends.custom.embedding import vectors_of
 from engine.backends.custom.generation import Generation
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.prompts import (
+    Prepared,
+    encode_chat,
+    prepare_chat,
+    prepare_completion,
+    truncated,
+)
 from engine.backends.custom.runtime.client import (
     EngineClient,
     InlineClient,
@@ -32,20 +46,28 @@ from engine.backends.custom.runtime.client import (
 from engine.backends.custom.text import TextModel, load_text
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
+from engine.core.grammar.checker import GrammarChecker
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
+    Embeddings,
+    EmbedRequest,
     Event,
-    GenerationContext,
     Health,
     ModelCard,
 )
-from engine.core.interfaces.request import ControlReply, EngineStats, GenerateRequest, Ready
+from engine.core.interfaces.request import (
+    ControlReply,
+    EngineStats,
+    GenerateRequest,
+    Ready,
+    SamplingParams,
+)
 from engine.core.utils.model_store import resolve_model
 
 # The engine's process runs this module; an embedding one imports it in the engine's thread.
 WORKER_MODULE = "engine.backends.custom.worker"
-Encode = Callable[[TextModel, Any], tuple[int, ...]]
+T = TypeVar("T")
 TOKENIZER_THREADS = 2
 STALLED_AFTER_S = 30.0
 
@@ -73,6 +95,7 @@ class CustomBackend(InferenceBackend):
         self._in_process = in_process
         self._link = EngineLink(self._make_client, RestartPolicy())
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._checker = GrammarChecker()
         self._text: TextModel | None = None
         self._created = int(time.time())
 
@@ -93,6 +116,7 @@ class CustomBackend(InferenceBackend):
 
     async def stop(self) -> None:
         await self._link.stop()
+        await self._checker.close()
         self._encoders.shutdown(wait=False)
 
     @property
@@ -138,7 +162,11 @@ class CustomBackend(InferenceBackend):
                 quantization=text.quantization,
                 num_params=text.config.num_params,
                 size_bytes=text.size_bytes,
-                capabilities=("completions", "chat") if text.can_chat else ("completions",),
+                capabilities=text.capabilities,
+                emulated=text.emulated,
+                template_options=text.template.options,
+                trained_context=text.config.max_position,
+                num_dimensions=text.config.hidden_size,
             )
         ]
 
@@ -146,28 +174,65 @@ class CustomBackend(InferenceBackend):
         return self._link.stats
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        return self._generate(
-            TextModel.encode_chat, request.messages, request.context, is_chat=True
-        )
+        return self._generate(prepare_chat, request)
 
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        return self._generate(
-            TextModel.encode_prompt, request.prompt, request.context, is_chat=False
-        )
+        return self._generate(prepare_completion, request)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        text, ready = self._loaded()
+        prompts = [await self._encode(text.encode_prompt, each) for each in request.inputs]
+        limit = request.truncate_prompt_tokens
+        if limit is not None:
+            most = ready.max_seq_len if limit < 0 else limit
+            prompts = [text.cut_prompt(prompt, most) for prompt in prompts]
+        for prompt in prompts:
+            check_prompt(prompt, text.config.vocab_size, "input")
+            check_input(len(prompt), ready.max_seq_len)
+        requests = [
+            GenerateRequest(
+                request_id=f"{request.request_id}-{index}",
+                prompt=prompt,
+                params=SamplingParams(max_tokens=1),
+                priority=request.priority,
+                salt=request.salt,
+                timeout_s=request.timeout_s,
+                pools=True,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        vectors = await vectors_of(self._link, requests)
+        return Embeddings(vectors, sum(map(len, prompts)))
+
+    async def tokenize(
+        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        text, _ = self._loaded()
+        if isinstance(content, ChatRequest):
+            return await self._encode(encode_chat, text, content)
+        if not add_special_tokens:
+            return tuple(await self._encode(text.tokenizer.encode, content))
+        return await self._encode(text.encode_prompt, content)
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        text, _ = self._loaded()
+        check_prompt(token_ids, text.config.vocab_size, "tokens")
+        decode = functools.partial(text.tokenizer.decode, skip_special=False)
+        return await self._encode(decode, token_ids)
 
     async def _generate(
-        self, encode: Encode, content: Any, context: GenerationContext, *, is_chat: bool
+        self, prepare: Callable[[TextModel, Any], Prepared], asked: ChatRequest | CompletionRequest
     ) -> AsyncIterator[Event]:
-        text, ready = self._text, self._link.ready
-        if text is None or ready is None:
-            raise UnavailableError(self._link.detail, retry_after=2.0)
-        # Off the event loop: a long text takes long.
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._encoders, encode, text, content)
-        param, params = "messages" if is_chat else "prompt", context.params
-        check_prompt(prompt, text.config.vocab_size, param)
+        text, ready = self._loaded()
+        context = asked.context
+        prepared = await self._encode(prepare, text, asked)
+        prepared = truncated(prepared, context, ready.max_seq_len)
+        prompt, params = prepared.token_ids, context.params
+        check_prompt(prompt, text.config.vocab_size, prepared.param)
         check_params(params, text.config.vocab_size)
-        check_context(len(prompt), params.max_tokens, ready.max_seq_len, param)
+        check_context(len(prompt), params.max_tokens, ready.max_seq_len, prepared.param)
+        if prepared.grammar is not None:
+            await self._checker.check(prepared.grammar, prepared.grammar_param)
         request = GenerateRequest(
             request_id=context.request_id,
             prompt=prompt,
@@ -176,14 +241,11 @@ class CustomBackend(InferenceBackend):
             priority=context.priority,
             salt=context.salt,
             timeout_s=context.timeout_s,
+            grammar=prepared.grammar,
         )
         link = self._link
         generation = Generation(
-            request,
-            text,
-            # A completion goes on from its prompt, so a leading space belongs to it.
-            continuation=not is_chat,
-            forget=lambda choice: link.forget(context.request_id, choice),
+            request, text, prepared, lambda choice: link.forget(context.request_id, choice)
         )
         link.submit(request, generation)
         events = generation.events()
@@ -193,6 +255,16 @@ class CustomBackend(InferenceBackend):
         finally:
             await events.aclose()
             link.done(context.request_id)
+
+    def _loaded(self) -> tuple[TextModel, Ready]:
+        text, ready = self._text, self._link.ready
+        if text is None or ready is None:
+            raise UnavailableError(self._link.detail, retry_after=2.0)
+        return text, ready
+
+    async def _encode(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Off the event loop: a long text takes long."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work, *arguments)
 
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:

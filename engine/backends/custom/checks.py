@@ -34,6 +34,17 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
         )
 
 
+def check_input(num_tokens: int, max_seq_len: int) -> None:
+    """Of an input that becomes a vector: nothing is written behind it."""
+    if num_tokens > max_seq_len:
+        raise InvalidRequestError(
+            f"This model's maximum context length is {max_seq_len} tokens. However, an input has "
+            f"{num_tokens} tokens. Shorten it, or set truncate_prompt_tokens.",
+            param="input",
+            code="context_length_exceeded",
+        )
+
+
 def _check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:

@@ -1,13 +1,13 @@
 """The frontend's half of a model: its tokenizer and chat template, with no weights."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.infill import Infill, find_infill
 from engine.backends.custom.runtime.grammar import Vocabulary
 from engine.backends.custom.weights.model import open_model
+from engine.core.parsing.output import OutputFormat
 from engine.core.utils.chat_template import ChatTemplate
 from engine.core.utils.tokenizer import Tokenizer
 
@@ -21,6 +21,8 @@ class TextModel:
     template: ChatTemplate
     quantization: str | None
     size_bytes: int
+    output: OutputFormat
+    infill: Infill | None = None
 
     @property
     def can_chat(self) -> bool:
@@ -30,14 +32,39 @@ class TextModel:
     def eos_ids(self) -> tuple[int, ...]:
         return tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        rendered = self.template.render(messages, self.tokenizer.specials)
-        return tuple(self.tokenizer.encode_rendered(rendered))
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        if self.config.encoder is not None:
+            return ("embeddings", "score")
+        found = ["completions", "embeddings", "json_schema"]
+        if self.can_chat:
+            found += ["chat", "tools"]
+        if self.output.reasoning is not None:
+            found.append("reasoning")
+        if self.infill is not None:
+            found.append("suffix")
+        return tuple(found)
+
+    @property
+    def emulated(self) -> tuple[str, ...]:
+        """What the model was not made for, though it can be had."""
+        if self.config.encoder is not None:
+            return ()
+        needs_prompt = self.can_chat and not self.output.tools.native
+        return ("embeddings", "tools") if needs_prompt else ("embeddings",)
 
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
         return tuple(self.tokenizer.encode_prompt(prompt))
+
+    def cut_prompt(self, prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
+        """At most so many tokens: an encoder's first ones and its end, of a decoder the last."""
+        if len(prompt) <= most:
+            return prompt
+        if self.config.encoder is None:
+            return prompt[-most:]
+        return (*prompt[: most - 1], prompt[-1])
 
     def vocabulary(self) -> Vocabulary:
         """What grammars need; ids that only pad the embedding table have no bytes."""
@@ -65,6 +92,8 @@ def load_text(path: Path) -> TextModel:
             template=ChatTemplate(tokenizer.chat_template, tokenizer.bos, tokenizer.eos),
             quantization=source.quantization,
             size_bytes=source.size_bytes,
+            output=OutputFormat.of(tokenizer.chat_template, tokenizer.specials.ids),
+            infill=find_infill(tokenizer),
         )
     finally:
         source.checkpoint.close()

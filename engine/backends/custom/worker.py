@@ -14,7 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from engine.backends.custom.encoder_loop import Encoder, EncoderLoop, is_encoder
+from engine.backends.custom.encoder_loop import warm_up as warm_up_encoder
 from engine.backends.custom.memory import MemoryPlan, plan_memory
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
@@ -27,7 +30,12 @@ from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.seam import (
+    DeviceInfo,
+    ModelRunner,
+    RunnerConfig,
+    RunnerSpec,
+)
 from engine.backends.custom.runtime.transport import ConnectionClosedError, SocketChannel
 from engine.backends.custom.text import load_text
 from engine.backends.custom.weights.model import open_model
@@ -42,9 +50,21 @@ FRAMEWORKS = "engine.backends.custom.frameworks"
 OPTIONS_TIMEOUT_S = 30.0
 
 
+def load_encoder(options: EngineOptions) -> tuple[Encoder, DeviceInfo] | None:
+    """A text encoder, if the model is one."""
+    source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
+    if not is_encoder(source.config):
+        source.checkpoint.close()
+        return None
+    framework = _framework(options)
+    device = framework.find_device(options.device, options.dtype)
+    encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
+    return encoder, device
+
+
 def load_runner(options: EngineOptions) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
     """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
-    framework = importlib.import_module(f"{FRAMEWORKS}.{options.framework}.engine")
+    framework = _framework(options)
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
     device = framework.find_device(options.device, options.dtype)
     plan = plan_memory(
@@ -85,9 +105,17 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
     return Scheduler(kv, spec.max_slots)
 
 
+def _framework(options: EngineOptions) -> Any:
+    return importlib.import_module(f"{FRAMEWORKS}.{options.framework}.engine")
+
+
 def run_engine(options: EngineOptions, channel: Channel, beat: Callable[[bool], None]) -> None:
     """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
     started_at = time.monotonic()
+    loaded = load_encoder(options)
+    if loaded is not None:
+        _run_encoder(*loaded, options, channel, beat, started_at)
+        return
     runner, config, plan = load_runner(options)
     warm_up(runner)
     spec = runner.spec
@@ -103,6 +131,31 @@ def run_engine(options: EngineOptions, channel: Channel, beat: Callable[[bool], 
             max_slots=spec.max_slots,
             dtype=config.dtype,
             device=config.device,
+            load_s=time.monotonic() - started_at,
+        )
+    )
+    loop.run()
+
+
+def _run_encoder(
+    encoder: Encoder,
+    device: DeviceInfo,
+    options: EngineOptions,
+    channel: Channel,
+    beat: Callable[[bool], None],
+    started_at: float,
+) -> None:
+    warm_up_encoder(encoder)
+    longest = encoder.spec.max_seq_len
+    loop = EncoderLoop(encoder, channel, options.max_batch_tokens, options.max_queued, beat)
+    channel.send(
+        Ready(
+            max_seq_len=min(longest, options.max_seq_len or longest),
+            num_blocks=0,
+            block_size=options.block_size,
+            max_slots=options.max_slots,
+            dtype=device.dtype,
+            device=device.name,
             load_s=time.monotonic() - started_at,
         )
     )

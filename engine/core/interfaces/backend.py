@@ -26,7 +26,7 @@ class TokenText(msgspec.Struct, frozen=True):
 
     token: str
     token_bytes: bytes
-    logprob: float
+    logprob: float  # NaN: a prompt's first token, which nothing comes before
     top: tuple[TopLogprob, ...] = ()
 
 

@@ -33,6 +33,8 @@ class ChatTemplate:
         self._source = source or ""
         self._program = None if source is None else TemplateProgram(source)
         self._tokens = {"bos_token": bos, "eos_token": eos}
+        words = set(re.findall(r"\w+", self._source))
+        self.options = tuple(sorted(OPTIONS & words))  # those that change what it renders
 
     def render(
         self,

@@ -23,12 +23,13 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         skip_special: bool = True,
         continuation: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         if not all(stop):
             raise InvalidRequestError("A stop string must not be empty.", param="stop")
         self.stopped: str | None = None
         self._stop = stop
-        self._table = tokenizer.bytes_table(skip_special)
+        self._table = tokenizer.bytes_table(skip_special, shown)
         self._utf8 = _Utf8Decoder("replace")
         self._drop_space = tokenizer.drops_leading_space and not continuation
         self._held = ""

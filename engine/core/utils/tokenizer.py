@@ -47,10 +47,10 @@ class RenderedPrompt:
 class TokenBytes(dict[int, bytes]):
     """Token id -> bytes, filled on first use: a vocabulary has far more tokens than a text."""
 
-    def __init__(self, parts: TokenizerParts, skip_special: bool) -> None:
+    def __init__(self, parts: TokenizerParts, skipped: frozenset[int]) -> None:
         super().__init__()
         self._parts = parts
-        self._skipped = parts.special_ids if skip_special else frozenset()
+        self._skipped = skipped
 
     def __missing__(self, token_id: int) -> bytes:
         parts = self._parts
@@ -70,8 +70,9 @@ class Tokenizer:
     def __init__(self, parts: TokenizerParts) -> None:
         self._engine = parts.engine
         self._parts = parts
-        self._visible = TokenBytes(parts, skip_special=True)
-        self._literal = TokenBytes(parts, skip_special=False)
+        self._visible = TokenBytes(parts, skipped=parts.special_ids)
+        self._literal = TokenBytes(parts, skipped=frozenset())
+        self._showing: dict[frozenset[int], TokenBytes] = {}
         self.specials = SpecialTokens(
             {parts.pieces[i]: i for i in sorted(parts.special_ids) if parts.pieces[i]}
         )
@@ -165,5 +166,23 @@ class Tokenizer:
         """As `token_bytes`, but a control token gives its name; for showing logprobs."""
         return self._literal[token_id]
 
-    def bytes_table(self, skip_special: bool) -> Mapping[int, bytes]:
-        return self._visible if skip_special else self._literal
+    def bytes_table(
+        self, skip_special: bool, shown: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes]:
+        """Id -> bytes; control tokens are skipped but for those `shown`."""
+        if not skip_special:
+            return self._literal
+        if not shown:
+            return self._visible
+        if shown not in self._showing:
+            self._showing[shown] = TokenBytes(self._parts, self._parts.special_ids - shown)
+        return self._showing[shown]
+
+    def token_id(self, text: str) -> int | None:
+        """The one token that a marker such as a control token's name is, if it is one."""
+        return self._marker_ids.get(text)
+
+    @cached_property
+    def _marker_ids(self) -> dict[str, int]:
+        marked = self._parts.special_ids | self._parts.literal_ids
+        return {self._parts.pieces[i]: i for i in sorted(marked)}

@@ -1,0 +1,128 @@
+"""From token deltas to events: reasoning, tool calls and echoed prompts, in the order they came."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from engine.backends.custom.generation import Generation
+from engine.backends.custom.prompts import Prepared, truncated
+from engine.backends.custom.text import TextModel
+from engine.core.interfaces.backend import (
+    FinishEvent,
+    GenerationContext,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    ToolChoice,
+    UsageEvent,
+)
+from engine.core.interfaces.request import (
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+from engine.core.parsing.output import OutputFormat
+
+# One character is one token.
+CHARS = [bytes([code]) for code in range(128)]
+TOKENIZER = SimpleNamespace(
+    drops_leading_space=False,
+    bytes_table=lambda skip_special, shown: CHARS,
+    token_literal=lambda token: CHARS[token],
+)
+TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
+OUTPUT = OutputFormat.of(TEMPLATE, {})
+TEXT = TextModel(SimpleNamespace(), TOKENIZER, None, None, 0, OUTPUT)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def parsed(opened: bool = False) -> Prepared:
+    parser = functools.partial(OUTPUT.parser, [WEATHER], ToolChoice(), opened)
+    return Prepared((1,), "messages", new_parser=parser)
+
+
+async def events_of(prepared: Prepared, answer: str, reason: str = "stop", **params) -> list:
+    params = SamplingParams(max_tokens=999, **params)
+    request = GenerateRequest(request_id="r", prompt=(104, 105), params=params)
+    generation = Generation(request, TEXT, prepared, lambda choice: None)
+    for char in answer[:-1]:
+        generation.deliver(TokenDelta("r", 0, (ord(char),)))
+    generation.deliver(TokenDelta("r", 0, (ord(answer[-1]),), finish_reason=reason))
+    return [event async for event in generation.events()]
+
+
+def joined(events: list, kind: type) -> str:
+    return "".join(event.text for event in events if isinstance(event, kind))
+
+
+async def test_reasoning_and_answer_are_told_apart_and_counted():
+    answer = "<think>why</think>\n\nbecause"
+    events = await events_of(parsed(), answer)
+    assert joined(events, ReasoningEvent) == "why"
+    assert joined(events, TextEvent) == "because"
+    usage = events[-1]
+    assert isinstance(usage, UsageEvent)
+    assert usage.completion_tokens == len(answer)
+    assert len("why") <= usage.reasoning_tokens <= len("<think>why</think>")
+    assert events[-2] == FinishEvent(0, "stop")
+
+
+async def test_a_block_that_the_prompt_opened():
+    events = await events_of(parsed(opened=True), "why</think>because")
+    assert (joined(events, ReasoningEvent), joined(events, TextEvent)) == ("why", "because")
+
+
+async def test_calls_become_events_and_the_finish_reason():
+    answer = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    events = await events_of(parsed(), answer)
+    calls = [event for event in events if isinstance(event, ToolCallEvent)]
+    assert calls[0].name == "weather" and calls[0].call_id
+    assert all(call.name is None and call.call_id is None for call in calls[1:])
+    assert "".join(call.arguments for call in calls) == '{"city": "Oslo"}'
+    assert joined(events, TextEvent) == ""
+    assert sum(event.num_tokens for event in events if isinstance(event, TextEvent)) == len(answer)
+    assert events[-2] == FinishEvent(0, "tool_calls")
+
+
+async def test_a_call_cut_by_the_limit_says_length():
+    answer = '<tool_call>{"name": "weather", "arguments": {"ci'
+    events = await events_of(parsed(), answer, reason="length")
+    assert events[-2] == FinishEvent(0, "length")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has(first):
+    params = SamplingParams(max_tokens=9, n=2, logprobs=0, score_prompt=True)
+    request = GenerateRequest(request_id="r", prompt=(104, 105), params=params)
+    prepared = Prepared((104, 105), "prompt", continuation=True, echo="hi")
+    generation = Generation(request, TEXT, prepared, lambda choice: None)
+    score = (TokenLogprobs(-0.5),)
+    deltas = [
+        TokenDelta("r", 0, (33,), score, "length", prompt_logprobs=(TokenLogprobs(-1.5),)),
+        TokenDelta("r", 1, (63,), score, "length"),
+    ]
+    generation.deliver(deltas[first])
+    generation.deliver(deltas[1 - first])
+    events = [event async for event in generation.events()]
+    for choice, text in ((0, "!"), (1, "?")):
+        mine = [e for e in events if isinstance(e, TextEvent) and e.choice == choice]
+        assert [event.text for event in mine] == ["hi", text]
+        echoed = mine[0].logprobs
+        assert mine[0].num_tokens == 0
+        assert math.isnan(echoed[0].logprob) and echoed[1].logprob == -1.5
+        assert [token.token for token in echoed] == ["h", "i"]
+    assert events[-1].completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, 10), (4, 4), (99, 10), (-1, 8)], ids=["all", "four", "more", "fits"]
+)
+def test_truncation_keeps_the_last_tokens_and_only_when_asked(limit, kept):
+    context = GenerationContext(
+        request_id="r", params=SamplingParams(max_tokens=4), truncate_prompt_tokens=limit
+    )
+    prepared = Prepared(tuple(range(10)), "prompt")
+    assert truncated(prepared, context, 12).token_ids == tuple(range(10))[-kept:]
