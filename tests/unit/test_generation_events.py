@@ -93,6 +93,13 @@ async def test_a_call_cut_by_the_limit_says_length():
     assert events[-2] == FinishEvent(0, "length")
 
 
+async def test_stop_strings_count_only_behind_min_tokens():
+    plain = Prepared((1,), "prompt")
+    events = await events_of(plain, "ab.cd.ef", stop=(".",), min_tokens=4)
+    assert joined(events, TextEvent) == "ab.cd"
+    assert events[-2] == FinishEvent(0, "stop", ".")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 async def test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has(first):
     params = SamplingParams(max_tokens=9, n=2, logprobs=0, score_prompt=True)

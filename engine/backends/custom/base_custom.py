@@ -231,8 +231,8 @@ class CustomBackend(InferenceBackend):
         check_prompt(prompt, text.config.vocab_size, prepared.param)
         check_params(params, text.config.vocab_size)
         check_context(len(prompt), params.max_tokens, ready.max_seq_len, prepared.param)
-        if prepared.grammar is not None:
-            await self._checker.check(prepared.grammar, prepared.grammar_param)
+        if prepared.checked_grammar is not None:
+            await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
         request = GenerateRequest(
             request_id=context.request_id,
             prompt=prompt,

@@ -25,7 +25,12 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
-from engine.core.interfaces.request import GenerateRequest, TokenDelta, TokenLogprobs
+from engine.core.interfaces.request import (
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.utils.detokenizer import Detokenizer
 
@@ -36,14 +41,17 @@ MAX_BACKLOG = 8
 class _Reader:
     """One choice's tokens to pieces: whole characters, stop strings cut, then what they mean."""
 
-    def __init__(self, text: TextModel, stop: tuple[str, ...], prepared: Prepared) -> None:
+    def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
         self._detokenizer = Detokenizer(
-            text.tokenizer, stop, continuation=prepared.continuation, shown=prepared.shown
+            text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
         )
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
 
     def read(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
-        text = self._detokenizer.push(token_ids)
+        self._num_tokens += len(token_ids)
+        text = self._detokenizer.push(token_ids, self._num_tokens > self._min_tokens)
         ends = ends or self.stopped is not None
         if ends:
             text += self._detokenizer.flush()
@@ -79,8 +87,7 @@ class Generation:
         self._text = text
         self._forget = forget  # tells the engine to drop one choice, or all
         self._open = {
-            choice: _Reader(text, request.params.stop, prepared)
-            for choice in range(request.params.n)
+            choice: _Reader(text, request.params, prepared) for choice in range(request.params.n)
         }
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         self._may_merge = not request.params.stop and prepared.new_parser is None

@@ -26,6 +26,7 @@ class Prepared:
     token_ids: tuple[int, ...]
     param: str  # the client's name for the prompt
     grammar: str | None = None
+    checked_grammar: str | None = None  # the same, as it can be tried without the vocabulary
     grammar_param: str = ""
     new_parser: Callable[[], OutputParser] | None = None  # None: output is text, as it stands
     shown: frozenset[int] = frozenset()  # control tokens that the parser must see
@@ -41,12 +42,14 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
     tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
     opened = output.opens_reasoning(tail)
     answer = None if spec is None else grammar_text(spec)
-    grammar = output.grammar(tools, choice, request.parallel_tool_calls, answer, opened)
+    asked = (tools, choice, request.parallel_tool_calls, answer, opened)
     has_structure = bool(tools) or output.reasoning is not None
     return Prepared(
         token_ids,
         "messages",
-        grammar=grammar,
+        grammar=output.grammar(*asked),
+        # Compiled apart from the model, whose control tokens are not known there.
+        checked_grammar=output.by_text().grammar(*asked),
         grammar_param="tools" if spec is None else spec.param,
         new_parser=functools.partial(output.parser, tools, choice, opened)
         if has_structure
@@ -95,10 +98,12 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
     echo = None
     if request.echo:
         echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
+    grammar = None if spec is None else grammar_text(spec)
     return Prepared(
         token_ids,
         "prompt",
-        grammar=None if spec is None else grammar_text(spec),
+        grammar=grammar,
+        checked_grammar=grammar,
         grammar_param="" if spec is None else spec.param,
         continuation=True,
         echo=echo,

@@ -35,27 +35,28 @@ class Detokenizer:
         self._held = ""
         self._held_ends = frozenset(char for text in stop for char in text[:-1])
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
+        """With `may_stop` off, no stop string begins or ends in these tokens."""
         if self.stopped is not None:
             return ""
         table = self._table
-        return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])))
+        return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
 
     def flush(self) -> str:
         """What is held back, at the end of generation."""
         if self.stopped is not None:
             return ""
-        text = self._advance(self._utf8.decode(b"", final=True))
+        text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)
         if self.stopped is None:
             text += self._held
         self._held = ""
         return text
 
-    def _advance(self, text: str) -> str:
+    def _advance(self, text: str, may_stop: bool) -> str:
         if self._drop_space and text:
             self._drop_space = False
             text = text.removeprefix(" ")
-        if not self._stop or not text:
+        if not self._stop or not text or not may_stop:
             return text
         text = self._held + text
         found = [

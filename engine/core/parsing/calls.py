@@ -1,0 +1,180 @@
+"""Reading the calls that a model writes as JSON objects, and passing their arguments on.
+
+A call begins for the client when its name is known, is a tool's, and an object of arguments opens.
+From then on it can't be taken back; the arguments follow as they are written, as far as they are
+valid JSON. If they break off, by the end of the text or by a character that JSON does not allow
+there, the call stays incomplete and the rest is text. Before that point everything is still text.
+Calls without arguments get "{}".
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.parsing.json_scanner import JsonScanner, is_object
+from engine.core.parsing.pieces import ToolCallPiece
+from engine.core.parsing.source import NotACall, Source, Steps
+
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+# An object with another key is no call, so that a JSON answer is not held back.
+_KEYS = ARGUMENT_KEYS | {"name", "type", "id"}
+_MAX_KEY_CHARS = max(len(key) for key in _KEYS)
+
+
+@dataclass(slots=True)
+class _Call:
+    name: str | None = None
+    arguments: str | None = None  # read before the name was known
+    complete: bool = False
+
+
+class CallReader:
+    """Reads calls of the tools in `names` and numbers them."""
+
+    def __init__(self, source: Source, names: frozenset[str], new_id: Callable[[], str]) -> None:
+        self.num_calls = 0
+        self.names = names
+        self.max_name_chars = max((len(name) for name in names), default=0)
+        self._source = source
+        self._new_id = new_id
+
+    def read(self) -> Steps[None]:
+        """One object with a name and arguments.
+
+        Raises `NotACall` where it turns out not to be one; what follows complete arguments may be
+        broken, that is text but no reason to lose the call.
+        """
+        call = _Call()
+        try:
+            yield from self._members(call)
+        except NotACall:
+            if not call.complete:
+                raise
+            if not self._source.holds_only_space():
+                self.give_up()
+            return
+        self._source.discard()
+
+    def read_series(self) -> Steps[None]:
+        """One call or more, with space or semicolons between them."""
+        char = "{"
+        while char == "{":
+            yield from self.read()
+            char = yield from self._source.skip_space()
+            if char == ";":
+                self._source.take(1)
+                char = yield from self._source.skip_space()
+
+    def read_list(self) -> Steps[None]:
+        """A JSON array of calls."""
+        yield from self._punctuation("[")
+        more = True
+        while more:
+            yield from self.read()
+            more = (yield from self._punctuation(",]")) == ","
+        self._source.discard()
+
+    def give_up(self) -> None:
+        """What is held is text; but behind a call, where the output ends, it is the beginning of
+        one more, which nobody can use.
+        """
+        if self.num_calls and self._source.is_over:
+            self._source.discard()
+        else:
+            self._source.release()
+
+    def begin(self, name: str) -> None:
+        """Announce a call; its arguments come next, by `stream`."""
+        self._source.discard()
+        self._source.emit(ToolCallPiece(self.num_calls, "", self._new_id(), name))
+        self.num_calls += 1
+
+    def stream(self) -> Steps[None]:
+        """Pass on an object of arguments while it arrives."""
+        scanner = JsonScanner()
+        while scanner.open:
+            self._add((yield from self._source.scan(scanner)))
+        if scanner.bad:
+            raise NotACall
+
+    def _add(self, arguments: str) -> None:
+        if arguments:
+            self._source.emit(ToolCallPiece(self.num_calls - 1, arguments))
+
+    def _members(self, call: _Call) -> Steps[None]:
+        yield from self._punctuation("{")
+        more = True
+        while more:
+            key = yield from self._string(_MAX_KEY_CHARS)
+            if key not in _KEYS:
+                raise NotACall
+            yield from self._punctuation(":")
+            yield from self._member(call, key)
+            more = (yield from self._punctuation(",}")) == ","
+        if call.name is None:
+            raise NotACall
+        if not call.complete:
+            self._finish(call, call.name, "{}")
+
+    def _member(self, call: _Call, key: str) -> Steps[None]:
+        if key == "name" and call.name is None:
+            name = yield from self._string(self.max_name_chars)
+            if name not in self.names:
+                raise NotACall
+            call.name = name
+            if call.arguments is not None:
+                self._finish(call, name, call.arguments)
+        elif key in ARGUMENT_KEYS and call.arguments is None and not call.complete:
+            yield from self._arguments(call)
+        else:
+            yield from self._value()
+
+    def _arguments(self, call: _Call) -> Steps[None]:
+        opening = yield from self._source.skip_space()
+        if opening == "{" and call.name is not None:
+            self.begin(call.name)
+            yield from self.stream()
+            call.complete = True
+            return
+        raw = yield from self._value()
+        # Some models write the object as a string, as clients get it.
+        text = json.loads(raw) if opening == '"' else "{}" if opening == "n" else raw
+        if not is_object(text):
+            raise NotACall
+        if call.name is None:
+            call.arguments = text
+        else:
+            self._finish(call, call.name, text)
+
+    def _finish(self, call: _Call, name: str, arguments: str) -> None:
+        self.begin(name)
+        self._add(arguments.strip())
+        call.complete = True
+
+    def _string(self, max_chars: int) -> Steps[str]:
+        """A string of at most so many characters, each perhaps written as an escape."""
+        if (yield from self._source.skip_space()) != '"':
+            raise NotACall
+        text: str = json.loads((yield from self._value(6 * max_chars + 2)))
+        return text
+
+    def _value(self, max_chars: int | None = None) -> Steps[str]:
+        """Any JSON value, held; its raw text."""
+        scanner = JsonScanner()
+        parts: list[str] = []
+        left = max_chars
+        while scanner.open and left != 0:
+            chunk = yield from self._source.scan(scanner, left)
+            self._source.hold(chunk)
+            parts.append(chunk)
+            left = None if left is None else left - len(chunk)
+        if not scanner.done:
+            raise NotACall
+        return "".join(parts)
+
+    def _punctuation(self, allowed: str) -> Steps[str]:
+        char = yield from self._source.skip_space()
+        if not char or char not in allowed:
+            raise NotACall
+        self._source.take(1)
+        return char

@@ -1,0 +1,170 @@
+"""Grammars that force well-formed calls, as llguidance reads them.
+
+Arguments are `%json` of a schema of their own, so that a tool's `$ref`s still point into its
+parameters. The object around them is written as chat templates write it. A control token can't be
+part of text and is matched by its id; other markers are text, and a lazy rule ends where one is
+complete.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+from engine.core.grammar.schema_rules import compile_schema
+
+# What may name more properties than `properties` does, or decides about others itself.
+_OPEN_ENDED = frozenset(
+    {
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+        *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
+    }
+)
+_SHARED = ("$schema", "$defs", "definitions")  # what the properties of a schema may refer to
+_OBJECT = {"type": "object"}
+_MAX_CACHED_CHARS = 16 * 1024
+_ANY = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """Rules of one family: a sequence of calls is `opening first more`.
+
+    A family that needs no marker has `bare_text`, what text looks like that is no call; its
+    `opening` is optional, or None.
+    """
+
+    rules: str
+    opening: str | None
+    first: str
+    more: str
+    bare_text: str | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        return self.bare_text is not None
+
+
+def literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def marker(text: str, control: Mapping[str, int]) -> str:
+    """A marker: by id where it is a control token, else as text."""
+    return f"<[{control[text]}]>" if text in control else literal(text)
+
+
+def arguments_rule(tool: Mapping[str, Any]) -> str:
+    """What a tool's arguments must match: an object of its parameters.
+
+    Only a strict tool promises its whole schema and is refused if we can't enforce it. Of another
+    we keep what we can.
+    """
+    function = tool["function"]
+    parameters = json.dumps(function.get("parameters") or {"properties": {}})
+    rule = _arguments_rule if len(parameters) <= _MAX_CACHED_CHARS else _arguments_rule.__wrapped__
+    return rule(parameters, f"tools.{function['name']}.parameters", function.get("strict") is True)
+
+
+@lru_cache(maxsize=256)  # agents send the same tools with every turn
+def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
+    schema = {**json.loads(parameters), "type": "object"}
+    if "properties" in schema and not schema.keys() & _OPEN_ENDED:
+        schema["additionalProperties"] = False  # or a model could invent parameters without end
+    return f"%json {json.dumps(_enforceable(schema, where, strict))}"
+
+
+def _enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
+    try:
+        return compile_schema(schema, where)
+    except InvalidRequestError:
+        if strict:
+            raise
+    loose = _loosened(schema)
+    return compile_schema(loose if _is_supported(loose) else _OBJECT, where)
+
+
+def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties by name, with the schemas of those that we can enforce."""
+    given, required = schema.get("properties"), schema.get("required")
+    properties = given if isinstance(given, dict) else {}
+    shared = {key: schema[key] for key in _SHARED if key in schema}
+
+    def loose(value: Any) -> Any:
+        alone = {**shared, "type": "object", "properties": {"value": value}}
+        return value if _is_supported(alone) else {}
+
+    return {
+        **shared,
+        "type": "object",
+        "properties": {name: loose(value) for name, value in properties.items()},
+        "required": [
+            name for name in properties if isinstance(required, list) and name in required
+        ],
+        "additionalProperties": schema.get("additionalProperties") is not False,
+    }
+
+
+def _is_supported(schema: Mapping[str, Any]) -> bool:
+    try:
+        compile_schema(schema, "")
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
+    """Rules for `call`: an object with the tool's name and arguments, in this order."""
+    lines = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+    for index, tool in enumerate(tools):
+        name = json.dumps(tool["function"]["name"])
+        opening = f'{{"name": {name}, "{arguments_key}": '
+        lines.append(f'call_{index}: {literal(opening)} {arguments_rule(tool)} "}}"')
+    return "\n".join(lines)
+
+
+def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
+    """Calls only, or text in which a call is well-formed once it begins."""
+    calls = f"{syntax.first} {syntax.more}"
+    lines = ["%llguidance {}", r"SPACE: /[ \n]{0,2}/", syntax.rules]
+    if forced:
+        opening = f"({syntax.opening})?" if syntax.is_bare and syntax.opening else syntax.opening
+        lines.append(f"start: SPACE {opening or ''} {calls}")
+        return _joined(lines)
+    if syntax.is_bare:
+        behind_text = f"({syntax.opening} {calls})?" if syntax.opening else ""
+        lines += [f"start: TEXT {behind_text} | SPACE {calls}", f"TEXT: {syntax.bare_text}"]
+        return _joined(lines)
+    # Where reasoning is marked by text, a lazy rule for it competes with the one for calls.
+    lines.append(f"TEXT: {_ANY} & ~/<think>(.|\\n)*/" if may_think else f"TEXT: {_ANY}")
+    if syntax.opening is not None and syntax.opening.startswith("<["):
+        lines.append(f"start: TEXT ({syntax.opening} {calls})?")
+    else:
+        lines += [f"start: TEXT | opened {calls}", f"opened[lazy]: TEXT {syntax.opening}"]
+    return _joined(lines)
+
+
+def answer_grammar(syntax: CallSyntax, answer: str) -> str:
+    """Calls, behind their marker if they have one, or an answer that matches another grammar."""
+    lines = [
+        "%llguidance {}",
+        r"SPACE: /[ \n]{0,2}/",
+        syntax.rules,
+        f"start: {syntax.opening or ''} {syntax.first} {syntax.more} | @answer",
+    ]
+    return with_inner(_joined(lines), answer, "answer")
+
+
+def with_inner(outer: str, inner: str, name: str) -> str:
+    """A grammar whose `@name` is another whole grammar, in Lark or in llguidance's JSON form."""
+    if inner.lstrip().startswith("{"):
+        first, *others = json.loads(inner)["grammars"]
+    else:
+        first, others = {"lark_grammar": inner}, []
+    return json.dumps({"grammars": [{"lark_grammar": outer}, {**first, "name": name}, *others]})
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(lines) + "\n"

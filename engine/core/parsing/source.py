@@ -1,0 +1,178 @@
+"""Text that arrives in pieces, and the pieces that come out.
+
+Parsers are generators: they read from a `Source` and yield when they need more text than there is.
+What they have read is held until they know what it was: `release` gives it out as text, `discard`
+drops it as the syntax of a call. At every yield the unread text is shorter than the longest marker,
+hence all work together is linear in the text.
+"""
+
+import re
+from collections.abc import Generator
+from typing import TypeVar
+
+from engine.core.parsing.json_scanner import JsonScanner
+from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
+
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_WORD = re.compile(r"[A-Za-z0-9_.\-]*")
+
+
+class NotACall(Exception):
+    """What looked like a call is text, or stops being a call here. Never leaves this package."""
+
+
+class Source:
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._ended = False
+        self._held: list[str] = []
+        self._pieces: list[Piece] = []
+        self._spoken: list[str] = []  # text or reasoning that is not yet a piece
+        self.in_reasoning = False  # kind of what is given out
+
+    def push(self, text: str) -> None:
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        self._ended = True
+
+    def take_pieces(self) -> list[Piece]:
+        self._finish_spoken()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._text) - self._position
+
+    @property
+    def is_over(self) -> bool:
+        """All text there will ever be has been read."""
+        return self._ended and not self.num_unread
+
+    # What is read, and what becomes of it.
+
+    def take(self, count: int) -> None:
+        """Read so many characters, which `peek` or `starts_with` has seen, and hold them."""
+        self._hold_to(self._position + count)
+
+    def hold(self, text: str) -> None:
+        self._held.append(text)
+
+    def release(self) -> None:
+        self._spoken += self._held
+        self._held = []
+
+    def discard(self) -> None:
+        self._held = []
+
+    def holds_only_space(self) -> bool:
+        return all(not part or part.isspace() for part in self._held)
+
+    def emit(self, piece: Piece) -> None:
+        self._finish_spoken()
+        self._pieces.append(piece)
+
+    def reason(self, inside: bool) -> None:
+        """From here on text is reasoning, or no longer is."""
+        self._finish_spoken()
+        self.in_reasoning = inside
+
+    # Steps: each waits for as much text as it needs.
+
+    def peek(self) -> Steps[str]:
+        """The next character; an empty string at the end."""
+        while not self.num_unread and not self._ended:
+            yield
+        return self._text[self._position : self._position + 1]
+
+    def starts_with(self, literal: str) -> Steps[bool]:
+        while not self._ended:
+            seen = self._text[self._position : self._position + len(literal)]
+            if len(seen) == len(literal) or not literal.startswith(seen):
+                break
+            yield
+        return self._text.startswith(literal, self._position)
+
+    def skip_space(self) -> Steps[str]:
+        """Hold all white space; the character after it."""
+        while True:
+            self._hold_run(_SPACE, len(self._text))
+            if self.num_unread or self._ended:
+                return self._text[self._position : self._position + 1]
+            yield
+
+    def word(self, max_chars: int) -> Steps[str]:
+        """A name, held, and no longer than asked for."""
+        first = len(self._held)
+        left = max_chars
+        while True:
+            num_before = self.num_unread
+            self._hold_run(_WORD, self._position + left)
+            left -= num_before - self.num_unread
+            if not left or self.num_unread or self._ended:
+                return "".join(self._held[first:])
+            yield
+
+    def scan(self, scanner: JsonScanner, max_chars: int | None = None) -> Steps[str]:
+        """What the next text, or so much of it, adds to a JSON value; read, but not held."""
+        if not (yield from self.peek()):
+            raise NotACall
+        end = len(self._text)
+        if max_chars is not None:
+            end = min(end, self._position + max_chars)
+        start, self._position = self._position, scanner.feed(self._text, self._position, end)
+        return self._text[start : self._position]
+
+    def text_until(self, marker: str) -> Steps[bool]:
+        """Give text out up to a marker, which stays unread; False if the end comes first."""
+        while True:
+            found = self._text.find(marker, self._position)
+            end = found if found >= 0 else len(self._text) - self._possible_start(marker)
+            self._speak_to(end)
+            if found >= 0:
+                return True
+            if self._ended:
+                self._speak_to(len(self._text))
+                return False
+            yield
+
+    def rest(self) -> Steps[None]:
+        """Give out everything that still comes."""
+        while True:
+            self._speak_to(len(self._text))
+            if self._ended:
+                return
+            yield
+
+    def _hold_run(self, pattern: re.Pattern[str], end: int) -> None:
+        match = pattern.match(self._text, self._position, end)
+        if match and match.end() > self._position:
+            self._hold_to(match.end())
+
+    def _hold_to(self, end: int) -> None:
+        self._held.append(self._text[self._position : end])
+        self._position = end
+
+    def _speak_to(self, end: int) -> None:
+        if end > self._position:
+            self.release()
+            self._spoken.append(self._text[self._position : end])
+            self._position = end
+
+    def _possible_start(self, marker: str) -> int:
+        """Length of the longest unread tail that the marker begins with."""
+        longest = min(len(marker) - 1, self.num_unread)
+        sizes = range(longest, 0, -1)
+        return next((size for size in sizes if self._text.endswith(marker[:size])), 0)
+
+    def _finish_spoken(self) -> None:
+        text = "".join(self._spoken)
+        self._spoken = []
+        if text:
+            self._pieces.append(ReasoningPiece(text) if self.in_reasoning else TextPiece(text))

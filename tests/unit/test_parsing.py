@@ -1,0 +1,245 @@
+"""Answers of every family to pieces: calls, text around them, and what only looks like a call."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from engine.core.interfaces.backend import ToolChoice
+from engine.core.parsing.base import ToolFormat
+from engine.core.parsing.generic_json import GenericJsonFormat
+from engine.core.parsing.hermes import HermesFormat
+from engine.core.parsing.llama3 import Llama3Format
+from engine.core.parsing.mistral import MistralFormat
+from engine.core.parsing.output import OutputFormat, OutputParser
+from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
+from engine.core.parsing.reasoning import ReasoningFormat
+
+HERMES, LLAMA3, JSON = HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)
+MISTRAL = MistralFormat(True)
+FORMATS: tuple[ToolFormat, ...] = (HERMES, LLAMA3, MISTRAL, JSON)
+NAMES = frozenset({"get_weather", "now"})
+TOOLS = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]
+PARIS = '{"city": "Paris"}'
+
+Calls = list[tuple[str, str]]
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[str, Calls, str]:
+    """Text, calls as name and arguments, and reasoning; with the rules of pieces checked."""
+    calls: Calls = []
+    for piece in pieces:
+        if not isinstance(piece, ToolCallPiece):
+            assert piece.text, "an empty piece says nothing"
+        elif piece.index == len(calls):
+            assert piece.name is not None and piece.call_id and piece.arguments == ""
+            calls.append((piece.name, ""))
+        else:
+            assert piece.index == len(calls) - 1, "calls come one after the other"
+            assert piece.name is None and piece.call_id is None and piece.arguments
+            name, arguments = calls[-1]
+            calls[-1] = (name, arguments + piece.arguments)
+    text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
+    return text, calls, reasoning
+
+
+def parse(tools: ToolFormat, text: str) -> tuple[str, Calls]:
+    """The same whether it comes whole or by characters."""
+    whole, single = OutputParser(tools, NAMES), OutputParser(tools, NAMES)
+    result = joined([*whole.push(text), *whole.flush()])
+    pieces = [piece for char in text for piece in single.push(char)] + single.flush()
+    assert joined(pieces) == result
+    assert whole.num_calls == single.num_calls == len(result[1])
+    return result[:2]
+
+
+@pytest.mark.parametrize("tools", [*FORMATS, MistralFormat(True, has_args_marker=True)])
+def test_reads_what_it_writes(tools: ToolFormat) -> None:
+    calls = [("get_weather", PARIS), ("now", "{}"), ("get_weather", '{"city": "}\\"]"}')]
+    for several in (calls[:1], calls):
+        assert parse(tools, tools.write(several)) == ("", several)
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+def test_text_stays_text(tools: ToolFormat) -> None:
+    for text in ("", " \n", "Hello.", ' The set {"name": 1} [x]\n', "[1, 2]", "```python\nx\n```"):
+        assert parse(tools, text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        (HERMES, "<tool_call>\n%s\n</tool_call>"),
+        (HERMES, "<tool_call>%s</tool_call>\n\n"),
+        (HERMES, "\n<tool_call>%s"),
+        (LLAMA3, "%s"),
+        (LLAMA3, " <|python_tag|>%s"),
+        (MISTRAL, "[TOOL_CALLS] [%s]"),
+        (MISTRAL, "[TOOL_CALLS][%s] "),
+        (JSON, "%s"),
+        (JSON, " [ %s ]"),
+        (JSON, "```json\n%s\n```\n"),
+        (JSON, "```\n[%s]\n```"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "get_weather", "arguments": {"city": "Paris"}}', PARIS),
+        ('{"name": "get_weather", "parameters": {"city": "Paris"}}', PARIS),
+        ('{ "type": "function",\n"name":"get_weather","arguments":{"city": "Paris"} }', PARIS),
+        ('{"arguments": {"city": "Paris"}, "name": "get_weather"}', PARIS),
+        (json.dumps({"name": "get_weather", "arguments": PARIS}), PARIS),
+        ('{"name": "get\\u005fweather", "arguments": {}, "id": "a1"}', "{}"),
+        ('{"name": "get_weather"}', "{}"),
+        ('{"name": "get_weather", "arguments": null}', "{}"),
+    ],
+)
+def test_ways_to_write_a_call(tools: ToolFormat, text: str, call: str, arguments: str) -> None:
+    assert parse(tools, text % call) == ("", [("get_weather", arguments)])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"name": "rm", "arguments": {}}',  # no such tool
+        '{"name": "now", "arguments": []}',
+        '{"name": "now", "arguments": "no object"}',
+        '{"name": 1, "arguments": {}}',
+        '{"arguments": {}}',
+        '{"title": "A JSON answer", "name": "now"}',
+        "{'name': 'now'}",
+        "{}",
+        '{"name": "now"',
+        '{"name": "now", "arguments": nul}',
+        '{"arguments": {"a": 01}, "name": "now"}',
+    ],
+)
+@pytest.mark.parametrize("tools", FORMATS)
+def test_what_is_no_call_is_given_out_again(tools: ToolFormat, broken: str) -> None:
+    text = tools.write([("now", "{}")]).replace('{"name": "now", "arguments": {}}', broken)
+    text = text.replace('{"name": "now", "parameters": {}}', broken)
+    assert parse(tools, text) == (text, [])
+
+
+def test_text_around_calls() -> None:
+    call = HERMES.write([("now", "{}")])
+    assert parse(HERMES, f"Let me see.\n{call}\n{call}\nDone.") == (
+        "Let me see.\n\nDone.",
+        [("now", "{}"), ("now", "{}")],
+    )
+    assert parse(MISTRAL, 'One.[TOOL_CALLS][{"name": "now"}] Two.') == (
+        "One. Two.",
+        [("now", "{}")],
+    )
+    assert parse(LLAMA3, 'One. {"name": "now"}')[1] == []
+    assert parse(LLAMA3, 'One. <|python_tag|>{"name": "now"}') == ("One. ", [("now", "{}")])
+
+
+def test_calls_without_separators_or_with_too_many() -> None:
+    two = [("now", "{}"), ("now", "{}")]
+    assert parse(LLAMA3, '{"name": "now"}\n{"name": "now"};') == ("", two)
+    assert parse(HERMES, '<tool_call>{"name": "now"}<tool_call>{"name": "now"}') == ("", two)
+    assert parse(JSON, '{"name": "now"}\n{"name": "now"}') == ("", two)
+
+
+def test_mistral_calls_by_name() -> None:
+    text = '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{"city": "Paris"}'
+    assert parse(MISTRAL, text) == ("", [("now", "{}"), ("get_weather", PARIS)])
+    for text in ("[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]now[ARGS]x", "[TOOL_CALLS]nowhere{}"):
+        assert parse(MISTRAL, text) == (text, [])
+
+
+def test_a_failed_call_does_not_hide_the_next() -> None:
+    good = HERMES.write([("now", "{}")])
+    for bad in ("<tool_call>\n", '<tool_call>{"name": "rm"}', '<tool_call>{"name": "no'):
+        assert parse(HERMES, f"{bad}\n{good}") == (f"{bad}\n", [("now", "{}")])
+    text = '[{"name": "now"}, {"name": "rm"}]'
+    assert parse(JSON, text) == (', {"name": "rm"}]', [("now", "{}")])
+
+
+def test_broken_arguments_leave_the_call_incomplete() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": 1, oops}}</tool_call>'
+    assert parse(HERMES, text) == ("oops}}</tool_call>", [("now", '{"a": 1, ')])
+    assert parse(LLAMA3, '{"name": "now", "parameters": {"a": "b') == ("", [("now", '{"a": "b')])
+
+
+def test_what_breaks_behind_the_arguments_does_not_lose_the_call() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": 1}\n</tool_call>Hi'
+    assert parse(HERMES, text) == ("Hi", [("now", '{"a": 1}')])
+    assert parse(LLAMA3, '{"name": "now", "parameters": {}, oops') == (", oops", [("now", "{}")])
+
+
+def test_arguments_are_passed_on_while_they_are_written() -> None:
+    parser = OutputParser(HERMES, NAMES)
+    assert parser.push('Hi <tool_call>\n{"name": "now", ') == [TextPiece("Hi ")]
+    assert parser.push('"arguments": ') == [] and parser.num_calls == 0
+    first, second = parser.push('{"a": ')
+    assert isinstance(first, ToolCallPiece) and first.name == "now" and parser.num_calls == 1
+    assert second == ToolCallPiece(0, '{"a": ')
+    assert parser.push('"some te') == [ToolCallPiece(0, '"some te')]
+    assert parser.push('xt"}') == [ToolCallPiece(0, 'xt"}')]
+    assert parser.push("}\n</tool_call>") == [] == parser.flush()
+
+
+def test_only_a_possible_marker_is_held_back() -> None:
+    parser = OutputParser(HERMES, NAMES)
+    assert parser.push("a <tool") == [TextPiece("a ")]
+    assert parser.push("box> <") == [TextPiece("<toolbox> ")]
+    assert parser.push("<b") == [TextPiece("<<b")]
+    bare = OutputParser(JSON, NAMES)
+    assert bare.push('{"tit') == [] and bare.push('le": ') == [TextPiece('{"title": ')]
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "reasoning", "content"),
+    [
+        (False, "<think>\nHm.\n</think>\n\nYes.", "Hm.\n", "Yes."),
+        (False, "\n<think>Hm.</think>Yes.", "Hm.", "Yes."),
+        (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        (False, " Yes. <think> no", "", " Yes. <think> no"),
+        (False, "<thin", "", "<thin"),
+        (False, "<think>Hm. </thin", "Hm. </thin", ""),
+        (True, "Hm.</think>\n\n Yes.", "Hm.", "Yes."),
+        (True, "\nHm. <think> </think>", "Hm. <think> ", ""),
+        (True, "Hm", "Hm", ""),
+    ],
+)
+def test_reasoning(opened: bool, text: str, reasoning: str, content: str) -> None:
+    for cuts in ([text], list(text)):
+        parser = OutputParser(None, frozenset(), ReasoningFormat(), opened)
+        assert parser.in_reasoning == opened
+        pieces = [piece for cut in cuts for piece in parser.push(cut)]
+        assert joined([*pieces, *parser.flush()]) == (content, [], reasoning)
+        assert not parser.in_reasoning
+
+
+def test_inside_reasoning_nothing_is_a_call() -> None:
+    output = OutputFormat.of("<think> {{ tools }} <tool_call>", {"<tool_call>": 7, "</think>": 8})
+    call = HERMES.write([("now", "{}")])
+    parser = output.parser(TOOLS, ToolChoice(), opened=False)
+    pieces = parser.push(f"<think>{call}")
+    assert parser.in_reasoning and parser.num_calls == 0
+    pieces += [*parser.push(f"</think>\n\n{call}"), *parser.flush()]
+    assert joined(pieces) == ("", [("now", "{}")], call)
+    assert output.shown_ids(with_tools=True) == {7, 8} and output.shown_ids(False) == {8}
+
+
+def test_a_choice_decides_which_calls_count() -> None:
+    output = OutputFormat.of(None, {})
+    for choice, num_calls in (
+        (ToolChoice("none"), 0),
+        (ToolChoice("named", "get_weather"), 0),
+        (ToolChoice("named", "now"), 1),
+        (ToolChoice("required"), 1),
+    ):
+        parser = output.parser(TOOLS, choice, opened=False)
+        text = joined([*parser.push('{"name": "now"}'), *parser.flush()])[0]
+        assert parser.num_calls == num_calls and (text == "") == bool(num_calls)
+
+
+def test_ids_have_the_shape_that_the_template_takes() -> None:
+    ids = {MISTRAL.new_call_id() for _ in range(50)}
+    assert len(ids) == 50 and all(len(each) == 9 and each.isalnum() for each in ids)
+    assert HERMES.new_call_id().startswith("call_")
