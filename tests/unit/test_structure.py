@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 100
 RANKS = {
     "engine.core": 0,
     "engine.backends": 1,
+    "engine.conformance": 1,
     "engine.routing": 2,
     "engine.servers": 3,
     "engine.backends.custom.app": 4,
@@ -70,7 +71,13 @@ JINJA_HOME = "engine.core.utils.template_sandbox"
 SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 # Wall-clock time is for what people read; durations use time.monotonic.
 TIMESTAMP_MODULES = frozenset(
-    {"engine.servers.openai.format", "engine.backends.custom.base_custom"}
+    {
+        "engine.backends.custom.base_custom",
+        "engine.servers.files.expiry",
+        "engine.servers.openai.format",
+        "engine.servers.responses.format",
+        "engine.servers.responses.store",
+    }
 )
 
 

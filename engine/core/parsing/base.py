@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.grammars import CallSyntax, answer_grammar, tool_grammar
@@ -65,7 +66,7 @@ class ToolFormat(ABC):
 
         `answer` is a grammar for an answer that calls no tool. `may_think`: the grammar will stand
         behind an optional block of reasoning, which its free text must not be mistaken for.
-        Where nothing marks a call, an answer that reads like a call of a tool is one.
+        Where nothing marks a call, an answer of `answer` can't be told from one: that is refused.
         """
         if choice.mode == "none" or not tools:
             return answer
@@ -74,6 +75,13 @@ class ToolFormat(ABC):
             parallel = False
         syntax = self.syntax(tools, parallel, control)
         if choice.mode == "auto" and answer is not None:
+            if syntax.opening is None:
+                raise InvalidRequestError(
+                    "This model writes tool calls as plain JSON, so the answer's format and tools "
+                    "that may or may not be called exclude each other; set tool_choice to 'none', "
+                    "or leave response_format out.",
+                    param="tool_choice",
+                )
             return answer_grammar(syntax, answer)
         return tool_grammar(syntax, forced=choice.mode != "auto", may_think=may_think)
 

@@ -147,12 +147,12 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
 
 
 def answer_grammar(syntax: CallSyntax, answer: str) -> str:
-    """Calls, behind their marker if they have one, or an answer that matches another grammar."""
+    """Calls behind their marker, or an answer that matches another grammar."""
     lines = [
         "%llguidance {}",
         r"SPACE: /[ \n]{0,2}/",
         syntax.rules,
-        f"start: {syntax.opening or ''} {syntax.first} {syntax.more} | @answer",
+        f"start: {syntax.opening} {syntax.first} {syntax.more} | @answer",
     ]
     return with_inner(_joined(lines), answer, "answer")
 

@@ -1,0 +1,220 @@
+"""One batch, from wherever the last process left it to its end.
+
+Lines are run side by side, each in one of the slots that all batches share, as requests of the
+batch's owner. Being refused for lack of room is waited out; any other answer is the line's result.
+What the storage can't take now ends the run, not the batch: the runner tries again later.
+"""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.core.errors import EngineError, NotFoundError
+from engine.servers.auth import Principal
+from engine.servers.batches.caller import ABANDONED, Answer, Caller
+from engine.servers.batches.lines import Line, Scan, read_body, scan
+from engine.servers.batches.output import answered_line, compose
+from engine.servers.batches.schema import Batch, LineError
+from engine.servers.batches.store import BatchStore
+from engine.servers.files.expiry import unix_now
+from engine.servers.files.store import FileStore, StorageFullError
+from engine.servers.services import Services
+
+# The largest number, which runs last: whoever waits for an answer comes before a batch.
+LINE_PRIORITY = 100
+# A line during which the engine died this many times is taken to be the cause.
+MAX_LOST = 3
+CHECK_S = 1.0
+READY_CHECK_S = 0.2
+FIRST_PAUSE_S = 0.25
+MAX_PAUSE_S = 30.0
+_PAGE = 64
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs share."""
+
+    services: Services
+    store: BatchStore
+    files: FileStore
+    caller: Caller
+    slots: asyncio.Semaphore
+
+
+class BatchRun:
+    def __init__(self, bench: Bench, batch_id: str) -> None:
+        self._bench = bench
+        self._batch_id = batch_id
+        self._changed = asyncio.Event()
+        self._over = asyncio.Event()  # nothing more is to be run, and what runs is let go of
+        self._failure: EngineError | None = None
+
+    def notice(self) -> None:
+        """Something about the batch has changed in the store."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Returns when the batch has ended. Raises what the storage failed with."""
+        batch = await self._bench.store.find(self._batch_id)
+        if batch.has_ended:
+            return
+        if batch.status == "validating" and batch.errors is None and not _is_overdue(batch):
+            batch = await self._validate(batch)
+        if batch.status == "in_progress" and batch.errors is None:
+            await self._run_lines(batch)
+            batch = await self._bench.store.finalize(batch)
+        unfinished = await self._bench.store.pending(batch.id, 0, 1)
+        await compose(self._bench.store, self._bench.files, batch, len(unfinished))
+
+    async def _validate(self, batch: Batch) -> Batch:
+        if not await self._is_ready():
+            return batch
+        store, services = self._bench.store, self._bench.services
+        path = self._bench.files.path_of(batch.input_file_id)
+        max_bytes = services.settings.server.body_limit_mb * 2**20
+        try:
+            found = await asyncio.to_thread(scan, path, batch.endpoint, max_bytes, self._is_served)
+        except OSError:
+            found = Scan(errors=[_unreadable()])
+        if found.errors:
+            await store.note_errors(batch, found.errors)
+        elif found.model is not None:
+            await store.start(batch, found.model, found.lines)
+        return await store.find(batch.id)
+
+    def _is_served(self, model: str) -> bool:
+        try:
+            self._bench.services.find_model(model)
+        except NotFoundError:
+            return False
+        return True
+
+    async def _run_lines(self, batch: Batch) -> None:
+        watching = asyncio.create_task(self._watch(batch))
+        try:
+            async with asyncio.TaskGroup() as running:
+                await self._feed(batch, running, watching)
+        finally:
+            watching.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _feed(
+        self, batch: Batch, running: asyncio.TaskGroup, watching: asyncio.Task[None]
+    ) -> None:
+        after = 0
+        try:
+            while page := await self._bench.store.pending(batch.id, after, _PAGE):
+                for line in page:
+                    if not await self._take_slot(watching):
+                        return
+                    running.create_task(self._run_line(batch, line))
+                after = page[-1].number
+        except EngineError as error:
+            self._fail(error)
+
+    async def _watch(self, batch: Batch) -> None:
+        """Returns when the batch is over before its lines are: cancelled, overdue or failed."""
+        try:
+            current = batch
+            while self._failure is None and current.status == "in_progress":
+                if current.errors is not None or _is_overdue(current):
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CHECK_S):
+                        await self._changed.wait()
+                self._changed.clear()
+                current = await self._bench.store.find(batch.id)
+        except EngineError as error:
+            self._failure = error
+        self._over.set()
+
+    async def _take_slot(self, watching: asyncio.Task[None]) -> bool:
+        """Wait for a slot; False, and no slot, once the batch is over."""
+        taking = asyncio.create_task(self._bench.slots.acquire())
+        try:
+            await asyncio.wait({taking, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not taking.done():
+                taking.cancel()
+        if watching.done() and taking.done():
+            self._bench.slots.release()
+        return not watching.done()
+
+    async def _run_line(self, batch: Batch, line: Line) -> None:
+        try:
+            path = self._bench.files.path_of(batch.input_file_id)
+            body = await asyncio.to_thread(read_body, path, line)
+            answer = await self._answer(batch, body)
+            if answer is not None:
+                result, usage = answered_line(line.custom_id, answer)
+                is_good = answer.status == 200
+                await self._bench.store.record(batch, line.number, is_good, result, usage)
+        except OSError:
+            await self._give_up(batch, _unreadable())
+        except StorageFullError as error:
+            await self._give_up(batch, LineError(code="storage_full", message=error.message))
+        except EngineError as error:
+            self._fail(error)
+        finally:
+            self._bench.slots.release()
+
+    async def _give_up(self, batch: Batch, error: LineError) -> None:
+        try:
+            await self._bench.store.note_errors(batch, [error])
+            self.notice()
+        except EngineError as failure:
+            self._fail(failure)
+
+    def _fail(self, error: EngineError) -> None:
+        """The run can't go on, and will be repeated."""
+        self._failure = error
+        self._over.set()
+        self.notice()
+
+    async def _answer(self, batch: Batch, body: dict[str, Any]) -> Answer | None:
+        """What the endpoint says to the line; None if the batch was over before that."""
+        if body.get("priority") is None:
+            body["priority"] = LINE_PRIORITY
+        content = msgspec.json.encode(body)
+        pause_s, num_lost = FIRST_PAUSE_S, 0
+        while await self._is_ready():
+            answer = await self._bench.caller.post(
+                batch.endpoint, content, Principal(batch.owner), self._over
+            )
+            if answer.status == 503 and not self._bench.services.lifecycle.is_draining:
+                num_lost += 1
+            if answer.status not in (429, 503, ABANDONED) or num_lost == MAX_LOST:
+                return answer
+            # Jitter keeps lines that were refused together from coming back together.
+            asked_s = float(answer.headers.get("retry-after", 0))
+            await self._pause(max(asked_s, pause_s) * random.uniform(1.0, 1.5))
+            pause_s = min(pause_s * 2, MAX_PAUSE_S)
+        return None
+
+    async def _is_ready(self) -> bool:
+        """Wait until requests are taken; False once the batch is over."""
+        services = self._bench.services
+        while services.lifecycle.is_draining or not services.backend.health().ready:
+            if self._over.is_set():
+                break
+            await self._pause(READY_CHECK_S)
+        return not self._over.is_set()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+
+
+def _is_overdue(batch: Batch) -> bool:
+    return unix_now() >= batch.expires_at
+
+
+def _unreadable() -> LineError:
+    return LineError(code="input_file_unreadable", message="The input file can no longer be read.")

@@ -1,0 +1,170 @@
+"""Who runs batches, and when: the server that holds the lock, as long as it lives.
+
+Servers that share a storage directory share its batches too. Those with the same models form a
+pool; one of a pool runs, the others take batches in and show them, and one of those takes over
+when the lock is free. The kernel frees it with the process, however that ends.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.core.errors import EngineError
+from engine.core.interfaces.backend import ModelCard
+from engine.servers.batches.run import BatchRun, Bench
+from engine.servers.batches.schema import LineError
+from engine.servers.files.expiry import unix_now
+from engine.servers.services import Services
+from engine.servers.storage import Database
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNNING_LINES = 16
+POLL_S = 1.0
+SWEEP_S = 600.0
+RETRY_S = 10.0
+
+
+def pool_of(cards: Sequence[ModelCard]) -> str:
+    """The same for servers that can answer the same requests."""
+    names = "\n".join(sorted(card.id for card in cards))
+    return hashlib.sha256(names.encode()).hexdigest()[:16]
+
+
+def line_slots(services: Services) -> asyncio.Semaphore:
+    """How many lines run at once: never more than half of what the server admits."""
+    half = services.settings.server.max_concurrent_requests // 2
+    return asyncio.Semaphore(max(1, min(MAX_RUNNING_LINES, half)))
+
+
+class PoolLock:
+    def __init__(self, directory: Path, pool: str) -> None:
+        self._path = directory / f"batches-{pool}.lock"
+        self._fd: int | None = None
+
+    def acquire(self) -> bool:
+        """Whether this process has the lock now."""
+        if self._fd is not None:
+            return True
+        fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class BatchRunner:
+    """A component of the server. It touches the disk only once something is stored there."""
+
+    def __init__(self, bench: Bench, database: Database, directory: Path, db_path: Path) -> None:
+        self._bench = bench
+        self._database = database
+        self._directory = directory
+        self._db_path = db_path
+        self._lock: PoolLock | None = None
+        self._runs: dict[str, BatchRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._awake = asyncio.Event()
+        self._swept_at: float | None = None
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._loop = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._lock is not None:
+            self._lock.release()
+        await self._database.close()
+
+    def notice(self, batch_id: str) -> None:
+        """A batch was created or cancelled, here."""
+        self._awake.set()
+        if batch_id in self._runs:
+            self._runs[batch_id].notice()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except EngineError as error:
+                logger.warning("batches wait: %s", error)
+            except OSError:
+                logger.exception("batches wait: the storage directory failed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._awake.wait()
+            self._awake.clear()
+
+    async def _turn(self) -> None:
+        if not self._db_path.exists():
+            return
+        cards = self._bench.services.backend.models()
+        if cards:
+            pool = pool_of(cards)
+            self._lock = self._lock or PoolLock(self._directory, pool)
+            if self._lock.acquire():
+                await self._begin_runs(pool)
+        if self._swept_at is None or time.monotonic() - self._swept_at >= SWEEP_S:
+            await self._sweep()
+            self._swept_at = time.monotonic()
+
+    async def _begin_runs(self, pool: str) -> None:
+        for batch in await self._bench.store.open_batches():
+            if batch.pool == pool and batch.id not in self._runs:
+                run = self._runs[batch.id] = BatchRun(self._bench, batch.id)
+                task = asyncio.create_task(self._run_batch(batch.id, run))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _run_batch(self, batch_id: str, run: BatchRun) -> None:
+        try:
+            await run.run()
+        except EngineError as error:
+            logger.warning("batch %s goes on later: %s", batch_id, error)
+            await asyncio.sleep(RETRY_S)
+        except Exception:
+            # A bug. Running it for ever would be worse than what is lost with it.
+            logger.exception("batch %s failed unexpectedly", batch_id)
+            await self._abandon(batch_id)
+        finally:
+            self._runs.pop(batch_id, None)
+
+    async def _abandon(self, batch_id: str) -> None:
+        store = self._bench.store
+        with contextlib.suppress(EngineError):
+            batch = await store.find(batch_id)
+            message = "The server failed to run this batch. Its log says why."
+            await store.note_errors(batch, [LineError(code="internal_error", message=message)])
+            await store.end(batch, "failed", None, None)
+
+    async def _sweep(self) -> None:
+        """Let go of what is too old, also for pools of which no server runs any more."""
+        settings = self._bench.services.settings.storage
+        for batch in await self._bench.store.open_batches():
+            if batch.id not in self._runs and unix_now() >= batch.expires_at:
+                lock = PoolLock(self._directory, batch.pool)
+                try:
+                    if lock.acquire():
+                        await self._run_batch(batch.id, BatchRun(self._bench, batch.id))
+                finally:
+                    lock.release()
+        await self._bench.store.sweep(settings.file_ttl_s)
+        await self._bench.files.sweep()

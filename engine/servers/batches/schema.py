@@ -1,0 +1,130 @@
+"""What a client may ask of /v1/batches, and the batch object that it gets back."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.servers.files.expiry import ExpiresAfter
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+WINDOW_S = 86_400  # of the only completion_window there is, "24h"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    after: Annotated[str, Field(max_length=64)] | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class LineError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a batch was not run; `line` counts from 1, None for the batch as a whole."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A row of the table, whose columns have these names. Times are Unix seconds."""
+
+    id: str
+    owner: str
+    pool: str  # of which servers this is: those with the same models
+    endpoint: str
+    input_file_id: str
+    results_id: str  # what its results are charged to, and the output file's id in the end
+    output_life_s: int
+    metadata: str | None  # JSON
+    model: str | None
+    status: str
+    errors: str | None  # JSON
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    num_lines: int
+    num_completed: int
+    num_failed: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+    def ending(self, num_unfinished: int) -> str:
+        """How it ends when it ends now."""
+        if self.errors is not None:
+            return "failed"
+        if self.status == "cancelling":
+            return "cancelled"
+        return "expired" if num_unfinished or self.model is None else "completed"
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI batch object."""
+        errors = None if self.errors is None else msgspec.json.decode(self.errors)
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": None if errors is None else {"object": "list", "data": errors},
+            "input_file_id": self.input_file_id,
+            "completion_window": "24h",
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "in_progress_at": self.in_progress_at,
+            "expires_at": self.expires_at,
+            "finalizing_at": self.finalizing_at,
+            "completed_at": self.completed_at,
+            "failed_at": self.failed_at,
+            "expired_at": self.expired_at,
+            "cancelling_at": self.cancelling_at,
+            "cancelled_at": self.cancelled_at,
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_completed,
+                "failed": self.num_failed,
+            },
+            "usage": {
+                "input_tokens": self.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+                "total_tokens": self.input_tokens + self.output_tokens,
+            },
+            "metadata": None if self.metadata is None else msgspec.json.decode(self.metadata),
+        }

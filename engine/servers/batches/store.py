@@ -1,0 +1,342 @@
+"""Batches and their lines in SQLite. Every step of a batch's life is one transaction here, so a
+process may be killed between any two of them and the next one goes on from there.
+
+A line's result is written once: only where there is none yet. Results wait in the table until all
+are there, charged to a file that is not ready; then they become that file and leave the table.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import msgspec
+
+from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError, RateLimitError
+from engine.servers.batches.lines import Line
+from engine.servers.batches.schema import ENDED, Batch, LineError
+from engine.servers.files.expiry import unix_now
+from engine.servers.files.store import (
+    FileStore,
+    StoredFile,
+    delete_row,
+    find_file,
+    hold_file,
+    insert_file,
+)
+from engine.servers.storage import Database
+
+MAX_OPEN_BATCHES = 100
+MAX_KEPT_BATCHES = 2_000
+RETRY_FULL_S = 30.0
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    pool TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL,
+    results_id TEXT NOT NULL,
+    output_life_s INTEGER NOT NULL,
+    metadata TEXT,
+    model TEXT,
+    status TEXT NOT NULL,
+    errors TEXT,
+    output_file_id TEXT,
+    error_file_id TEXT,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    in_progress_at INTEGER,
+    finalizing_at INTEGER,
+    completed_at INTEGER,
+    failed_at INTEGER,
+    expired_at INTEGER,
+    cancelling_at INTEGER,
+    cancelled_at INTEGER,
+    num_lines INTEGER NOT NULL DEFAULT 0,
+    num_completed INTEGER NOT NULL DEFAULT 0,
+    num_failed INTEGER NOT NULL DEFAULT 0,
+    input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0,
+    reasoning_tokens INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS batches_of_owner ON batches (owner, seq);
+CREATE TABLE IF NOT EXISTS batch_lines (
+    batch_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    custom_id TEXT NOT NULL,
+    start INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    succeeded INTEGER,
+    result BLOB,
+    PRIMARY KEY (batch_id, number)
+);
+"""
+_COLUMNS = ", ".join(each.name for each in fields(Batch))
+_OPEN = f"status NOT IN {ENDED}"
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    id: str
+    owner: str
+    pool: str
+    endpoint: str
+    input_file_id: str
+    results_id: str
+    output_life_s: int
+    metadata: str | None
+    created_at: int
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a line's answer says that it cost."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A line when its batch ends; `result` None: it was never answered."""
+
+    number: int
+    custom_id: str
+    succeeded: bool
+    result: bytes | None
+
+
+class BatchStore:
+    def __init__(self, database: Database, files: FileStore) -> None:
+        self._database = database
+        self._files = files
+
+    async def create(self, new: NewBatch) -> Batch:
+        def work(db: sqlite3.Connection) -> Batch:
+            _check_not_full(db)
+            try:
+                file = find_file(db, new.owner, new.input_file_id)
+            except NotFoundError:
+                raise InvalidRequestError(
+                    "There is no such file; upload it to /v1/files first.",
+                    param="input_file_id",
+                    code="file_not_found",
+                ) from None
+            if file.purpose != "batch":
+                raise InvalidRequestError(
+                    f"The file's purpose is {file.purpose}; it must be batch.",
+                    param="input_file_id",
+                )
+            hold_file(db, file.id, 1)
+            names = [each.name for each in fields(NewBatch)]
+            values = [getattr(new, name) for name in names]
+            marks = ", ".join("?" * len(names))
+            db.execute(
+                f"INSERT INTO batches ({', '.join(names)}, status) VALUES ({marks}, 'validating')",
+                values,
+            )
+            return _find(db, new.id)
+
+        return await self._database.run(work)
+
+    async def find(self, batch_id: str, owner: str | None = None) -> Batch:
+        """`owner` None: whoever's it is."""
+        return await self._database.run(lambda db: _find(db, batch_id, owner))
+
+    async def page(self, owner: str, after: str | None, limit: int) -> list[Batch]:
+        """At most `limit` batches, the latest first, from the one before `after`."""
+
+        def work(db: sqlite3.Connection) -> list[Batch]:
+            query = f"SELECT {_COLUMNS} FROM batches WHERE owner = ?"
+            values: list[str | int] = [owner]
+            if after is not None:
+                _find(db, after, owner)
+                query += " AND seq < (SELECT seq FROM batches WHERE id = ?)"
+                values.append(after)
+            rows = db.execute(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
+            return [Batch(**dict(row)) for row in rows]
+
+        return await self._database.run(work)
+
+    async def open_batches(self) -> list[Batch]:
+        """All that have not ended, in the order of their creation."""
+
+        def work(db: sqlite3.Connection) -> list[Batch]:
+            rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE {_OPEN} ORDER BY seq")
+            return [Batch(**dict(row)) for row in rows]
+
+        return await self._database.run(work)
+
+    async def start(self, batch: Batch, model: str, lines: Sequence[Line]) -> None:
+        """From validating to in_progress, unless it was cancelled meanwhile."""
+
+        def work(db: sqlite3.Connection) -> None:
+            changed = db.execute(
+                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, model = ?,"
+                " num_lines = ? WHERE id = ? AND status = 'validating'",
+                (unix_now(), model, len(lines), batch.id),
+            )
+            if changed.rowcount == 0:
+                return
+            db.executemany(
+                "INSERT INTO batch_lines (batch_id, number, custom_id, start, num_bytes)"
+                " VALUES (?, ?, ?, ?, ?)",
+                ((batch.id, it.number, it.custom_id, it.start, it.num_bytes) for it in lines),
+            )
+            reserved = StoredFile(batch.results_id, batch.owner, "batch_output", "", 0, 0, 0)
+            insert_file(db, reserved, is_ready=False)
+
+        await self._database.run(work)
+
+    async def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
+        """Lines without a result, from the one behind `after`."""
+
+        def work(db: sqlite3.Connection) -> list[Line]:
+            rows = db.execute(
+                "SELECT number, custom_id, start, num_bytes FROM batch_lines"
+                " WHERE batch_id = ? AND number > ? AND succeeded IS NULL ORDER BY number LIMIT ?",
+                (batch_id, after, limit),
+            )
+            return [Line(**dict(row)) for row in rows]
+
+        return await self._database.run(work)
+
+    async def record(
+        self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: Usage
+    ) -> None:
+        """A line's one result. Raises `StorageFullError`, and then there is none."""
+
+        def work(db: sqlite3.Connection) -> None:
+            changed = db.execute(
+                "UPDATE batch_lines SET succeeded = ?, result = ?"
+                " WHERE batch_id = ? AND number = ? AND succeeded IS NULL",
+                (succeeded, result, batch.id, number),
+            )
+            if changed.rowcount == 0:
+                return
+            self._files.grow(db, batch.results_id, len(result))
+            counter = "num_completed" if succeeded else "num_failed"
+            db.execute(
+                f"UPDATE batches SET {counter} = {counter} + 1,"
+                " input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?,"
+                " output_tokens = output_tokens + ?, reasoning_tokens = reasoning_tokens + ?"
+                " WHERE id = ?",
+                (
+                    usage.input_tokens,
+                    usage.cached_tokens,
+                    usage.output_tokens,
+                    usage.reasoning_tokens,
+                    batch.id,
+                ),
+            )
+
+        await self._database.run(work)
+
+    async def cancel(self, batch_id: str, owner: str) -> Batch:
+        def work(db: sqlite3.Connection) -> Batch:
+            batch = _find(db, batch_id, owner)
+            if batch.status == "cancelling":
+                return batch
+            if batch.status not in ("validating", "in_progress"):
+                raise ConflictError(
+                    f"A batch that is {batch.status} cannot be cancelled.", param="batch_id"
+                )
+            db.execute(
+                "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
+                (unix_now(), batch.id),
+            )
+            return _find(db, batch.id)
+
+        return await self._database.run(work)
+
+    async def note_errors(self, batch: Batch, errors: Sequence[LineError]) -> None:
+        """The batch is to end as failed."""
+        encoded = msgspec.json.encode(errors).decode()
+        await self._database.run(
+            lambda db: db.execute("UPDATE batches SET errors = ? WHERE id = ?", (encoded, batch.id))
+        )
+
+    async def finalize(self, batch: Batch) -> Batch:
+        def work(db: sqlite3.Connection) -> Batch:
+            db.execute(
+                "UPDATE batches SET status = 'finalizing', finalizing_at = ?"
+                " WHERE id = ? AND status = 'in_progress'",
+                (unix_now(), batch.id),
+            )
+            return _find(db, batch.id)
+
+        return await self._database.run(work)
+
+    async def outcomes(self, batch_id: str, after: int, limit: int) -> list[Outcome]:
+        def work(db: sqlite3.Connection) -> list[Outcome]:
+            rows = db.execute(
+                "SELECT number, custom_id, succeeded, result FROM batch_lines"
+                " WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?",
+                (batch_id, after, limit),
+            )
+            return [
+                Outcome(row["number"], row["custom_id"], bool(row["succeeded"]), row["result"])
+                for row in rows
+            ]
+
+        return await self._database.run(work)
+
+    async def end(
+        self, batch: Batch, status: str, output: StoredFile | None, errors: StoredFile | None
+    ) -> None:
+        """The last step: files appear, lines go, the input is let go of."""
+        assert status in ENDED
+
+        def work(db: sqlite3.Connection) -> None:
+            changed = db.execute(
+                f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?,"
+                f" error_file_id = ? WHERE id = ? AND {_OPEN}",
+                (status, unix_now(), output and output.id, errors and errors.id, batch.id),
+            )
+            assert changed.rowcount == 1, batch.id
+            delete_row(db, batch.results_id)
+            for file in (output, errors):
+                if file is not None:
+                    insert_file(db, file, is_ready=True)
+            db.execute("DELETE FROM batch_lines WHERE batch_id = ?", (batch.id,))
+            hold_file(db, batch.input_file_id, -1)
+
+        await self._database.run(work)
+
+    async def sweep(self, ttl_s: float) -> None:
+        """Forget batches that ended, when they are as old as files may become."""
+        oldest = unix_now() - int(ttl_s)
+        await self._database.run(
+            lambda db: db.execute(
+                f"DELETE FROM batches WHERE created_at < ? AND NOT ({_OPEN})", (oldest,)
+            )
+        )
+
+
+def _find(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Batch:
+    query = f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND owner = COALESCE(?, owner)"
+    row = db.execute(query, (batch_id, owner)).fetchone()
+    if row is None:
+        raise NotFoundError("There is no such batch.", param="batch_id", code="batch_not_found")
+    return Batch(**dict(row))
+
+
+def _check_not_full(db: sqlite3.Connection) -> None:
+    """Room for one more batch: of those that ended the oldest go, those that run stay."""
+    num_open = db.execute(f"SELECT COUNT(*) FROM batches WHERE {_OPEN}").fetchone()[0]
+    if num_open >= MAX_OPEN_BATCHES:
+        raise RateLimitError(
+            f"{num_open} batches are waiting or running, which is as many as this server takes.",
+            retry_after=RETRY_FULL_S,
+        )
+    db.execute(
+        f"DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE NOT ({_OPEN})"
+        " ORDER BY seq DESC LIMIT -1 OFFSET ?)",
+        (MAX_KEPT_BATCHES,),
+    )

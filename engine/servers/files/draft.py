@@ -1,0 +1,101 @@
+"""A file on its way to the disk: written under another name, and moved to its own when complete.
+
+Whatever goes wrong before that, a full disk included, nothing of it is left behind; what a killed
+process leaves is found and removed by the store's sweep.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.core.errors import ResourceError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+# Fewer bytes than this are not worth waking a thread for.
+_BUFFER_BYTES = 1 << 20
+# EFBIG is what a process meets that may not write files of this size.
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Failures of the disk as what a client is told of them; paths stay in the log."""
+    try:
+        yield
+    except OSError as error:
+        logger.exception("the file storage failed")
+        if error.errno in _NO_SPACE:
+            raise ResourceError(
+                "The server's disk is full, and nothing was stored. Free space there, then retry."
+            ) from None
+        raise UnavailableError("The server's storage failed; its log says why.") from None
+
+
+class Draft:
+    """Use as `async with`: on the way out it is removed, unless it was published and kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_bytes = 0
+        self._path = path
+        self._draft_path = path.with_name(path.name + ".part")
+        self._fd: int | None = None
+        self._buffer = bytearray()
+        self._is_unclaimed = False
+
+    async def __aenter__(self) -> "Draft":
+        await asyncio.to_thread(self._open)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._close)
+
+    async def write(self, data: bytes) -> None:
+        self._buffer += data
+        self.num_bytes += len(data)
+        if len(self._buffer) >= _BUFFER_BYTES:
+            await asyncio.to_thread(self._flush)
+
+    async def publish(self) -> None:
+        """Everything is on the disk, under its own name, when this returns."""
+        await asyncio.to_thread(self._publish)
+
+    def keep(self) -> None:
+        """The published file is somebody's now."""
+        assert self._is_unclaimed
+        self._is_unclaimed = False
+
+    def _open(self) -> None:
+        with storage_errors():
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # What a killed process left under the same name was never complete.
+            self._draft_path.unlink(missing_ok=True)
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+            self._fd = os.open(self._draft_path, flags, 0o600)
+
+    def _flush(self) -> None:
+        assert self._fd is not None
+        with storage_errors():
+            view = memoryview(self._buffer)
+            while view:
+                view = view[os.write(self._fd, view) :]
+        self._buffer = bytearray()
+
+    def _publish(self) -> None:
+        self._flush()
+        assert self._fd is not None
+        with storage_errors():
+            os.fsync(self._fd)
+            self._draft_path.rename(self._path)
+        self._is_unclaimed = True
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+        self._draft_path.unlink(missing_ok=True)
+        if self._is_unclaimed:
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,24 @@
+"""When stored things end. These are dates that clients read and that outlive the process, so they
+come from the wall clock, in whole seconds since 1970.
+"""
+
+import time
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MIN_LIFE_S = 3_600
+MAX_LIFE_S = 30 * 86_400
+
+
+class ExpiresAfter(BaseModel):
+    """How long a client wants a file to be kept."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)]
+
+
+def unix_now() -> int:
+    return int(time.time())

@@ -1,0 +1,182 @@
+"""The upload form: multipart bytes to a few small fields, and one file that is passed on as it
+arrives.
+
+Everything is bounded while it is read: the body, the parts, their headers, each field, the time.
+No part of a file is ever held as a whole.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from engine.core.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestTimeoutError,
+    UnsupportedMediaTypeError,
+)
+from engine.servers.errors import ClientDisconnectedError
+
+MAX_FILE_BYTES = 200 * 2**20
+UPLOAD_TIMEOUT_S = 600.0
+IDLE_TIMEOUT_S = 30.0
+
+# Room for the fields, the parts' headers and the boundaries around the file.
+_OVERHEAD_BYTES = 65_536
+_MAX_HEADERS = 8
+_MAX_HEADER_BYTES = 4_096
+_MAX_FIELD_BYTES = 1_024
+FILE = "file"
+FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+
+
+class UploadForm:
+    """What was sent beside the file's bytes. The parser's callbacks fill it in."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+        self.file_name: str | None = None  # as the client wrote it
+        self.is_complete = False
+        self._file_bytes: list[bytes] = []
+        self._num_file_bytes = 0
+        self._part = ""
+        self._value = bytearray()
+        self._header = bytearray()
+        self._header_value = bytearray()
+        self._disposition = b""
+
+    def parser(self, boundary: bytes) -> MultipartParser:
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._add_to_header,
+                "on_header_value": self._add_to_header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._name_part,
+                "on_part_data": self._add_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+            max_header_count=_MAX_HEADERS,
+            max_header_size=_MAX_HEADER_BYTES,
+        )
+
+    def take_file_bytes(self) -> bytes:
+        """What has arrived of the file since the last call."""
+        taken, self._file_bytes = b"".join(self._file_bytes), []
+        return taken
+
+    def _begin_part(self) -> None:
+        self._part = ""
+        self._disposition = b""
+        self._value = bytearray()
+
+    def _add_to_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _add_to_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = bytes(self._header_value)
+        self._header, self._header_value = bytearray(), bytearray()
+
+    def _name_part(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        part = options.get(b"name", b"").decode("utf-8", "replace")
+        if part != FILE and part not in FIELDS:
+            known = ", ".join(sorted({FILE, *FIELDS}))
+            raise InvalidRequestError(
+                f"The form has an unknown part. It may have: {known}.",
+                param=part[:64] or "body",
+                code="unknown_parameter",
+            )
+        if part in self.fields or (part == FILE and self.file_name is not None):
+            raise InvalidRequestError(f"{part} was sent twice.", param=part)
+        if part == FILE:
+            self.file_name = options.get(b"filename", b"").decode("utf-8", "replace")
+        self._part = part
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        if self._part == FILE:
+            self._num_file_bytes += end - start
+            if self._num_file_bytes > MAX_FILE_BYTES:
+                raise _too_large()
+            self._file_bytes.append(data[start:end])
+            return
+        if len(self._value) + end - start > _MAX_FIELD_BYTES:
+            raise InvalidRequestError(
+                f"{self._part}: should have at most {_MAX_FIELD_BYTES} bytes.", param=self._part
+            )
+        self._value += data[start:end]
+
+    def _end_part(self) -> None:
+        if self._part != FILE:
+            self.fields[self._part] = self._value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self.is_complete = True
+
+
+async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> UploadForm:
+    """Pass the file's bytes to `write` as they come. Raises an `EngineError`."""
+    form = UploadForm()
+    try:
+        parser = form.parser(_boundary(request))
+        async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            async for chunk in _chunks(request):
+                parser.write(chunk)
+                if data := form.take_file_bytes():
+                    await write(data)
+            parser.finalize()
+    except FormParserError:
+        raise InvalidRequestError("The body is not a valid multipart form.") from None
+    except TimeoutError:
+        raise RequestTimeoutError("The upload did not arrive in time.") from None
+    except ClientDisconnect:
+        raise ClientDisconnectedError("The client left while sending its file.") from None
+    if not form.is_complete:
+        raise InvalidRequestError("The multipart form ends before its last boundary.")
+    return form
+
+
+def _boundary(request: Request) -> bytes:
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind.lower() != b"multipart/form-data" or not options.get(b"boundary"):
+        raise UnsupportedMediaTypeError(
+            "Content-Type must be multipart/form-data, with a boundary."
+        )
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise UnsupportedMediaTypeError(
+            "Content-Encoding is not supported; send the body uncompressed."
+        )
+    return options[b"boundary"]
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    announced = request.headers.get("content-length", "")
+    max_bytes = MAX_FILE_BYTES + _OVERHEAD_BYTES
+    if announced.isdecimal() and int(announced[:20]) > max_bytes:
+        raise _too_large()
+    num_bytes = 0
+    stream = request.stream()
+    while True:
+        async with asyncio.timeout(IDLE_TIMEOUT_S):
+            chunk = await anext(stream, None)
+        if chunk is None:
+            return
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large()
+        yield chunk
+
+
+def _too_large() -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"A file may have at most {MAX_FILE_BYTES // 2**20} MiB; split it.", param=FILE
+    )

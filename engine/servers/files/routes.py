@@ -1,0 +1,176 @@
+"""/v1/files: what batches read and what they leave. Only the key that stored a file can see it.
+
+Of OpenAI's purposes only `batch` leads to anything here, so the others are refused by name.
+"""
+
+import asyncio
+import math
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.core.errors import InvalidRequestError
+from engine.servers.auth import principal_of
+from engine.servers.errors import invalid_request
+from engine.servers.files.expiry import ExpiresAfter, unix_now
+from engine.servers.files.form import UploadForm, read_form
+from engine.servers.files.names import content_disposition, safe_name
+from engine.servers.files.store import FileStore
+from engine.servers.records import record_of
+from engine.servers.services import Services
+
+# A client that takes nothing for this long does not want the rest.
+STALL_S = 60.0
+_CHUNK_BYTES = 1 << 18
+
+_encode = msgspec.json.encode
+Query = TypeVar("Query", bound=BaseModel)
+
+
+class UploadFields(BaseModel):
+    """What an upload says beside the file itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+class FileQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    after: Annotated[str, Field(max_length=64)] | None = None
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Annotated[str, Field(max_length=64)] | None = None
+
+
+def add_files_routes(app: FastAPI, services: Services, files: FileStore) -> None:
+    @app.post("/v1/files")
+    async def upload_file(request: Request) -> Response:
+        owner = principal_of(request).name
+        async with files.upload() as upload:
+            form = await read_form(request, upload.write)
+            fields = _fields(form)
+            if form.file_name is None or upload.num_bytes == 0:
+                raise InvalidRequestError("The form has no file, or an empty one.", param="file")
+            life_s = bounded_life_s(request, services, "expires_after", fields.expires_after)
+            name = safe_name(form.file_name)
+            file = await upload.keep(owner, fields.purpose, name, unix_now() + life_s)
+        return json_response(file.body())
+
+    @app.get("/v1/files")
+    async def list_files(request: Request) -> Response:
+        query = parse_query(FileQuery, request)
+        found = await files.page(
+            principal_of(request).name, query.purpose, query.after, query.order, query.limit + 1
+        )
+        return json_response(list_body([file.body() for file in found], query.limit))
+
+    @app.get("/v1/files/{file_id}")
+    async def retrieve_file(request: Request, file_id: str) -> Response:
+        file = await files.find(principal_of(request).name, file_id)
+        return json_response(file.body())
+
+    @app.get("/v1/files/{file_id}/content")
+    async def file_content(request: Request, file_id: str) -> Response:
+        file, content = await files.open(principal_of(request).name, file_id)
+        return FileContent(content, file.num_bytes, file.filename)
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> Response:
+        await files.delete(principal_of(request).name, file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+class FileContent(Response):
+    """A file in pieces, read away from the event loop. It closes the file that it was given."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, content: BinaryIO, num_bytes: int, name: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(
+            {
+                "content-length": str(num_bytes),
+                "content-disposition": content_disposition(name),
+                "x-content-type-options": "nosniff",
+            }
+        )
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            await send(start)
+            while True:
+                data = await asyncio.to_thread(self._content.read, _CHUNK_BYTES)
+                async with asyncio.timeout(STALL_S):
+                    more = bool(data)
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+                if not more:
+                    return
+        except TimeoutError:
+            # Without a last piece the connection is closed.
+            record_of(scope).error_code = "CLIENT_STALLED"
+        finally:
+            self._content.close()
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    return Response(_encode(body), media_type="application/json")
+
+
+def list_body(bodies: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A page: `bodies` has one more than `limit` when there are more."""
+    page = bodies[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(bodies) > limit,
+    }
+
+
+def parse_query(kind: type[Query], request: Request) -> Query:
+    try:
+        return kind.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise invalid_request(error) from None
+
+
+def _fields(form: UploadForm) -> UploadFields:
+    given: dict[str, Any] = {}
+    for name, value in form.fields.items():
+        outer, _, inner = name.partition("[")
+        if inner:
+            # A form knows only text.
+            is_number = inner == "seconds]" and value.isdecimal()
+            given.setdefault(outer, {})[inner.removesuffix("]")] = (
+                int(value) if is_number else value
+            )
+        else:
+            given[outer] = value
+    try:
+        return UploadFields.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error) from None
+
+
+def bounded_life_s(
+    request: Request, services: Services, param: str, wanted: ExpiresAfter | None
+) -> int:
+    """How long a file is kept: what was asked for, within what the server keeps at all."""
+    longest = math.ceil(services.settings.storage.file_ttl_s)
+    if wanted is None:
+        return longest
+    if wanted.seconds > longest:
+        services.warn(request, param, f"lowered to {longest} seconds, this server's storage limit")
+    return min(wanted.seconds, longest)

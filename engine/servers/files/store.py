@@ -1,0 +1,280 @@
+"""Stored files: bytes in a private directory, everything else about them in SQLite.
+
+A file's name on the disk is its id, which is made here. A row appears only after its bytes are
+complete, and goes before them; so bytes without a row are rubbish of a process that was killed, and
+the sweep removes them once they are old. The functions that take a connection are for callers that
+do more in the same transaction.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from engine.core.errors import ConflictError, NotFoundError, PayloadTooLargeError
+from engine.servers.files.draft import Draft, storage_errors
+from engine.servers.files.expiry import unix_now
+from engine.servers.storage import Database
+
+# A file costs the disk at least this much, however small it is.
+MIN_CHARGE_BYTES = 4_096
+# Longer than any upload takes: bytes without a row that are older belong to nobody.
+ORPHAN_AGE_S = 3_600.0
+
+# `is_ready` 0: reserved for what is still being produced. `num_holds`: work that reads the file.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    filename TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    is_ready INTEGER NOT NULL,
+    num_holds INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS files_of_owner ON files (owner, seq);
+"""
+_COLUMNS = "id, owner, purpose, filename, num_bytes, created_at, expires_at"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    id: str
+    owner: str
+    purpose: str
+    filename: str
+    num_bytes: int
+    created_at: int
+    expires_at: int
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class StorageFullError(PayloadTooLargeError):
+    """The limit that the operator set, not the disk's own."""
+
+    code = "STORAGE_FULL"
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(16)}"
+
+
+def find_file(connection: sqlite3.Connection, owner: str, file_id: str) -> StoredFile:
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM files"
+        " WHERE id = ? AND owner = ? AND is_ready AND (expires_at > ? OR num_holds > 0)",
+        (file_id, owner, unix_now()),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError("There is no such file.", param="file_id", code="file_not_found")
+    return StoredFile(**dict(row))
+
+
+def hold_file(connection: sqlite3.Connection, file_id: str, change: Literal[1, -1]) -> None:
+    """While anybody holds a file it is neither deleted nor swept."""
+    connection.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
+
+
+def insert_file(connection: sqlite3.Connection, file: StoredFile, *, is_ready: bool) -> None:
+    connection.execute(
+        f"INSERT INTO files ({_COLUMNS}, is_ready) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            file.id,
+            file.owner,
+            file.purpose,
+            file.filename,
+            file.num_bytes,
+            file.created_at,
+            file.expires_at,
+            is_ready,
+        ),
+    )
+
+
+def delete_row(connection: sqlite3.Connection, file_id: str) -> None:
+    connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+class FileStore:
+    def __init__(self, directory: Path, database: Database, max_bytes: int) -> None:
+        self._directory = directory
+        self._database = database
+        self._max_bytes = max_bytes
+        self.num_arriving = 0  # bytes of uploads that have no row yet
+
+    def path_of(self, file_id: str) -> Path:
+        """`file_id` is one that `new_file_id` made, never a client's."""
+        return self._directory / file_id
+
+    @asynccontextmanager
+    async def upload(self) -> AsyncIterator["Upload"]:
+        """Room for one more file; whatever was not kept in the block is forgotten."""
+        num_used = await self._database.run(_num_used)
+        file_id = new_file_id()
+        async with Draft(self.path_of(file_id)) as draft:
+            upload = Upload(self, self._database, file_id, draft, num_used)
+            try:
+                yield upload
+            finally:
+                self.num_arriving -= draft.num_bytes
+
+    async def find(self, owner: str, file_id: str) -> StoredFile:
+        return await self._database.run(lambda db: find_file(db, owner, file_id))
+
+    async def open(self, owner: str, file_id: str) -> tuple[StoredFile, BinaryIO]:
+        file = await self.find(owner, file_id)
+        with storage_errors():
+            try:
+                return file, await asyncio.to_thread(open, self.path_of(file.id), "rb")
+            except FileNotFoundError:
+                raise NotFoundError("The file's content is gone.", param="file_id") from None
+
+    async def page(
+        self, owner: str, purpose: str | None, after: str | None, order: str, limit: int
+    ) -> list[StoredFile]:
+        """At most `limit` files that follow the file `after` in the order of their creation."""
+
+        def work(db: sqlite3.Connection) -> list[StoredFile]:
+            compare, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
+            query = f"SELECT {_COLUMNS} FROM files WHERE owner = ? AND is_ready AND expires_at > ?"
+            values: list[Any] = [owner, unix_now()]
+            if purpose is not None:
+                query += " AND purpose = ?"
+                values.append(purpose)
+            if after is not None:
+                find_file(db, owner, after)
+                query += f" AND seq {compare} (SELECT seq FROM files WHERE id = ?)"
+                values.append(after)
+            query += f" ORDER BY seq {direction} LIMIT ?"
+            return [StoredFile(**dict(row)) for row in db.execute(query, (*values, limit))]
+
+        return await self._database.run(work)
+
+    async def delete(self, owner: str, file_id: str) -> None:
+        def work(db: sqlite3.Connection) -> str:
+            file = find_file(db, owner, file_id)
+            held = db.execute("SELECT num_holds FROM files WHERE id = ?", (file.id,)).fetchone()[0]
+            if held:
+                raise ConflictError(
+                    "A batch is reading this file; cancel the batch or wait for its end.",
+                    param="file_id",
+                )
+            delete_row(db, file.id)
+            return file.id
+
+        await self._remove([await self._database.run(work)])
+
+    async def sweep(self) -> None:
+        """Remove what has expired, and bytes that belong to no row."""
+
+        def work(db: sqlite3.Connection) -> list[str]:
+            rows = db.execute(
+                "DELETE FROM files WHERE is_ready AND expires_at <= ? AND num_holds = 0"
+                " RETURNING id",
+                (unix_now(),),
+            ).fetchall()
+            return [row["id"] for row in rows]
+
+        await self._remove(await self._database.run(work))
+        known = await self._database.run(_all_ids)
+        await asyncio.to_thread(self._remove_orphans, known)
+
+    def grow(self, connection: sqlite3.Connection, file_id: str, num_bytes: int) -> None:
+        """Charge `num_bytes` more to a reserved file. Raises `StorageFullError`."""
+        self.check_room(_num_used(connection), num_bytes)
+        connection.execute(
+            "UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, file_id)
+        )
+
+    def check_room(self, num_used: int, num_wanted: int) -> None:
+        if num_used + num_wanted > self._max_bytes:
+            raise StorageFullError(
+                f"The server's storage for files is full: {self._max_bytes // 2**20} MiB in all."
+                " Delete files, or raise storage.max_size_mb.",
+                param="file",
+            )
+
+    async def _remove(self, file_ids: list[str]) -> None:
+        def work() -> None:
+            with storage_errors():
+                for file_id in file_ids:
+                    self.path_of(file_id).unlink(missing_ok=True)
+
+        await asyncio.to_thread(work)
+
+    def _remove_orphans(self, known: set[str]) -> None:
+        oldest = unix_now() - ORPHAN_AGE_S
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                is_known = entry.name.removesuffix(".part") in known
+                if not is_known and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry.path)
+
+
+class Upload:
+    """One file that arrives. Its bytes count as used from the moment they are written."""
+
+    def __init__(
+        self, store: FileStore, database: Database, file_id: str, draft: Draft, num_used: int
+    ) -> None:
+        self._store = store
+        self._database = database
+        self._file_id = file_id
+        self._draft = draft
+        self._num_used = num_used
+
+    async def write(self, data: bytes) -> None:
+        self._store.check_room(self._num_used + self._store.num_arriving, len(data))
+        self._store.num_arriving += len(data)
+        await self._draft.write(data)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._draft.num_bytes
+
+    async def keep(self, owner: str, purpose: str, filename: str, expires_at: int) -> StoredFile:
+        file = StoredFile(
+            self._file_id, owner, purpose, filename, self.num_bytes, unix_now(), expires_at
+        )
+
+        def work(db: sqlite3.Connection) -> None:
+            self._store.check_room(_num_used(db), max(file.num_bytes, MIN_CHARGE_BYTES))
+            insert_file(db, file, is_ready=True)
+
+        await self._draft.publish()
+        await self._database.run(work)
+        self._draft.keep()
+        return file
+
+
+def _num_used(connection: sqlite3.Connection) -> int:
+    row = connection.execute(
+        "SELECT COALESCE(SUM(MAX(num_bytes, ?)), 0) FROM files", (MIN_CHARGE_BYTES,)
+    ).fetchone()
+    return int(row[0])
+
+
+def _all_ids(connection: sqlite3.Connection) -> set[str]:
+    return {row["id"] for row in connection.execute("SELECT id FROM files")}

@@ -1,0 +1,34 @@
+"""A backend that answers so many requests and then none: for work that is interrupted."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from engine.core.interfaces.backend import ChatRequest, Event, FinishEvent
+from tests.fake_backend import DEFAULT_WORDS, FakeBackend
+
+
+class StoppingBackend(FakeBackend):
+    def reset(self, words: Sequence[str] = DEFAULT_WORDS) -> None:
+        super().reset(words)
+        self.num_answers: int | None = None  # None: as many as are asked for
+        self.num_held = 0  # requests that wait for an answer now
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        if self.num_answers is None or len(self.requests) < self.num_answers:
+            return super().chat(request)
+        self.requests.append(request)
+        return self._hold()
+
+    async def _hold(self) -> AsyncIterator[Event]:
+        self.num_held += 1
+        try:
+            await asyncio.Event().wait()
+            yield FinishEvent(0, "stop")
+        finally:
+            self.num_held -= 1
+
+
+def stopping_after(num_answers: int) -> StoppingBackend:
+    backend = StoppingBackend()
+    backend.num_answers = num_answers
+    return backend
