@@ -23,6 +23,10 @@ COMMANDS = {
     "list": ("engine.cli.models:list_models", "List downloaded and known models."),
     "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
+    "conformance": (
+        "engine.cli.conformance:conformance",
+        "Check any OpenAI-compatible server against what clients rely on.",
+    ),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

@@ -1,7 +1,12 @@
 """The official `openai` client against `engine serve` on the real model."""
 
+import json
+import time
+from typing import Literal
+
 import openai
 import pytest
+from pydantic import BaseModel
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +21,26 @@ def model(client):
 
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER_QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": PLACE, "strict": True},
+}
+
+
+def named(tool: str) -> dict:
+    return {"type": "function", "function": {"name": tool}}
+
+
+class Colour(BaseModel):
+    name: Literal["red", "green", "blue"]
+    dark: bool
 
 
 def test_chat_answers_in_sensible_english(client, model):
@@ -124,9 +149,10 @@ def test_mistakes_are_typed_exceptions(client, model):
         client.chat.completions.create(
             model=model, messages=QUESTION, stream_options={"include_usage": True}
         )
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        client.chat.completions.create(model=model, messages=QUESTION, tools=[tool])
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(
+            model=model, messages=QUESTION, tools=[WEATHER], tool_choice=named("no_such_tool")
+        )
     with pytest.raises(openai.BadRequestError, match="token id"):
         client.completions.create(model=model, prompt=[10**6], max_tokens=1)
 
@@ -140,3 +166,149 @@ def test_special_tokens_in_user_text_are_plain_text(client, model):
 
     # As a control token it would be one token; as text it is several.
     assert count("a<|im_end|>b") >= count("ab") + 4
+
+
+def test_a_required_tool_is_called_and_its_answer_taken(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=WEATHER_QUESTION,
+        tools=[WEATHER],
+        tool_choice="required",
+        temperature=0,
+        max_tokens=160,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call, *_) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    results = [
+        {"role": "tool", "tool_call_id": each.id, "content": "18 degrees"}
+        for each in choice.message.tool_calls
+    ]
+    turns = [*WEATHER_QUESTION, choice.message, *results]
+    after = client.chat.completions.create(
+        model=model, messages=turns, tools=[WEATHER], tool_choice="none", max_tokens=16
+    )
+    assert after.choices[0].message.content and not after.choices[0].message.tool_calls
+
+
+def test_the_stream_helper_sees_a_tool_call_grow_and_end(client, model):
+    with client.chat.completions.stream(
+        model=model,
+        messages=WEATHER_QUESTION,
+        tools=[WEATHER],
+        tool_choice=named("get_weather"),
+        parallel_tool_calls=False,
+        temperature=0,
+        max_tokens=160,
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments["city"] in ("Paris", "Rome")
+
+
+def test_parse_gives_an_instance_of_the_model(client, model):
+    answer = client.chat.completions.parse(
+        model=model,
+        messages=[{"role": "user", "content": "What colour is grass?"}],
+        response_format=Colour,
+        temperature=0,
+        max_tokens=100,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Colour)
+
+
+def test_the_stream_helper_parses_what_it_streams(client, model):
+    with client.chat.completions.stream(
+        model=model,
+        messages=[{"role": "user", "content": "What colour is blood?"}],
+        response_format=Colour,
+        temperature=0,
+        max_tokens=100,
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Colour)
+    assert text == final.choices[0].message.content
+
+
+def test_embeddings_are_the_same_in_both_encodings(client, model):
+    texts = ["The cat sat on the mat.", "Stock prices fell."]
+    encoded = client.embeddings.create(model=model, input=texts)  # base64, by the SDK's choice
+    plain = client.embeddings.create(model=model, input=texts, encoding_format="float")
+    for one, two in zip(encoded.data, plain.data, strict=True):
+        assert one.index == two.index
+        assert one.embedding == pytest.approx(two.embedding, abs=1e-3)
+    assert encoded.data[0].embedding != encoded.data[1].embedding
+    assert encoded.usage.prompt_tokens > 0
+
+
+def test_responses_are_stored_continued_and_deleted(client, model):
+    first = client.responses.create(
+        model=model, input="What is the capital of France?", temperature=0, max_output_tokens=32
+    )
+    assert "Paris" in first.output_text and first.status == "completed"
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    second = client.responses.create(
+        model=model,
+        input="Is it large?",
+        previous_response_id=first.id,
+        temperature=0,
+        max_output_tokens=16,
+    )
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_responses_stream_and_parse(client, model):
+    question = "What is the capital of France?"
+    with client.responses.stream(
+        model=model, input=question, temperature=0, max_output_tokens=32
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    assert text == final.output_text and "Paris" in text
+    parsed = client.responses.parse(
+        model=model, input="What colour is grass?", text_format=Colour, temperature=0
+    )
+    assert isinstance(parsed.output_parsed, Colour)
+
+
+def test_a_batch_of_a_file(client, model):
+    lines = [
+        {
+            "custom_id": f"request-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": model, "messages": QUESTION, "max_tokens": 4, "temperature": 0},
+        }
+        for number in range(2)
+    ]
+    content = "\n".join(json.dumps(line) for line in lines).encode()
+    file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).read() == content
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    deadline = time.monotonic() + 60
+    while batch.status not in ("completed", "failed"):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed" and batch.request_counts.completed == 2
+    output = client.files.content(batch.output_file_id).text.splitlines()
+    answers = {json.loads(line)["custom_id"]: json.loads(line)["response"] for line in output}
+    assert set(answers) == {"request-0", "request-1"}
+    assert answers["request-0"]["body"]["choices"][0]["message"]["content"]
+    assert file.id in [each.id for each in client.files.list()]
+    client.files.delete(file.id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)

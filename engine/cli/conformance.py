@@ -1,0 +1,75 @@
+"""`engine conformance URL`: does a server do what real clients rely on?
+
+The table goes to standard output as rules end; the exit status is 0 only if nothing failed.
+"""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.cli.console import JsonOption, messages, output
+from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.conformance.rule import Result
+    from engine.conformance.target import Target
+
+
+def conformance(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, with or without /v1.")],
+    model: Annotated[str | None, typer.Option(help="Default: the first that it lists.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GROUP", help="Run this group only; may be repeated."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds that one request may take.")
+    ] = 120.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check an OpenAI-compatible server against what clients rely on. Exits with 1 if one fails."""
+    from engine.conformance.report import as_json as report_json
+    from engine.conformance.report import as_table, counts, summary
+
+    target, results = asyncio.run(_run(url, model, _key(api_key_file), only or [], timeout))
+    if as_json:
+        print(json.dumps(report_json(target, results), indent=2))
+    else:
+        console = output()
+        console.print(as_table(results))
+        console.print(f"{target.model} at {target.client.base_url}", markup=False, highlight=False)
+        console.print(summary(results))
+    if counts(results)["fail"]:
+        raise typer.Exit(1)
+
+
+def _key(path: Path | None) -> str | None:
+    """Settings are not asked: a key that ./engine.toml names is for our own server alone."""
+    if path is None:
+        return os.environ.get("LLM_ENGINE_API_KEY")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}.", param="api_key_file") from None
+
+
+async def _run(
+    url: str, model: str | None, api_key: str | None, only: list[str], timeout_s: float
+) -> "tuple[Target, list[Result]]":
+    from engine.conformance.rules import GROUPS
+    from engine.conformance.run import find_target, new_client, run_rules
+
+    async with new_client(url, api_key, timeout_s) as client:
+        target = await find_target(client, model)
+        with messages().status("") as status:
+            results = await run_rules(
+                target, GROUPS, only, lambda result: status.update(result.rule.title)
+            )
+    return target, results

@@ -1,0 +1,108 @@
+"""Runs rules against one server, one after the other, and tells how each ended.
+
+A fault of the connection is the server's: a rule whose request breaks off or never ends has failed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import httpx
+
+from engine.conformance.expect import RuleFailed, RuleSkipped
+from engine.conformance.rule import Group, Result, Rule
+from engine.conformance.target import SDK_HEADERS, Target
+from engine.core.errors import InvalidRequestError, UnavailableError
+
+_CONTEXT_KEYS = ("max_model_len", "context_length", "context_window")
+
+
+def root_of(url: str) -> str:
+    """The server's root: users give it with or without the `/v1` that SDKs want."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequestError(f"{url} is no address: begin it with http:// or https://.")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def new_client(url: str, api_key: str | None, timeout_s: float) -> httpx.AsyncClient:
+    headers = SDK_HEADERS | {"authorization": f"Bearer {api_key or 'none'}"}
+    return httpx.AsyncClient(base_url=root_of(url), headers=headers, timeout=timeout_s)
+
+
+async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
+    """The server with `model`, or with the first one that it lists."""
+    try:
+        reply = await client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise UnavailableError(f"Nothing answers at {client.base_url}: {_named(error)}.") from None
+    try:
+        listed = reply.json()["data"] if reply.status_code == 200 else []
+        entries = {entry["id"]: entry for entry in listed}
+    except (ValueError, KeyError, TypeError):
+        entries = {}
+    if model is None and not entries:
+        raise InvalidRequestError(
+            f"{client.base_url} lists no model in /v1/models (HTTP {reply.status_code});"
+            " name one with --model, and a key with --api-key-file if the server wants one."
+        )
+    chosen = model or next(iter(entries))
+    return Target(client, chosen, _context_length(entries.get(chosen, {})))
+
+
+def _context_length(entry: dict[str, Any]) -> int | None:
+    found = [entry[key] for key in _CONTEXT_KEYS if isinstance(entry.get(key), int)]
+    return found[0] if found else None
+
+
+async def run_rules(
+    target: Target,
+    groups: Sequence[Group],
+    only: Iterable[str] = (),
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Every rule of `groups`, or of those named in `only`, which then may not be missing."""
+    wanted = frozenset(only)
+    unknown = wanted - {group.name for group in groups}
+    if unknown:
+        names = ", ".join(group.name for group in groups)
+        raise InvalidRequestError(
+            f"There is no group {sorted(unknown)[0]!r}. Groups: {names}.", param="only"
+        )
+    results: list[Result] = []
+    for group in groups:
+        if wanted and group.name not in wanted:
+            continue
+        missing = await _missing(group, target)
+        for rule in group.rules:
+            if missing is None:
+                result = await run_rule(rule, target)
+            else:
+                result = Result(rule, "fail" if wanted else "skipped", missing)
+            results.append(result)
+            on_result(result)
+    return results
+
+
+async def _missing(group: Group, target: Target) -> str | None:
+    if group.missing is None:
+        return None
+    try:
+        return await group.missing(target)
+    except (httpx.HTTPError, RuleFailed):
+        return None  # it is there, and its rules will find the same fault
+
+
+async def run_rule(rule: Rule, target: Target) -> Result:
+    try:
+        await rule.check(target)
+    except RuleSkipped as skipped:
+        return Result(rule, "skipped", str(skipped))
+    except RuleFailed as failed:
+        is_advice = failed.is_advice or rule.severity == "advice"
+        return Result(rule, "advice" if is_advice else "fail", str(failed))
+    except httpx.HTTPError as error:
+        return Result(rule, "fail", f"the request got no whole answer: {_named(error)}")
+    return Result(rule, "pass")
+
+
+def _named(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__} {error}".strip()

@@ -1,0 +1,85 @@
+"""A strict reader of server-sent events.
+
+It keeps what a lenient one would hide: lines that belong to no field, bytes that are not UTF-8, an
+event that was never ended. Those are what breaks the simpler readers among clients.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from engine.conformance.expect import RuleFailed
+
+DONE = "[DONE]"
+_FIELDS = frozenset({"data", "event", "id", "retry"})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    name: str | None
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A whole stream. `problems` are breaches of the event format itself."""
+
+    headers: httpx.Headers
+    events: tuple[Event, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The JSON of every event; the terminator is left out."""
+        return [_parsed(event.data) for event in self.events if event.data != DONE]
+
+    @property
+    def num_done(self) -> int:
+        return sum(event.data == DONE for event in self.events)
+
+
+def _parsed(data: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        raise RuleFailed(f"an event's data is not JSON: {data[:60]!r}") from None
+    if not isinstance(value, dict):
+        raise RuleFailed(f"an event's data is not an object: {data[:60]!r}")
+    if value.get("error"):
+        raise RuleFailed(f"the stream ended with an error: {data[:200]}")
+    return value
+
+
+def read_stream(headers: httpx.Headers, raw: bytes) -> Stream:
+    problems: list[str] = []
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        problems.append(f"byte {error.start} is not UTF-8")
+        text = raw.decode(errors="replace")
+    events: list[Event] = []
+    name: str | None = None
+    data: list[str] = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if not line:
+            if data:
+                events.append(Event(name, "\n".join(data)))
+            name, data = None, []
+        elif not field:  # a comment
+            continue
+        elif field not in _FIELDS:
+            problems.append(f"a line that is no field: {line[:60]!r}")
+        elif field == "event":
+            name = value
+        elif field == "data":
+            if not value:
+                problems.append("an empty data line")
+            data.append(value)
+    if data:
+        problems.append("the last event is not ended by an empty line")
+        events.append(Event(name, "\n".join(data)))
+    return Stream(headers, tuple(events), tuple(problems))

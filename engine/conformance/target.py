@@ -1,0 +1,176 @@
+"""The server under test, as rules see it: requests in, replies out, no exception for a status.
+
+Every request carries what OpenAI's SDK sends. Answers that several rules look at are fetched once.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from engine.conformance.expect import REFUSALS, RuleFailed, RuleSkipped
+from engine.conformance.sse import Stream, read_stream
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+QUESTION = "What is the capital of France? Answer in one short sentence."
+SDK_HEADERS = {
+    "user-agent": "OpenAI/Python 2.54.0",
+    "x-stainless-lang": "python",
+    "x-stainless-package-version": "2.54.0",
+    "x-stainless-os": "Linux",
+    "x-stainless-arch": "x64",
+    "x-stainless-runtime": "CPython",
+    "x-stainless-runtime-version": "3.11.0",
+    "x-stainless-retry-count": "0",
+    "x-stainless-read-timeout": "600",
+}
+_MISSING = frozenset({404, 405, 501})
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+    def json(self) -> Any:
+        try:
+            return json.loads(self.content)
+        except ValueError:
+            raise RuleFailed(f"{self.summary} is not JSON") from None
+
+    def ok(self) -> Any:
+        """The JSON of a success; anything else fails the rule."""
+        if self.status != 200:
+            raise RuleFailed(self.summary)
+        return self.json()
+
+    def refused(self) -> "Reply":
+        """Fails the rule unless this is a 4xx that tells the client of its own mistake."""
+        if self.status in REFUSALS:
+            return self
+        if self.status >= 500:
+            raise RuleFailed(f"a client's mistake is answered with {self.summary}")
+        raise RuleFailed(f"accepted: {self.summary}" if self.status < 300 else self.summary)
+
+    def ok_unless_refused(self, param: str) -> Any:
+        """The JSON of a success; the rule is skipped if the server refuses `param` by name."""
+        if self.status in REFUSALS and param in self.message:
+            raise RuleSkipped(f"refused by name: {self.message[:120]}")
+        return self.ok()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object, wherever a client finds it."""
+        body = self.json()
+        if not isinstance(body, dict) or not isinstance(body.get("error"), dict):
+            raise RuleFailed(f"{self.summary}: no error object")
+        found: dict[str, Any] = body["error"]
+        return found
+
+    @property
+    def message(self) -> str:
+        """What the server says, for people; raw where it has no known shape."""
+        try:
+            body = json.loads(self.content)
+        except ValueError:
+            return self.content[:200].decode(errors="replace")
+        error = body.get("error", body) if isinstance(body, dict) else body
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            return str(error["message"])
+        return json.dumps(error)[:500]
+
+    @property
+    def summary(self) -> str:
+        said = "" if self.status < 300 else f" ({self.message[:160]})"
+        return f"HTTP {self.status}{said}"
+
+
+class Target:
+    def __init__(self, client: httpx.AsyncClient, model: str, context_length: int | None) -> None:
+        self.client = client
+        self.model = model
+        self.context_length = context_length
+        self.seen: list[Reply] = []
+        self._once: dict[str, Any] = {}
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
+        return await self.request("GET", path, headers=headers)
+
+    async def delete(self, path: str) -> Reply:
+        return await self.request("DELETE", path)
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
+        return await self.post_raw(path, json.dumps(body).encode(), headers)
+
+    async def post_raw(
+        self, path: str, content: bytes, headers: dict[str, str] | None = None
+    ) -> Reply:
+        kind = {"content-type": "application/json"}
+        return await self.request("POST", path, content=content, headers=kind | (headers or {}))
+
+    async def request(self, method: str, path: str, **options: Any) -> Reply:
+        answer = await self.client.request(method, path, **options)
+        reply = Reply(answer.status_code, answer.headers, answer.content)
+        self.seen.append(reply)
+        return reply
+
+    async def stream(self, path: str, body: dict[str, Any]) -> Stream:
+        """A stream to its end; a refusal fails the rule."""
+        reply = await self.post(path, body | {"stream": True})
+        if reply.status != 200:
+            raise RuleFailed(reply.summary)
+        return read_stream(reply.headers, reply.content)
+
+    async def once(self, key: str, make: Callable[[], Awaitable[Value]]) -> Value:
+        """`make()`, or what it gave or raised the first time."""
+        if key not in self._once:
+            try:
+                self._once[key] = await make()
+            except (RuleFailed, RuleSkipped) as ending:
+                self._once[key] = ending
+        kept = self._once[key]
+        if isinstance(kept, RuleFailed | RuleSkipped):
+            raise kept
+        value: Value = kept
+        return value
+
+    def chat(self, content: Any = QUESTION, **fields: Any) -> dict[str, Any]:
+        """A small chat request; `fields` add to it or replace."""
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16}
+        return {"model": self.model, "temperature": 0, **body} | fields
+
+    def completion(self, prompt: Any = "The capital of France is", **fields: Any) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        return body | fields
+
+    async def plain_chat(self) -> Any:
+        """One ordinary answer, for every rule that looks at its shape."""
+
+        async def ask() -> Any:
+            return (await self.post(CHAT, self.chat())).ok()
+
+        return await self.once("plain chat", ask)
+
+    async def plain_stream(self) -> Stream:
+        return await self.once("plain stream", lambda: self.stream(CHAT, self.chat()))
+
+    async def usage_stream(self) -> Stream:
+        body = self.chat(stream_options={"include_usage": True})
+        return await self.once("usage stream", lambda: self.stream(CHAT, body))
+
+    async def bad_request(self) -> Reply:
+        """What the server says to a plain mistake."""
+        return await self.once("bad request", self._make_bad_request)
+
+    async def _make_bad_request(self) -> Reply:
+        return await self.post(CHAT, {"model": self.model, "messages": "not a list"})
+
+    async def lacks(self, path: str, body: dict[str, Any]) -> str | None:
+        """Why an optional endpoint counts as missing, or None."""
+        reply = await self.post(path, body)
+        return f"no {path} (HTTP {reply.status})" if reply.status in _MISSING else None
