@@ -1,0 +1,138 @@
+"""Tries out in a limited child process whether a grammar compiles.
+
+One child serves all checks in turn. A grammar that it does not answer for in time, or dies of, is
+refused, and the next check starts a fresh child. A check goes on when its caller is cancelled, so
+clients that leave cannot keep the child from ever finishing one.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from collections import OrderedDict
+
+import msgspec
+
+from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
+from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
+
+COMPILE_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 30.0  # Python and the library, on a busy machine
+MAX_VERDICTS = 1024
+MAX_WAITING = 64
+MAX_ANSWER_BYTES = 1 << 16
+
+TOO_SLOW = "takes too long to compile; simplify it"
+TOO_LARGE = "needs too much memory or nesting to compile; simplify it"
+
+
+class GrammarChecker:
+    """Answers from a bounded cache, or asks the child, which is started on first use."""
+
+    def __init__(self) -> None:
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._checks: dict[bytes, asyncio.Task[str | None]] = {}
+        self._turn = asyncio.Lock()
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def check(self, grammar: str, param: str) -> None:
+        """Raise `InvalidRequestError` unless the grammar compiles within the limits."""
+        key = hashlib.sha256(grammar.encode()).digest()
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+            problem = self._verdicts[key]
+        else:
+            problem = await asyncio.shield(self._check_for(key, grammar))
+        if problem is not None:
+            raise InvalidRequestError(f"{param}: the grammar {problem}.", param=param)
+
+    async def close(self) -> None:
+        for check in list(self._checks.values()):
+            check.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await check
+        await self._end_child()
+
+    @property
+    def num_verdicts(self) -> int:
+        return len(self._verdicts)
+
+    @property
+    def child_pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def _check_for(self, key: bytes, grammar: str) -> asyncio.Task[str | None]:
+        """The check of this grammar that is under way, or a new one."""
+        check = self._checks.get(key)
+        if check is None:
+            if len(self._checks) >= MAX_WAITING:
+                raise RateLimitError(
+                    "Too many grammars are waiting to be compiled; try again.", retry_after=1.0
+                )
+            check = asyncio.create_task(self._verdict(key, grammar))
+            self._checks[key] = check
+            check.add_done_callback(lambda _: self._checks.pop(key))
+        return check
+
+    async def _verdict(self, key: bytes, grammar: str) -> str | None:
+        async with self._turn:
+            problem = await self._ask(grammar)
+        self._verdicts[key] = problem
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return problem
+
+    async def _ask(self, grammar: str) -> str | None:
+        child = await self._running_child()
+        assert child.stdin is not None
+        try:
+            child.stdin.write(frame(Compile(grammar)))
+            answer = await asyncio.wait_for(self._read(child), COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            await self._end_child()
+            return TOO_SLOW
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self._end_child()
+            return TOO_LARGE
+        except BaseException:
+            await self._end_child()
+            raise
+        return None if answer.problem is None else f"cannot be used: {answer.problem}"
+
+    async def _running_child(self) -> asyncio.subprocess.Process:
+        if self._child is not None and self._child.returncode is None:
+            return self._child
+        self._child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "engine.core.grammar.child", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            await asyncio.wait_for(self._read(self._child), START_TIMEOUT_S)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            await self._end_child()
+            raise UnavailableError(
+                "The process that checks grammars does not start; look at the server's memory."
+            ) from error
+        except BaseException:
+            await self._end_child()
+            raise
+        return self._child
+
+    async def _read(self, child: asyncio.subprocess.Process) -> Verdict:
+        assert child.stdout is not None
+        (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
+        assert length <= MAX_ANSWER_BYTES
+        return msgspec.json.decode(await child.stdout.readexactly(length), type=Verdict)
+
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()

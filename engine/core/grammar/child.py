@@ -1,0 +1,114 @@
+"""The process that compiles what clients send, so that nothing they send can hurt the server.
+
+It keeps nothing between grammars, its memory, stack and processor time are limited, and it may die
+of any of them: `GrammarChecker` starts another. Run as a module, with its parent's process id.
+"""
+
+import os
+import resource
+import sys
+import time
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from engine.core.grammar.limits import parser_limits
+from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
+from engine.core.utils.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+MAX_MEMORY_BYTES = 1 << 30
+# Less than any thread of the engine has, so that what fits here does not overflow there.
+MAX_STACK_BYTES = 2 << 20
+MAX_CPU_S = 2
+MAX_PROBLEM_CHARS = 300
+END_OF_TEXT = 256
+NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a grammar without a first byte
+EMPTY = "it admits no text at all"
+
+
+class _Bytes:
+    """A vocabulary of single bytes, as llguidance wants one: enough to compile for."""
+
+    eos_token_id = END_OF_TEXT
+    bos_token_id = None
+    special_token_ids = (END_OF_TEXT,)
+    tokens = (*(bytes([value]) for value in range(END_OF_TEXT)), b"\xff<end>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def byte_tokenizer() -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def problem_of(grammar: str, tokenizer: "LLTokenizer") -> str | None:
+    """What is wrong with a grammar, in one line; None: it compiles and admits some text."""
+    from llguidance import LLMatcher
+
+    limits = parser_limits()
+    try:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(
+            grammar, tokenizer, limits=limits
+        )
+        if is_error:
+            return _one_line(messages[0])
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        mask = matcher.compute_bitmask()
+    except BaseException as error:  # a panic in the library is not an Exception
+        return _one_line(str(error) or type(error).__name__)
+    if matcher.is_error():
+        return _one_line(matcher.get_error())
+    return None if any(mask) else EMPTY
+
+
+def _one_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if lines else "it does not compile"
+    if line == NOTHING_FOLLOWS:
+        return EMPTY
+    return line if len(line) <= MAX_PROBLEM_CHARS else line[:MAX_PROBLEM_CHARS] + "..."
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    tokenizer = byte_tokenizer()
+    verdict = Verdict()
+    while True:
+        answers.write(frame(verdict))
+        answers.flush()
+        header = requests.read(LENGTH.size)
+        if len(header) < LENGTH.size:
+            return  # the parent is gone
+        (length,) = LENGTH.unpack(header)
+        request = msgspec.json.decode(requests.read(length), type=Compile)
+        _allow_cpu_seconds(MAX_CPU_S)
+        verdict = Verdict(problem_of(request.grammar, tokenizer))
+
+
+def _allow_cpu_seconds(seconds: int) -> None:
+    """From now on; the limit itself counts from the start of the process."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, hard))
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    for kind, limit in (
+        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+        (resource.RLIMIT_STACK, MAX_STACK_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+    # What a library prints must not end up between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+r"""Regular expressions of clients, read as ECMAScript and Python both would read them.
+
+A pattern is parsed here, in linear time and without Python's `re`, and written again in the syntax
+of the automaton that enforces it. Where dialects disagree (`\w`, `\s`, `.`), the automaton gets the
+text on which all agree, so that whatever it lets through matches for every reader. What only some
+of them know (lookaround, back references, flags) is refused.
+"""
+
+MAX_NESTING = 100
+MAX_REPEAT = 100_000
+MAX_BOUNDS_CHARS = 64  # of the braces and what is between them
+
+# Body of a class for each set: the characters that are surely in it, and those that may be.
+_WORDS = r"\p{L}\p{N}\p{M}\p{Pc}"
+_SPACES = r" \t\n\r\f\x0B\p{Zs}"
+_MAYBE_SPACES = r"\s\x1C-\x1F\x{85}\x{FEFF}\x{2028}\x{2029}"
+_SETS = {
+    "d": ("0-9", r"\p{Nd}"),
+    "D": (r"\P{Nd}", "[^0-9]"),
+    "w": ("0-9A-Za-z_", _WORDS),
+    "W": (f"[^{_WORDS}]", "[^0-9A-Za-z_]"),
+    "s": (_SPACES, _MAYBE_SPACES),
+    "S": (f"[^{_MAYBE_SPACES}]", f"[^{_SPACES}]"),
+}
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+_NOT_LINE_ENDS = r"\n\r\x{2028}\x{2029}"
+# Characters that JSON can only write as \uXXXX, which our JSON never does (and DEL, likewise).
+UNWRITABLE = r"\x00-\x07\x0B\x0E-\x1F\x7F"
+_HEX = frozenset("0123456789abcdefABCDEF")
+_DIGITS = frozenset("0123456789")
+
+
+class RegexError(ValueError):
+    """Says in a sentence what of a regular expression cannot be honoured."""
+
+
+def literal(char: str) -> str:
+    """`char` as itself, in the automaton's syntax."""
+    if char.isascii() and (char.isalnum() or char in " _"):
+        return char
+    return f"\\x{{{ord(char):X}}}"
+
+
+def translate(pattern: str, *, in_json: bool) -> str:
+    """`pattern` for the automaton; with `in_json` it describes the value of a JSON string."""
+    return _Translation(pattern, in_json).run()
+
+
+def admits_long_text(expression: str) -> bool:
+    """Whether a translated expression surely matches texts of any length."""
+    bare = expression.replace("[^", "[")  # what is left of these signs are operators
+    is_repeating = any(sign in bare for sign in ("*", "+", ",}"))
+    return is_repeating or "^" not in bare or "$" not in bare
+
+
+class _Translation:
+    """One pass over a pattern from left to right."""
+
+    def __init__(self, pattern: str, in_json: bool) -> None:
+        self._pattern = pattern
+        self._in_json = in_json
+        self._at = 0
+        self._output: list[str] = []
+
+    def run(self) -> str:
+        depth = 0
+        repeatable = False
+        while self._at < len(self._pattern):
+            char = self._pattern[self._at]
+            if char in "*+?{" and (char != "{" or self._at_bounds()):
+                if not repeatable:
+                    raise RegexError(f"there is nothing that '{char}' could repeat")
+                self._quantifier()
+                repeatable = False
+                continue
+            self._at += 1
+            repeatable = char not in "(|^$"
+            if char == "(":
+                depth += 1
+                self._open_group(depth)
+            elif char == ")":
+                depth -= 1
+                if depth < 0:
+                    raise RegexError("there is a ')' without its '('")
+                self._output.append(")")
+            elif char in "|^$":
+                self._output.append(char)
+            else:
+                self._output.append(self._atom(char))
+        if depth:
+            raise RegexError("there is a '(' without its ')'")
+        return "".join(self._output)
+
+    def _atom(self, char: str) -> str:
+        if char == ".":
+            return self._class(negated=True, body=_NOT_LINE_ENDS)
+        if char == "[":
+            return self._bracket()
+        if char == "\\":
+            name = self._take()
+            if name in _SETS:
+                return self._class(negated=False, body=_SETS[name][0])
+            char = self._escaped(name, in_class=False)
+        if self._in_json and (char < " " or char == "\x7f"):
+            return self._class(negated=False, body=literal(char))
+        return literal(char)
+
+    def _class(self, *, negated: bool, body: str) -> str:
+        if not self._in_json:
+            return f"[^{body}]" if negated else f"[{body}]"
+        return f"[^{body}{UNWRITABLE}]" if negated else f"[{body}&&[^{UNWRITABLE}]]"
+
+    def _open_group(self, depth: int) -> None:
+        if depth > MAX_NESTING:
+            raise RegexError(f"its groups are nested deeper than {MAX_NESTING}")
+        if self._peek() == "?":
+            if self._pattern[self._at : self._at + 2] != "?:":
+                raise RegexError(
+                    "lookaround, flags and named groups are not supported; of the groups that "
+                    "begin with '(?' only '(?:...)' is"
+                )
+            self._at += 2
+        self._output.append("(?:")
+
+    def _quantifier(self) -> None:
+        char = self._take()
+        bounds = self._bounds() if char == "{" else char
+        self._output.append(bounds)
+        if self._peek() == "?":  # laziness does not change which texts match
+            self._at += 1
+        if self._peek() in ("*", "+", "?") or (self._peek() == "{" and self._at_bounds()):
+            raise RegexError("a repetition cannot be repeated; put a group around it")
+
+    def _at_bounds(self) -> bool:
+        """Whether the brace here begins {n}, {n,} or {n,m}; else it stands for itself."""
+        end = self._pattern.find("}", self._at, self._at + MAX_BOUNDS_CHARS)
+        parts = self._pattern[self._at + 1 : end].split(",") if end > 0 else []
+        if len(parts) == 2 and not parts[0] and set(parts[1]) <= _DIGITS:
+            raise RegexError("write {0,n} for {,n}")
+        return 1 <= len(parts) <= 2 and bool(parts[0]) and set("".join(parts)) <= _DIGITS
+
+    def _bounds(self) -> str:
+        end = self._pattern.index("}", self._at)
+        low, comma, high = self._pattern[self._at : end].partition(",")
+        self._at = end + 1
+        if max(len(low), len(high)) > len(str(MAX_REPEAT)) or int(high or low) > MAX_REPEAT:
+            raise RegexError(f"it repeats something more often than {MAX_REPEAT} times")
+        if high and int(low) > int(high):
+            raise RegexError(f"the bounds {{{low},{high}}} are in the wrong order")
+        return f"{{{int(low)}{comma}{int(high) if high else ''}}}"
+
+    def _bracket(self) -> str:
+        negated = self._peek() == "^"
+        self._at += negated
+        if self._peek() == "]":
+            raise RegexError("a class of characters is empty; write \\] for the bracket itself")
+        body = []
+        while (char := self._take()) != "]":
+            low = self._member(char, negated)
+            is_range = self._peek() == "-" and self._pattern[self._at + 1 : self._at + 2] != "]"
+            if not is_range:
+                body.append(low if len(low) > 1 else literal(low))
+                continue
+            self._at += 1
+            high = self._member(self._take(), negated)
+            if len(low) > 1 or len(high) > 1 or low > high:
+                raise RegexError("a range in a class of characters has no proper ends")
+            body.append(f"{literal(low)}-{literal(high)}")
+        return self._class(negated=negated, body="".join(body))
+
+    def _member(self, char: str, negated: bool) -> str:
+        """One character, or the body of a set."""
+        if char != "\\":
+            return char
+        name = self._take()
+        if name in _SETS:
+            return _SETS[name][negated]
+        return self._escaped(name, in_class=True)
+
+    def _escaped(self, name: str, in_class: bool) -> str:
+        if name in _CONTROLS:
+            return _CONTROLS[name]
+        if name in ("x", "u"):
+            return self._code_point(2 if name == "x" else 4)
+        if name == "0" and self._peek() not in _DIGITS:
+            return "\0"
+        if name == "b" and in_class:
+            return "\b"
+        if name.isalnum():
+            raise RegexError(f"'\\{name}' is not supported")
+        return name
+
+    def _code_point(self, num_digits: int) -> str:
+        digits = self._pattern[self._at : self._at + num_digits]
+        self._at += num_digits
+        if len(digits) < num_digits or not set(digits) <= _HEX:
+            raise RegexError(f"an escape needs {num_digits} hexadecimal digits")
+        char = chr(int(digits, 16))
+        if "\ud800" <= char <= "\udfff":
+            raise RegexError("write a character beyond U+FFFF as itself, not as two surrogates")
+        return char
+
+    def _peek(self) -> str:
+        return self._pattern[self._at : self._at + 1]
+
+    def _take(self) -> str:
+        if self._at >= len(self._pattern):
+            raise RegexError("it ends in the middle of an escape or of a class of characters")
+        self._at += 1
+        return self._pattern[self._at - 1]

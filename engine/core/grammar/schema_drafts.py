@@ -1,0 +1,88 @@
+"""Which draft of JSON Schema a document follows, and what its references point at.
+
+References stay within the document: nothing is ever fetched, and a base that changes half-way
+(`$id` below the root) is refused, so that a reference means the same to every reader.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import NoReturn, TypeAlias
+from urllib.parse import unquote
+
+Fail: TypeAlias = Callable[[str, str], NoReturn]  # path of a schema, what is wrong there
+
+
+class Draft(Enum):
+    D4 = auto()
+    D6 = auto()
+    D7 = auto()
+    D2019 = auto()
+    D2020 = auto()
+
+
+_DRAFTS = {
+    "json-schema.org/draft-04/schema": Draft.D4,
+    "json-schema.org/draft-06/schema": Draft.D6,
+    "json-schema.org/draft-07/schema": Draft.D7,
+    "json-schema.org/draft/2019-09/schema": Draft.D2019,
+    "json-schema.org/draft/2020-12/schema": Draft.D2020,
+}
+
+
+def draft_of(document: object, param: str, fail: Fail) -> Draft:
+    """What `$schema` says; draft 2020-12 where it says nothing."""
+    if not isinstance(document, dict) or "$schema" not in document:
+        return Draft.D2020
+    name = document["$schema"]
+    if not isinstance(name, str):
+        fail(param, "'$schema' must be a string")
+    draft = _DRAFTS.get(name.removeprefix("https://").removeprefix("http://").removesuffix("#"))
+    if draft is None:
+        fail(param, "'$schema' must name draft 4, 6, 7, 2019-09 or 2020-12 of JSON Schema")
+    return draft
+
+
+class Resolver:
+    """Finds what the references of one document name."""
+
+    def __init__(self, document: object, draft: Draft, fail: Fail) -> None:
+        self._document = document
+        self._fail = fail
+        self._id_keyword = "id" if draft is Draft.D4 else "$id"
+        own = document.get(self._id_keyword, "") if isinstance(document, dict) else ""
+        self._own_address = own.removesuffix("#") if isinstance(own, str) else ""
+
+    def check_identifier(self, schema: dict[str, object], path: str) -> None:
+        if schema is not self._document and self._moves_base(schema):
+            self._fail(path, f"keyword '{self._id_keyword}' is only supported at the root")
+
+    def resolve(self, reference: object, path: str) -> tuple[tuple[str, ...], object]:
+        """The place and the content of what a `$ref` names."""
+        if not isinstance(reference, str):
+            self._fail(path, "'$ref' must be a string")
+        address, _, fragment = reference.partition("#")
+        fragment = unquote(fragment)
+        if address not in ("", self._own_address) or fragment[:1] not in ("", "/"):
+            self._fail(
+                path,
+                "keyword '$ref' is only supported with a path in the same schema, as in "
+                '"#/$defs/name"',
+            )
+        place = tuple(
+            part.replace("~1", "/").replace("~0", "~") for part in fragment.split("/")[1:]
+        )
+        found = self._document
+        for part in place:
+            if isinstance(found, dict) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and part.isdecimal() and int(part[:6]) < len(found):
+                found = found[int(part[:6])]
+            else:
+                self._fail(path, f"'$ref' points at nothing: {reference}")
+            if isinstance(found, dict) and self._moves_base(found):
+                self._fail(path, "'$ref' leads through a schema with an address of its own")
+        return place, found
+
+    def _moves_base(self, schema: dict[str, object]) -> bool:
+        own = schema.get(self._id_keyword)
+        return isinstance(own, str) and not own.startswith("#")

@@ -1,0 +1,167 @@
+"""The numbers and other values in a schema, checked and made exact.
+
+Bounds are compared digit by digit by the grammar, but clients read numbers as doubles. So bounds
+stay where doubles are exact, and an exclusive bound becomes an inclusive one a little further in,
+which no rounding crosses.
+"""
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any, NamedTuple
+
+from engine.core.grammar.schema_drafts import Fail
+
+MAX_MAGNITUDE = 2**53
+MIN_MAGNITUDE = 1e-30
+EXCLUSIVE_STEP = 1e-15  # from zero
+MAX_DIGITS = 15  # of a fraction; with more, the library may read the neighbouring double
+MAX_COUNT = 2**31 - 1
+MAX_MULTIPLE = 1_000_000
+
+# What JSON writes only as \uXXXX, and DEL, which the grammar leaves out too.
+_UNWRITABLE = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))
+
+
+def check_text(document: object, param: str, max_nesting: int, fail: Fail) -> None:
+    """Refuse what no schema may contain: deep nesting, numbers that are none, half characters."""
+    pending: list[tuple[object, int]] = [(document, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if depth > max_nesting:
+            fail(param, f"the schema is nested deeper than {max_nesting}")
+        if isinstance(value, dict):
+            pending += [(part, depth + 1) for item in value.items() for part in item]
+        elif isinstance(value, list):
+            pending += [(part, depth + 1) for part in value]
+        elif isinstance(value, float) and not math.isfinite(value):
+            fail(param, "the schema has a number that is too large")
+        elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+            fail(param, "the schema has half of a surrogate pair, which is not Unicode")
+
+
+def exact(value: Any, path: str, fail: Fail) -> Any:
+    """A value of `const` or `enum`, whole numbers as integers."""
+    if isinstance(value, list):
+        return [exact(item, path, fail) for item in value]
+    if isinstance(value, dict):
+        return {name: exact(item, path, fail) for name, item in value.items()}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = _number(value, path, fail)
+        if isinstance(number, float) and len(Decimal(repr(number)).as_tuple().digits) > MAX_DIGITS:
+            fail(path, f"numbers are only supported with up to {MAX_DIGITS} digits")
+        return number
+    return value
+
+
+def is_writable(value: Any) -> bool:
+    """Whether the grammar has a way to write a value."""
+    if isinstance(value, list):
+        return all(is_writable(item) for item in value)
+    if isinstance(value, dict):
+        return all(is_writable(item) for item in value.values())
+    return not isinstance(value, str) or _UNWRITABLE.isdisjoint(value)
+
+
+def count(value: Any, path: str, keyword: str, fail: Fail) -> int:
+    """The value of a keyword that counts."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
+        fail(path, f"'{keyword}' must be a whole number from 0 to {MAX_COUNT}")
+    return value
+
+
+def multiple(value: Any, path: str, fail: Fail) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_MULTIPLE:
+        fail(
+            path,
+            f"keyword 'multipleOf' is only supported with whole numbers from 1 to {MAX_MULTIPLE}; "
+            "readers round fractions differently",
+        )
+    return value
+
+
+def bound(
+    source: dict[str, Any],
+    keyword: str,
+    *,
+    integers_only: bool,
+    is_draft4: bool,
+    path: str,
+    fail: Fail,
+) -> tuple[str, float] | None:
+    """`minimum` or `maximum` with its number, for any of the four keywords.
+
+    None: the keyword only modifies another one, as it may in draft 4.
+    """
+    value = source[keyword]
+    exclusive = keyword.startswith("exclusive")
+    inclusive_keyword = keyword.removeprefix("exclusive").lower()
+    if is_draft4:
+        if exclusive:
+            if not isinstance(value, bool):
+                fail(path, f"'{keyword}' is a boolean in draft 4; name a newer one in \"$schema\"")
+            return None
+        exclusive = source.get(f"exclusive{keyword.capitalize()}") is True
+    number = _number(value, f"{path}.{keyword}", fail)
+    is_minimum = inclusive_keyword == "minimum"
+    if integers_only and exclusive:
+        return inclusive_keyword, math.floor(number) + 1 if is_minimum else math.ceil(number) - 1
+    return inclusive_keyword, _inward(number, is_minimum, exclusive)
+
+
+def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
+    """The bound itself, or the nearest number of so many digits on its inner side."""
+    if not exclusive and isinstance(number, int):
+        return number
+    if number == 0:
+        return EXCLUSIVE_STEP if is_minimum else -EXCLUSIVE_STEP
+    digits = Context(MAX_DIGITS, ROUND_CEILING if is_minimum else ROUND_FLOOR)
+    decimal = Decimal(repr(number))
+    if not exclusive:
+        return float(digits.plus(decimal))
+    return float(digits.next_plus(decimal) if is_minimum else digits.next_minus(decimal))
+
+
+def shorter_forms(keyword: str, number: float) -> list[float]:
+    """The numbers that begin like a bound and end sooner, on its inner side.
+
+    The library's ranges leave them out: below 0.95 it takes 0.90 and 0.8, but not 0.9.
+    """
+    if isinstance(number, int) or (number > 0) != (keyword == "maximum"):
+        return []
+    whole, _, fraction = format(Decimal(repr(number)), "f").partition(".")
+    shorter = [float(f"{whole}.{fraction[:end]}") for end in range(1, len(fraction))]
+    return [each for each in dict.fromkeys(shorter) if not each.is_integer()]
+
+
+def _number(value: Any, path: str, fail: Fail) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        fail(path, "it must be a number")
+    if value == 0:
+        return 0
+    if not MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE:
+        fail(path, "numbers are only supported between 1e-30 and 2**53, where they are exact")
+    return int(value) if float(value).is_integer() else value
+
+
+class DeclaredProperties(NamedTuple):
+    num_declared: int
+    num_required: int
+    has_optional: bool
+    is_closed: bool  # no other names are possible
+
+
+def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
+    properties, required = source.get("properties"), source.get("required")
+    declared = set(properties) if isinstance(properties, dict) else set()
+    needed = {name for name in required if isinstance(name, str)} if required else set()
+    return DeclaredProperties(
+        num_declared=len(declared),
+        num_required=len(needed),
+        has_optional=not declared <= needed,
+        is_closed=source.get("additionalProperties") is False
+        and not source.get("patternProperties"),
+    )

@@ -1,0 +1,270 @@
+"""What a schema's grammar lets through is valid under the schema, as another library judges it.
+
+Random walks stand in for a model: each takes, token by token, something that the mask allows, and
+hurries to an end after a while. A walk that reaches the end must be JSON that validates, formats
+included; none may get stuck. Every schema of the official suite and of real tools is either walked
+with the default model's vocabulary, or refused with the keyword or rule that is in the way.
+"""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema.validators import Draft202012Validator, validator_for
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from engine.backends.custom.text import load_text
+from engine.core.errors import InvalidRequestError
+from engine.core.grammar.child import byte_tokenizer, problem_of
+from engine.core.grammar.limits import parser_limits
+from engine.core.grammar.spec import grammar_text
+from engine.core.interfaces.backend import GrammarSpec
+from tests.schema_suites import (
+    NamedSchema,
+    real_schemas,
+    suite_schemas,
+    supported_among,
+    supported_schemas,
+)
+
+NUM_FREE_TOKENS = 25
+MAX_TOKENS = 300
+CLOSERS = (b"]", b"}", b'"')
+# A refusal names a keyword or what is wrong with one, after the path of the schema it is in.
+REFUSAL = re.compile(
+    r"schema(\.[^:]*)*: (keyword '|'|format \"|the pattern |no finite JSON value |a '\$ref' |"
+    r"numbers are only |it admits no value |it is \d+ bytes long)"
+)
+# So short that walks often spell declared names, enumerated values and bounds.
+ALPHABET = [char.encode() for char in 'ab{}[]":,0123459.-truefalsnl é']
+NAMES = ["a", "b", "ab", "ba"]
+PATTERNS = [
+    *("^a", "b$", "^a$", "^[ab]b", "a", "^[^a]", r"^\w$", r"^\W*$", "^(a|ba?)+$", r"\d$"),
+    *(r"^\D\S?$", "^.{1,3}$", r"^[^\W\d]+$"),
+]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What llguidance asks of a tokenizer, and the tokens for a walker to look at."""
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: None = None
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+class Walker:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
+        self._lengths = np.array([len(token) for token in vocabulary.tokens])
+        self._closers = [vocabulary.tokens.index(closer) for closer in CLOSERS]
+
+    def walk(self, grammar: str, rng: random.Random) -> str | None:
+        """The text of one walk; None if it did not end in time."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        assert not matcher.is_error(), matcher.get_error()
+        text = b""
+        # Short tokens only in some walks: most long ones are words, and end up inside strings.
+        max_bytes = rng.choice([1, 3, 100])
+        for index in range(MAX_TOKENS):
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[: len(self._lengths)].astype(bool)
+            assert allowed.any(), f"stuck after {text!r}: {matcher.get_error()}"
+            token = self._choose(allowed, index >= NUM_FREE_TOKENS, max_bytes, rng)
+            if token == self._vocabulary.eos_token_id:
+                return text.decode()
+            assert matcher.consume_token(token)
+            text += self._vocabulary.tokens[token]
+        return None
+
+    def _choose(
+        self, allowed: np.ndarray, hurried: bool, max_bytes: int, rng: random.Random
+    ) -> int:
+        end = self._vocabulary.eos_token_id
+        if allowed[end] and (hurried or rng.random() < 0.3):
+            return end
+        allowed[end] = False
+        if hurried and rng.random() < 0.8:
+            closing = [token for token in self._closers if allowed[token]]
+            if closing:
+                return rng.choice(closing)
+        few = np.flatnonzero(allowed & (self._lengths <= (1 if hurried else max_bytes)))
+        if not len(few):
+            few = np.flatnonzero(allowed)
+        return int(rng.choice(few)) if len(few) else end
+
+
+@pytest.fixture(scope="module")
+def walker(default_model: Path) -> Walker:
+    tokenizer = load_text(default_model).tokenizer
+    tokens = [
+        b"\xff" + tokenizer.token_literal(i)
+        if tokenizer.is_special(i)
+        else tokenizer.token_bytes(i)
+        for i in range(tokenizer.vocab_size)
+    ]
+    specials = sorted(tokenizer.special_ids)
+    return Walker(Vocabulary(tokens, specials, tokenizer.eos_ids[0], tokenizer.encode))
+
+
+def grammar_of(schema: Any) -> str:
+    return grammar_text(GrammarSpec(kind="json_schema", source=json.dumps(schema), param="schema"))
+
+
+def check_valid(schema: Any, text: str) -> None:
+    kind = validator_for(schema, default=Draft202012Validator)
+    kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
+
+
+def walk_all(walker: Walker, schemas: list[NamedSchema], num_walks: int) -> int:
+    """How many walks ended; each of them is checked."""
+    num_ended = 0
+    for name, schema in schemas:
+        grammar = grammar_of(schema)
+        for number in range(num_walks):
+            text = walker.walk(grammar, random.Random(f"{name} {number}"))
+            if text is None:
+                continue
+            num_ended += 1
+            try:
+                check_valid(schema, text)
+            except Exception as error:
+                raise AssertionError(f"{name}: {text} under {json.dumps(schema)[:500]}") from error
+    return num_ended
+
+
+def check_refusals(schemas: list[NamedSchema]) -> None:
+    """Whatever is refused before it is compiled is refused by name."""
+    for name, schema in schemas:
+        try:
+            grammar_of(schema)
+        except InvalidRequestError as error:
+            assert error.param == "schema"
+            assert REFUSAL.match(error.message), f"{name}: {error}"
+
+
+def test_real_schemas(walker: Walker) -> None:
+    schemas = real_schemas()
+    check_refusals(schemas)
+    supported = asyncio.run(supported_among(schemas[::4]))
+    assert len(supported) > 200
+    assert walk_all(walker, supported, num_walks=2) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_schemas(walker: Walker) -> None:
+    check_refusals(suite_schemas())
+    supported = supported_schemas()
+    assert len(supported) > 1400
+    assert walk_all(walker, supported, num_walks=5) > 7000
+
+
+class RandomSchemas:
+    """Small schemas in which every keyword meets every other one."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def document(self) -> dict[str, Any]:
+        definitions = {name: self.node(2) for name in "xyz"}
+        root = self.node(3)
+        return {**(root if isinstance(root, dict) else {}), "$defs": definitions}
+
+    def node(self, depth: int) -> Any:
+        pick = self._rng.random()
+        if depth <= 0 or pick < 0.35:
+            return self._leaf()
+        if pick < 0.65:
+            return self._object(depth)
+        if pick < 0.75:
+            return self._array(depth)
+        siblings = self._object(depth - 1) if self._rng.random() < 0.5 else {}
+        return {**self._combination(depth), **siblings}
+
+    def _maybe(self, chance: float, **keywords: Any) -> dict[str, Any]:
+        return keywords if self._rng.random() < chance else {}
+
+    def _combination(self, depth: int) -> dict[str, Any]:
+        keyword = self._rng.choice(["allOf", "anyOf", "oneOf", "$ref"])
+        if keyword == "$ref":
+            return {"$ref": f"#/$defs/{self._rng.choice('xyz')}"}
+        return {keyword: [self.node(depth - 1) for _ in range(self._rng.randint(1, 3))]}
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        rng = self._rng
+        names, patterns = rng.sample(NAMES, rng.randint(0, 3)), rng.sample(PATTERNS, 1)
+        keywords = {
+            **self._maybe(0.8, type="object"),
+            **self._maybe(0.7, properties={name: self.node(depth - 1) for name in names}),
+            **self._maybe(0.3, patternProperties={p: self.node(depth - 1) for p in patterns}),
+            **self._maybe(0.5, additionalProperties=rng.choice([False, self.node(depth - 1)])),
+            **self._maybe(0.4, required=rng.sample(NAMES, rng.randint(0, 2))),
+            **self._maybe(0.1, minProperties=rng.randint(0, 2)),
+            **self._maybe(0.1, maxProperties=rng.randint(0, 3)),
+        }
+        return dict(rng.sample(sorted(keywords.items(), key=lambda item: item[0]), len(keywords)))
+
+    def _array(self, depth: int) -> dict[str, Any]:
+        return {
+            **self._maybe(0.7, type="array"),
+            **self._maybe(0.5, prefixItems=[self.node(depth - 1)]),
+            **self._maybe(0.6, items=self.node(depth - 1)),
+            **self._maybe(0.4, minItems=self._rng.randint(0, 3)),
+            **self._maybe(0.4, maxItems=self._rng.randint(0, 4)),
+        }
+
+    def _leaf(self) -> Any:
+        rng = self._rng
+        values = ["a", "b", "ab", 1, 0, 1.0, 2.5, True, None, {"b": "a"}, [1, "a"]]
+        bounds = [0, 1, -1, 0.5, 2.25, 10, -3, 100, 0.1, 33, 0.30000000000000004]
+        number = {
+            **self._maybe(0.8, type=rng.choice(["integer", "number"])),
+            **self._maybe(0.3, minimum=rng.choice(bounds)),
+            **self._maybe(0.3, maximum=rng.choice(bounds)),
+            **self._maybe(0.3, exclusiveMinimum=rng.choice(bounds)),
+            **self._maybe(0.3, exclusiveMaximum=rng.choice(bounds)),
+            **self._maybe(0.2, multipleOf=rng.choice([1, 2, 3, 5])),
+        }
+        string = {
+            **self._maybe(0.8, type="string"),
+            **self._maybe(0.5, pattern=rng.choice(PATTERNS)),
+            **self._maybe(0.3, minLength=rng.randint(0, 3)),
+            **self._maybe(0.3, maxLength=rng.randint(0, 4)),
+        }
+        others = [{"const": rng.choice(values)}, {"enum": rng.sample(values, 3)}, True, False]
+        types = rng.sample(["string", "integer", "null", "object", "array", "number"], 2)
+        return rng.choice([number, string, *others, {"type": types}])
+
+
+def test_random_schemas() -> None:
+    def encode(text: str) -> list[int]:
+        return [ALPHABET.index(char.encode()) for char in text]
+
+    end = len(ALPHABET)
+    walker = Walker(Vocabulary([*ALPHABET, b"\xff<end>"], [end], end, encode))
+    num_walked = 0
+    for seed in range(1000):
+        schema = RandomSchemas(seed).document()
+        try:
+            grammar = grammar_of(schema)
+        except InvalidRequestError as error:
+            assert REFUSAL.match(error.message), error
+            continue
+        if problem_of(grammar, byte_tokenizer()) is None:
+            num_walked += 1
+            walk_all(walker, [(str(seed), schema)], num_walks=4)
+    assert num_walked > 400

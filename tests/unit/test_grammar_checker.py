@@ -1,0 +1,120 @@
+"""The child that compiles grammars: what it answers, what it survives, and what is kept of it."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine.core.errors import InvalidRequestError, RateLimitError
+from engine.core.grammar import checker as checker_module
+from engine.core.grammar.checker import MAX_VERDICTS, GrammarChecker
+from engine.core.grammar.spec import grammar_text
+from engine.core.interfaces.backend import GrammarSpec
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    await checker.close()
+
+
+def lark(text: str) -> str:
+    return grammar_text(GrammarSpec(kind="grammar", source=text))
+
+
+GOOD = 'start: "a" | "b"'
+# Whether all of these patterns can match at once takes a number of states that doubles with each.
+SLOW = {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(1, 20)]}
+
+
+SLOW_SPEC = GrammarSpec(kind="json_schema", source=json.dumps(SLOW))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_good_and_bad(checker: GrammarChecker) -> None:
+    assert checker.child_pid is None, "nothing is started before the first check"
+    await checker.check(lark(GOOD), "guided_grammar")
+    with pytest.raises(InvalidRequestError) as caught:
+        await checker.check(lark("start: missing"), "guided_grammar")
+    assert caught.value.param == "guided_grammar"
+    assert caught.value.message.startswith("guided_grammar: the grammar cannot be used: ")
+    assert "\n" not in caught.value.message
+
+
+async def test_empty_language_is_refused(checker: GrammarChecker) -> None:
+    with pytest.raises(InvalidRequestError, match="admits no text at all"):
+        await checker.check(lark("start: /[^\\s\\S]/"), "it")
+
+
+async def test_slow_grammar_is_killed_and_the_next_one_works(checker: GrammarChecker) -> None:
+    await checker.check(lark(GOOD), "it")
+    first = checker.child_pid
+    assert first is not None
+    for _ in range(2):  # the second answer comes from the cache
+        with pytest.raises(InvalidRequestError, match="takes too long to compile; simplify it"):
+            await checker.check(grammar_text(SLOW_SPEC), "it")
+    assert not is_running(first)
+    await checker.check(lark('start: "c"'), "it")
+    assert checker.child_pid != first
+
+
+async def test_child_that_dies_costs_one_grammar(checker: GrammarChecker) -> None:
+    await checker.check(lark(GOOD), "it")
+    assert checker.child_pid is not None
+    os.kill(checker.child_pid, 11)  # as a stack overflow in the library does
+    with pytest.raises(InvalidRequestError, match="too much memory or nesting"):
+        await checker.check(lark('start: "c"'), "it")
+    await checker.check(lark('start: "d"'), "it")
+
+
+async def test_same_grammar_is_compiled_once(checker: GrammarChecker) -> None:
+    await asyncio.gather(*(checker.check(lark(GOOD), "it") for _ in range(200)))
+    assert checker.num_verdicts == 1
+
+
+async def test_waiting_is_bounded(checker: GrammarChecker) -> None:
+    checks = [checker.check(lark(f'start: "{n}"'), "it") for n in range(200)]
+    results = await asyncio.gather(*checks, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, RateLimitError)]
+    assert len(refused) == 200 - checker_module.MAX_WAITING
+    assert all(result is None for result in results if result not in refused)
+
+
+async def test_caller_that_leaves_does_not_stop_the_check(checker: GrammarChecker) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await checker.check(lark(GOOD), "it")
+    await checker.check(lark(GOOD), "it")
+    assert checker.num_verdicts == 1
+
+
+async def test_verdicts_are_bounded(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "MAX_VERDICTS", 3)
+    assert MAX_VERDICTS > 3
+    for n in range(6):
+        await checker.check(lark(f'start: "{n}"'), "it")
+    assert checker.num_verdicts == 3
+
+
+async def test_close_ends_the_child(checker: GrammarChecker) -> None:
+    await checker.check(lark(GOOD), "it")
+    pid = checker.child_pid
+    assert pid is not None
+    waiting = asyncio.create_task(checker.check(grammar_text(SLOW_SPEC), "it"))
+    await asyncio.sleep(0.05)
+    await checker.close()
+    assert not is_running(pid)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
