@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mappi
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -115,9 +116,8 @@ class LLM:
         grammar: GrammarSpec | None = None,
     ) -> list[GenerationOutput]:
         """Continue each prompt (text or token ids), all of them batched together."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: Any = [prompts] if single else prompts
-        return self._collect([self._complete(prompt, params, grammar) for prompt in batch], params)
+        streams = [self._complete(prompt, params, grammar) for prompt in _batch(prompts)]
+        return self._collect(streams, params)
 
     def chat(
         self,
@@ -132,9 +132,9 @@ class LLM:
         batch: Any = [conversations] if single else conversations
         return self._collect([self._chat(each, params, **options) for each in batch], params)
 
-    def embed(self, inputs: Sequence[Prompt]) -> NDArray[np.float32]:
+    def embed(self, inputs: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
         """A vector of unit length for each text, or list of token ids: (inputs, dimensions)."""
-        texts = tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
+        texts = tuple(each if isinstance(each, str) else tuple(each) for each in _batch(inputs))
         request = EmbedRequest(request_id=f"llm-{next(self._ids)}", inputs=texts)
         return self._call(self._backend.embed(request)).vectors
 
@@ -188,9 +188,13 @@ class LLM:
                 f"unknown option {unknown[0]!r}; there are: {', '.join(sorted(known))}, grammar",
                 param=unknown[0],
             )
-        copied = tuple(dict(message) for message in messages)
+        given = {**options, "messages": [dict(message) for message in messages]}
         context = self._context(params, grammar)
-        return self._backend.chat(ChatRequest(context=context, messages=copied, **options))
+        try:
+            request = msgspec.convert({**given, "context": context}, ChatRequest)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"the options of a chat: {error}") from error
+        return self._backend.chat(request)
 
     def _collect(
         self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
@@ -293,6 +297,13 @@ class InferenceEngine:
 
     def _envelope(self) -> Envelope:
         return new_envelope(f"chatcmpl-{secrets.token_hex(16)}", self._llm.card)
+
+
+def _batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A single prompt, text or token ids, is a batch of one."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    batch: Any = [prompts] if single else prompts
+    return batch
 
 
 async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:

@@ -11,6 +11,7 @@ from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from tests.toy_grammar import new_matcher
 from tests.toy_runner import VOCAB, ToyRunner, generate_alone
 
 
@@ -126,7 +127,12 @@ class ToyEngine:
         stop = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stop |= frozenset(request.eos_ids)
-        alone = generate_alone(request.prompt, request.params, choice, stop, self.spec.max_seq_len)
+        matcher = None if request.grammar is None else new_matcher(request.grammar)
+        alone = generate_alone(
+            request.prompt, request.params, choice, stop, self.spec.max_seq_len, matcher
+        )
+        if request.pools and alone[1] != "error":
+            alone = ([], "stop")
         self._expected[request_id, choice] = alone
         return alone
 

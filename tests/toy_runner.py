@@ -9,6 +9,7 @@ numpy; `generate_alone` is the oracle.
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,6 +51,25 @@ def toy_logits(cells: list[int]) -> np.ndarray:
     logits = scatter(mix(*cells)) * 8.0
     logits[[NAN_TOKEN, CRASH_TOKEN]] = -1e9
     return logits
+
+
+def prompt_logits(prompt: Sequence[int]) -> list[np.ndarray]:
+    """Behind each of a prompt's tokens."""
+    cells, parent, found = [], 1, []
+    for token in prompt:
+        parent = mix(parent, token)
+        cells.append(parent)
+        found.append(toy_logits(cells))
+    return found
+
+
+def prompt_logprobs(prompt: Sequence[int]) -> list[float]:
+    """Of every token but the first."""
+    pairs = zip(prompt_logits(prompt), prompt[1:], strict=False)
+    return [
+        float(row[token] - row.max() - np.log(np.exp(row - row.max()).sum()))
+        for row, token in pairs
+    ]
 
 
 @dataclass
@@ -259,8 +279,11 @@ def generate_alone(
     choice: int,
     stop_ids: frozenset[int],
     max_seq_len: int,
+    matcher=None,
 ) -> tuple[list[int], str]:
-    """What a request gives with no engine around it: its tokens, and why it ended."""
+    """What a request gives with no engine around it: its tokens, and why it ended. `matcher` is at
+    the start of the grammar that the output must match.
+    """
     assert params.seed is not None
     if CRASH_TOKEN in prompt or NAN_TOKEN in prompt:
         return [], "error"
@@ -282,6 +305,7 @@ def generate_alone(
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             bias=tuple(bias),
+            allowed=None if matcher is None else _allowed(matcher),
             seed=params.seed,
             choice=choice,
             position=len(cells),
@@ -291,10 +315,19 @@ def generate_alone(
         history.output.append(token)
         if token in stop_ids and len(history.output) > params.min_tokens:
             return history.output, "stop"
+        if matcher is not None:
+            assert matcher.consume_token(token)
+            if matcher.is_stopped():
+                return history.output, "stop"
         if len(history.output) >= params.max_tokens or len(cells) + 1 >= max_seq_len:
             return history.output, "length"
         parent = mix(parent, token)
         cells.append(parent)
+
+
+def _allowed(matcher) -> frozenset[int]:
+    mask = matcher.compute_bitmask()
+    return frozenset(token for token in range(VOCAB) if mask[token // 8] >> (token % 8) & 1)
 
 
 # Parameters cross the seam as float32.

@@ -8,6 +8,7 @@ import pytest
 
 from engine import LLM, InferenceEngine, SamplingParams
 from engine.core.errors import InvalidRequestError, UnavailableError
+from engine.core.interfaces.backend import ToolChoice
 
 TOPICS = ["the sea", "a dog", "winter", "bread", "the moon", "a train", "music", "a garden"]
 STYLES = [
@@ -61,6 +62,29 @@ def test_chat_and_usage(llm):
     assert "Paris" in answer.text and answer.choices[0].finish_reason == "stop"
     (again,) = llm.chat(question, params)
     assert again.usage.cached_tokens > 0 and again.text == answer.text
+
+
+def test_one_text_is_embedded_as_one_and_none_as_none(llm):
+    one = llm.embed("hello")
+    assert one.shape == (1, llm.card.num_dimensions)
+    assert llm.embed([1, 2, 3]).shape == one.shape
+    assert llm.embed([]).shape == (0, llm.card.num_dimensions)
+    assert llm.embed(["hello", "bye"])[0] @ one[0] > 1 - 1e-4
+
+
+def test_options_of_a_chat_are_checked_before_they_are_used(llm):
+    question = [{"role": "user", "content": "What time is it?"}]
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}}
+    (forced,) = llm.chat(question, tools=[tool], tool_choice=ToolChoice("named", "now"))
+    assert forced.choices[0].tool_calls[0]["function"] == {"name": "now", "arguments": "{}"}
+    for options in (
+        {"tools": [tool], "tool_choice": "required"},
+        {"tools": [tool], "tool_choice": ToolChoice("named", "later")},
+        {"tools": tool},
+        {"tool": [tool]},
+    ):
+        with pytest.raises(InvalidRequestError, match="tool"):
+            llm.chat(question, **options)
 
 
 def test_openai_shapes(default_model):

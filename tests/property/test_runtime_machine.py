@@ -2,11 +2,13 @@
 rule.
 
 Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens
-meet aborts, evictions, flushes, expiry and restarts, in pools too small for them. Whatever happens,
+meet aborts, evictions, flushes, expiry and restarts, in pools too small for them. Some must match a
+grammar, which compiles for a while; some want their prompts scored, or a vector. Whatever happens,
 delivered tokens equal the oracle's, every accepted choice ends exactly once, and nothing is held
 when nothing runs.
 """
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,10 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.interfaces.request import Abort, Control
 from tests.toy_engine import ToyEngine
-from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB
+from tests.toy_grammar import END, PatientGrammars, lark
+from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB, prompt_logits, prompt_logprobs
 
 TOKENS = st.integers(0, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)
+REGEXES = ["(ab|cd)+e", "a{3}b?", "[a-f]+(gh)?", "hello|jail"]
 MAX_STEPS_TO_END = 3000
 
 
@@ -43,7 +47,10 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.count = 0
 
     def _new_engine(self):
-        return ToyEngine(max_seq_len=40, clock=lambda: self.time, **self.options)
+        self.grammars = PatientGrammars()
+        return ToyEngine(
+            max_seq_len=40, clock=lambda: self.time, grammars=self.grammars, **self.options
+        )
 
     @rule(
         prompt=PROMPTS,
@@ -68,6 +75,39 @@ class RuntimeMachine(RuleBasedStateMachine):
             **params,
         )
 
+    @rule(
+        prompt=PROMPTS,
+        regex=st.sampled_from(REGEXES),
+        n=st.sampled_from([1, 1, 2]),
+        max_tokens=st.integers(1, 8),
+        temperature=st.sampled_from([0.0, 1.0]),
+        min_tokens=st.sampled_from([0, 2]),
+        logprobs=st.sampled_from([None, 2]),
+        ignore_eos=st.booleans(),
+    )
+    def submit_constrained(self, prompt, regex, **params):
+        self._submit(prompt, grammar=lark(regex), eos=(END,), **params)
+
+    @rule(
+        prompt=PROMPTS,
+        n=st.sampled_from([1, 1, 2]),
+        max_tokens=st.integers(1, 6),
+        logprobs=st.sampled_from([0, 2]),
+        regex=st.sampled_from([None, None, *REGEXES]),
+    )
+    def submit_scored(self, prompt, regex, **params):
+        grammar = None if regex is None else lark(regex)
+        self._submit(prompt, grammar=grammar, eos=(END,), score_prompt=True, **params)
+
+    @rule(prompt=PROMPTS, salt=st.sampled_from(["", "a"]))
+    def submit_pooled(self, prompt, salt):
+        self._submit(prompt, salt=salt, pools=True, max_tokens=1)
+
+    @rule()
+    def grammars_compile(self):
+        self.grammars.finish()
+        self.engine.turn()
+
     @rule(prompt=PROMPTS, where=st.integers(0, 13), bad=st.sampled_from([NAN_TOKEN, CRASH_TOKEN]))
     def submit_poison(self, prompt, where, bad):
         prompt = [*prompt]
@@ -88,12 +128,16 @@ class RuntimeMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.engine.requests)))
         n = self.engine.requests[request_id].params.n
         choice = None if whole else data.draw(st.integers(0, n - 1))
+        outcomes = [self.engine.outcomes[request_id, c] for c in range(n)]
+        were_aborted = [outcome.finish_reason == "abort" for outcome in outcomes]
         for _ in range(data.draw(st.integers(1, 2))):  # aborting twice frees once
             self.engine.channel.inbox.append(Abort(request_id, choice))
         self.engine.turn()
-        for c in range(n):
+        for c, outcome in enumerate(outcomes):
             if choice in (None, c):
-                assert self.engine.outcomes[request_id, c].finish_reason is not None
+                assert outcome.finish_reason is not None
+            else:
+                assert (outcome.finish_reason == "abort") == were_aborted[c]
 
     @rule(count=st.integers(1, 10))
     def evict(self, count):
@@ -133,6 +177,8 @@ class RuntimeMachine(RuleBasedStateMachine):
     def run_to_the_end(self):
         """No starvation: with no more arrivals everything ends, and nothing stays held."""
         engine = self.engine
+        engine.turn()  # what was submitted is read, so its grammar is asked for
+        self.grammars.finish()
         engine.run(MAX_STEPS_TO_END)
         assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
         assert not engine.scheduler.has_work
@@ -151,6 +197,12 @@ class RuntimeMachine(RuleBasedStateMachine):
             assert (outcome.tokens, outcome.finish_reason) == (expected_tokens, expected_reason)
         if request.params.logprobs is not None:
             assert len(outcome.logprobs) == len(outcome.tokens)
+        if request.params.score_prompt and choice == 0 and outcome.tokens:
+            got = [score.logprob for score in outcome.prompt_logprobs]
+            np.testing.assert_allclose(got, prompt_logprobs(request.prompt), atol=1e-4)
+        if request.pools and outcome.finish_reason == "stop":
+            vector = np.frombuffer(outcome.vector, np.float32)
+            np.testing.assert_allclose(vector, prompt_logits(request.prompt)[-1], rtol=1e-6)
 
     @invariant()
     def everything_holds(self):

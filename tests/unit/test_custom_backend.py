@@ -23,6 +23,7 @@ from engine.core.errors import (
 )
 from engine.core.interfaces.backend import (
     CompletionRequest,
+    EmbedRequest,
     FinishEvent,
     GenerationContext,
     UsageEvent,
@@ -39,7 +40,7 @@ TOKENIZER = SimpleNamespace(
     token_literal=lambda token: LETTERS[token],
 )
 TEXT = TextModel(
-    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None),
+    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
     TOKENIZER,
     None,
     None,
@@ -52,8 +53,8 @@ class ToyBackend(CustomBackend):
     framework = "toy"
 
 
-async def started() -> ToyBackend:
-    options = EngineOptions(model_path="toy", framework="toy")
+async def started(**settings) -> ToyBackend:
+    options = EngineOptions(model_path="toy", framework="toy", **settings)
     backend = ToyBackend("toy", options=options)
     backend._link = EngineLink(
         lambda on_message, on_exit: InlineClient("tests.toy_worker", options, on_message),
@@ -169,4 +170,13 @@ async def test_a_refusal_names_the_clients_field(param, changes):
     with pytest.raises(InvalidRequestError) as caught:
         await anext(backend.complete(request))
     assert caught.value.param == param
+    await backend.stop()
+
+
+async def test_more_inputs_than_the_queue_holds_are_embedded():
+    backend = await started(max_queued=2)
+    inputs = tuple((1, 2, token) for token in range(20))
+    embedded = await backend.embed(EmbedRequest(request_id="r", inputs=inputs))
+    assert embedded.vectors.shape == (20, VOCAB)
+    assert not backend._link._receivers
     await backend.stop()

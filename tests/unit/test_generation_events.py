@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.backends.custom.generation import Generation
-from engine.backends.custom.prompts import Prepared, truncated
+from engine.backends.custom.prompts import Prepared, _unfinished, truncated
 from engine.backends.custom.text import TextModel
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     FinishEvent,
     GenerationContext,
@@ -25,6 +26,7 @@ from engine.core.interfaces.request import (
     TokenLogprobs,
 )
 from engine.core.parsing.output import OutputFormat
+from engine.core.utils.tokenizer import RenderedPrompt
 
 # One character is one token.
 CHARS = [bytes([code]) for code in range(128)]
@@ -32,6 +34,7 @@ TOKENIZER = SimpleNamespace(
     drops_leading_space=False,
     bytes_table=lambda skip_special, shown: CHARS,
     token_literal=lambda token: CHARS[token],
+    decode=lambda ids: b"".join(CHARS[token] for token in ids).decode(),
 )
 TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
 OUTPUT = OutputFormat.of(TEMPLATE, {})
@@ -131,5 +134,45 @@ def test_truncation_keeps_the_last_tokens_and_only_when_asked(limit, kept):
     context = GenerationContext(
         request_id="r", params=SamplingParams(max_tokens=4), truncate_prompt_tokens=limit
     )
-    prepared = Prepared(tuple(range(10)), "prompt")
-    assert truncated(prepared, context, 12).token_ids == tuple(range(10))[-kept:]
+    letters = "abcdefghij"
+    prepared = Prepared(tuple(map(ord, letters)), "prompt", echo=letters)
+    cut = truncated(TEXT, prepared, context, 12)
+    assert cut.token_ids == tuple(map(ord, letters))[-kept:]
+    assert cut.echo == letters[-kept:], "the echo is the text of the tokens that are scored"
+
+
+async def test_a_choice_that_stops_while_its_tokens_wait_for_the_scores_of_another():
+    params = SamplingParams(max_tokens=9, n=2, logprobs=0, score_prompt=True, stop=("b",))
+    request = GenerateRequest(request_id="r", prompt=(104, 105), params=params)
+    prepared = Prepared((104, 105), "prompt", continuation=True, echo="hi")
+    generation = Generation(request, TEXT, prepared, lambda choice: None)
+    score = (TokenLogprobs(-0.5),)
+    for char in "abcd":
+        generation.deliver(TokenDelta("r", 1, (ord(char),), score))
+    scored = (TokenLogprobs(-1.5),)
+    generation.deliver(TokenDelta("r", 0, (33,), score, "length", prompt_logprobs=scored))
+    events = [event async for event in generation.events()]
+    texts = [e.text for e in events if isinstance(e, TextEvent) and e.choice == 1]
+    assert "".join(texts) == "hia"
+    endings = [event for event in events if isinstance(event, FinishEvent)]
+    assert endings == [FinishEvent(0, "length"), FinishEvent(1, "stop", "b")]
+    assert events[-1].completion_tokens == 3, "tokens behind a stop string are not counted"
+
+
+@pytest.mark.parametrize(
+    ("content", "ends"),
+    [("Hello", "Hello"), ("Hello \n", "Hello \n"), ("\n x", "x"), ("</s>", "</s>")],
+)
+def test_an_unfinished_message_ends_the_prompt_as_it_was_written(content, ends):
+    segments = ("assistant\n" + content, 2, "\n")
+    cut = _unfinished(RenderedPrompt(segments), content)
+    assert cut.segments == ("assistant\n" + content,) and cut.segments[-1].endswith(ends)
+    trimmed = _unfinished(RenderedPrompt(("assistant\n" + content.strip(), 2)), content)
+    assert trimmed.segments == ("assistant\n" + content.strip(),)
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_message_is_not_continued(content):
+    with pytest.raises(InvalidRequestError) as refused:
+        _unfinished(RenderedPrompt(("assistant\n", 2, "\n")), content)
+    assert refused.value.param == "continue_final_message"

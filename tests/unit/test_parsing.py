@@ -243,3 +243,10 @@ def test_ids_have_the_shape_that_the_template_takes() -> None:
     ids = {MISTRAL.new_call_id() for _ in range(50)}
     assert len(ids) == 50 and all(len(each) == 9 and each.isalnum() for each in ids)
     assert HERMES.new_call_id().startswith("call_")
+
+
+def test_arguments_in_a_string_that_spell_half_a_character_are_no_call() -> None:
+    text = r'{"name": "now", "arguments": "{\"a\": \"\ud800\"}"}'
+    assert parse(JSON, text) == (text, [])
+    whole = r'{"name": "now", "arguments": "{\"a\": \"\ud83e\udd9c\"}"}'
+    assert parse(JSON, whole) == ("", [("now", '{"a": "🦜"}')])

@@ -17,9 +17,12 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import byte_tokenizer, problem_of
+from engine.core.grammar.schema_rules import compile_schema
 from engine.core.interfaces.backend import ToolChoice
+from engine.core.parsing import grammars
 from engine.core.parsing.base import ToolFormat
 from engine.core.parsing.generic_json import GenericJsonFormat
+from engine.core.parsing.grammars import arguments_rule
 from engine.core.parsing.hermes import HermesFormat
 from engine.core.parsing.llama3 import Llama3Format
 from engine.core.parsing.mistral import MistralFormat
@@ -330,3 +333,30 @@ def test_whatever_a_forced_grammar_lets_through_is_calls(
         for first in [piece for piece in calls if piece.name is not None]:
             arguments = "".join(p.arguments for p in calls if p.index == first.index)
             jsonschema.validate(json.loads(arguments), schemas[str(first.name)])
+
+
+def test_a_named_tool_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="missing") as refused:
+        HERMES.grammar(TOOLS, ToolChoice("named", "missing"), True)
+    assert refused.value.param == "tool_choice"
+
+
+def test_trying_out_properties_takes_time_in_proportion_to_the_schema(monkeypatch) -> None:
+    tried = 0
+
+    def compile_counted(schema: Any, where: str) -> dict[str, Any]:
+        nonlocal tried
+        tried += len(json.dumps(schema))
+        return compile_schema(schema, where)
+
+    monkeypatch.setattr(grammars, "compile_schema", compile_counted)
+    parameters = {
+        "properties": {
+            "odd": {"type": "string", "pattern": "(?<=a)b"},
+            **{f"p{index}": {"$ref": f"#/$defs/d{index}"} for index in range(400)},
+        },
+        "$defs": {f"d{index}": {"type": "string"} for index in range(400)},
+    }
+    rule = arguments_rule({"function": {"name": "f", "parameters": parameters}})
+    assert '"p399"' in rule
+    assert tried < 8 * len(json.dumps(parameters))

@@ -7,27 +7,13 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.runtime import grammar as grammar_module
-from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime import scheduler as scheduler_module
+from engine.backends.custom.runtime.grammar import Grammars
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.request import Abort, Stop
 from tests.toy_engine import ToyEngine
-from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB, mix, toy_logits
-
-END = VOCAB - 3
-TEXT = [bytes([ord("a") + token]) for token in range(VOCAB)]
-
-
-def vocabulary() -> Vocabulary:
-    special = frozenset({END, NAN_TOKEN, CRASH_TOKEN})
-    return Vocabulary(TEXT, special, (END,), lambda text: [ord(c) - ord("a") for c in text])
-
-
-def lark(regex: str) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_regex(regex)
-
-
-def text_of(tokens: list[int]) -> str:
-    return b"".join(TEXT[token] for token in tokens if token != END).decode()
+from tests.toy_grammar import END, PatientGrammars, lark, text_of, vocabulary
+from tests.toy_runner import prompt_logits, prompt_logprobs
 
 
 def finish(engine: ToyEngine) -> None:
@@ -120,8 +106,6 @@ def test_a_request_can_be_given_up_while_its_grammar_compiles(monkeypatch):
     engine = ToyEngine(grammars=grammars)
     engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"), n=2)
     engine.turn()
-    from engine.core.interfaces.request import Abort
-
     engine.channel.inbox.append(Abort("a"))
     finish(engine)
     assert {o.finish_reason for o in engine.outcomes.values()} == {"abort"}
@@ -141,18 +125,6 @@ def test_compiled_grammars_are_kept_within_a_bound(monkeypatch):
     assert len(grammars._compiled) == 4
 
 
-def prompt_oracle(prompt: list[int]) -> list[float]:
-    cells, parent, found = [], 1, []
-    for position, token in enumerate(prompt):
-        if position:
-            logits = toy_logits(cells)
-            total = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
-            found.append(float(logits[token] - total))
-        parent = mix(parent, token)
-        cells.append(parent)
-    return found
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_prompts_own_tokens_are_scored(schedule):
     engine = ToyEngine(**schedule)
@@ -168,7 +140,7 @@ def test_a_prompts_own_tokens_are_scored(schedule):
     for index in range(3):
         outcome = engine.outcomes[f"s{index}", 0]
         got = [score.logprob for score in outcome.prompt_logprobs]
-        np.testing.assert_allclose(got, prompt_oracle([*prompt, index]), atol=1e-5)
+        np.testing.assert_allclose(got, prompt_logprobs([*prompt, index]), atol=1e-5)
         assert all(len(score.top_ids) == 2 for score in outcome.prompt_logprobs)
         assert engine.outcomes[f"s{index}", 1].prompt_logprobs is None
     engine.check()
@@ -181,14 +153,116 @@ def test_a_pooled_request_gives_the_state_of_its_last_token():
     engine.submit("text", prompt, max_tokens=5)
     for _ in range(30):
         engine.turn()
-    cells, parent = [], 1
-    for token in prompt:
-        parent = mix(parent, token)
-        cells.append(parent)
     outcome = engine.outcomes["v", 0]
     assert outcome.tokens == [] and outcome.finish_reason == "stop"
     np.testing.assert_allclose(
-        np.frombuffer(outcome.vector, np.float32), toy_logits(cells).astype(np.float32)
+        np.frombuffer(outcome.vector, np.float32), prompt_logits(prompt)[-1].astype(np.float32)
     )
     text = engine.outcomes["text", 0]
     assert (text.tokens, text.finish_reason) == engine.expected("text", 0)
+
+
+def test_one_choice_can_be_given_up_while_the_grammar_compiles():
+    grammars = PatientGrammars()
+    engine = ToyEngine(grammars=grammars)
+    engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"), n=3)
+    engine.turn()
+    engine.channel.inbox += [Abort("a", 1), Abort("a", 1)]
+    engine.turn()
+    grammars.finish()
+    finish(engine)
+    endings = [engine.outcomes["a", choice].finish_reason for choice in range(3)]
+    assert endings == ["stop", "abort", "stop"]
+
+
+def test_an_engine_that_stops_ends_the_requests_whose_grammar_compiles():
+    grammars = PatientGrammars()
+    engine = ToyEngine(grammars=grammars)
+    engine.submit("a", [1, 2], eos=(END,), grammar=lark("abc"), n=2)
+    engine.turn()
+    engine.channel.inbox.append(Stop())
+    engine.loop.run()
+    engine._collect()
+    grammars.finish()
+    assert {outcome.finish_reason for outcome in engine.outcomes.values()} == {"abort"}
+
+
+def test_a_failure_that_is_not_the_grammars_is_not_remembered():
+    class Panic(BaseException):
+        """As the library's panics are: no Exception."""
+
+    def load():
+        if failures:
+            raise failures.pop()
+        return vocabulary()
+
+    failures = [Panic("a broken invariant"), OSError("a file is gone")]
+    grammars = Grammars(load)
+    engine = ToyEngine(grammars=grammars)
+    for name, expected in (("a", "INFERENCE_ERROR"), ("b", "INFERENCE_ERROR"), ("c", None)):
+        engine.submit(name, [1, 2], eos=(END,), grammar=lark("abc"))
+        finish(engine)
+        assert engine.outcomes[name, 0].error_code == expected
+    with pytest.raises(InvalidRequestError):
+        grammars.compile("start: missing_rule").result()
+    bad = grammars.compile("start: missing_rule")
+    assert grammars.compile("start: missing_rule") is bad
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_ending(monkeypatch, depth):
+    from llguidance import LLParserLimits
+
+    monkeypatch.setattr(grammar_module, "parser_limits", lambda: LLParserLimits(step_lexer_fuel=30))
+    engine = ToyEngine(grammars=Grammars(vocabulary), depth=depth)
+    grammar = lark("a([a-f]{3,60}|b[a-q]{2,90}c)+g")
+    engine.submit("a", [1, 2], eos=(END,), grammar=grammar, max_tokens=12)
+    finish(engine)
+    outcome = engine.outcomes["a", 0]
+    assert (outcome.finish_reason, outcome.error_code) == ("error", "INVALID_REQUEST")
+    assert END not in outcome.tokens
+
+
+def test_a_prompt_is_scored_once_when_its_last_part_is_preempted_in_flight():
+    engine = ToyEngine(depth=1, num_blocks=6, max_slots=2, budget=6)
+    prompts = [[1, 2, 3, 4, 5, index] for index in range(3)]
+    for index, prompt in enumerate(prompts):
+        engine.submit(f"plain{index}", [9, index], max_tokens=6)
+        engine.submit(f"s{index}", prompt, max_tokens=4, logprobs=2, score_prompt=True)
+    engine.run()
+    assert engine.scheduler.num_preemptions
+    for index, prompt in enumerate(prompts):
+        got = [score.logprob for score in engine.outcomes[f"s{index}", 0].prompt_logprobs]
+        np.testing.assert_allclose(got, prompt_logprobs(prompt), atol=1e-5)
+    engine.check()
+
+
+def test_the_rows_that_one_step_scores_are_bounded_for_all_sequences_together(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MAX_SCORED", 5)
+    engine = ToyEngine(budget=40, num_blocks=60)
+    widest, forward = 0, engine.runner.forward
+
+    def watched(inputs):
+        nonlocal widest
+        widest = max(widest, len(inputs.logit_rows))
+        return forward(inputs)
+
+    monkeypatch.setattr(engine.runner, "forward", watched)
+    for index in range(4):
+        engine.submit(f"s{index}", [index, *range(10)], logprobs=0, score_prompt=True, max_tokens=2)
+    engine.run()
+    assert widest <= 5 + 3  # each of the others moves by one token
+    for index in range(4):
+        assert len(engine.outcomes[f"s{index}", 0].prompt_logprobs) == 10
+
+
+def test_an_input_that_fills_the_context_can_be_pooled():
+    engine = ToyEngine(max_seq_len=12)
+    engine.submit("fills", range(12), pools=True, max_tokens=1)
+    engine.submit("over", range(13), pools=True, max_tokens=1)
+    engine.submit("text", range(12), max_tokens=1)
+    for _ in range(10):
+        engine.turn()
+    assert engine.outcomes["fills", 0].vector is not None
+    assert engine.outcomes["over", 0].error_code == "INVALID_REQUEST"
+    assert engine.outcomes["text", 0].error_code == "INVALID_REQUEST"

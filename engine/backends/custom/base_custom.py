@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+import numpy as np
 import psutil
 
 from engine.backends.base import BackendConfig, InferenceBackend
@@ -201,7 +202,9 @@ class CustomBackend(InferenceBackend):
             )
             for index, prompt in enumerate(prompts)
         ]
-        vectors = await vectors_of(self._link, requests)
+        if not requests:
+            return Embeddings(np.zeros((0, text.config.hidden_size), np.float32), 0)
+        vectors = await vectors_of(self._link, requests, self._options.max_queued)
         return Embeddings(vectors, sum(map(len, prompts)))
 
     async def tokenize(
@@ -226,7 +229,8 @@ class CustomBackend(InferenceBackend):
         text, ready = self._loaded()
         context = asked.context
         prepared = await self._encode(prepare, text, asked)
-        prepared = truncated(prepared, context, ready.max_seq_len)
+        if context.truncate_prompt_tokens is not None:
+            prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
         prompt, params = prepared.token_ids, context.params
         check_prompt(prompt, text.config.vocab_size, prepared.param)
         check_params(params, text.config.vocab_size)

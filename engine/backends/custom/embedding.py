@@ -1,5 +1,6 @@
 """Prompts to vectors: each is a request of its own to the engine, so they are batched there like
-any others. No more than `MAX_IN_FLIGHT` of one call wait in its queue at once.
+any others. No more than `MAX_IN_FLIGHT` of one call wait in its queue at once, and no more than the
+queue takes.
 """
 
 import asyncio
@@ -34,9 +35,11 @@ class _Awaited:
             self.vector.set_exception(error_from_code(code, message))
 
 
-async def vectors_of(link: EngineLink, requests: Sequence[GenerateRequest]) -> NDArray[np.float32]:
+async def vectors_of(
+    link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int
+) -> NDArray[np.float32]:
     """One row of unit length for each request, in order. The first failure ends all of them."""
-    gate = asyncio.Semaphore(MAX_IN_FLIGHT)
+    gate = asyncio.Semaphore(min(MAX_IN_FLIGHT, max_queued))
 
     async def one(request: GenerateRequest) -> NDArray[np.float32]:
         async with gate:

@@ -145,8 +145,10 @@ class Generation:
             raise error_from_code(code, item.error_message or "The request failed.")
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
-        self._count(item)
         for delta in (item,) if self._echo is None else self._echo.ready(item):
+            if delta.choice not in self._open:
+                continue  # it met a stop string in a delta that was kept before this one
+            self._count(delta)
             if self._echo is not None and self._echo.is_due(delta):
                 yield TextEvent(delta.choice, self._echo.text, 0, self._echoed_logprobs())
             yield from self._decode(delta)

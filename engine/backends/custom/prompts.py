@@ -76,13 +76,24 @@ def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
 
 
 def _unfinished(rendered: RenderedPrompt, content: str) -> RenderedPrompt:
-    """Without what the template puts behind its last message."""
+    """Without what the template puts behind its last message. Templates may trim a message; white
+    space at its end is kept where this one did not.
+    """
     written = content.strip()
+    if not written:
+        raise InvalidRequestError(
+            "The last message has no text that could be continued; leave the message out, or set "
+            "continue_final_message to false.",
+            param="continue_final_message",
+        )
+    space = content[len(content.rstrip()) :]
     for index in reversed(range(len(rendered.segments))):
         segment = rendered.segments[index]
         if not isinstance(segment, str) or (start := segment.rfind(written)) < 0:
             continue
-        return RenderedPrompt((*rendered.segments[:index], segment[: start + len(written)]))
+        end = start + len(written)
+        end += len(space) if segment.startswith(space, end) else 0
+        return RenderedPrompt((*rendered.segments[:index], segment[:end]))
     raise InvalidRequestError(
         "This model's template changes the last message, so it can't be continued.",
         param="continue_final_message",
@@ -120,11 +131,17 @@ def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
     return text.infill.encode(text.tokenizer, request.prompt, request.suffix or "")
 
 
-def truncated(prepared: Prepared, context: GenerationContext, max_seq_len: int) -> Prepared:
-    """The last tokens of the prompt, as many as the request allows."""
+def truncated(
+    text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
+) -> Prepared:
+    """The last tokens of the prompt, as many as the request allows; these are what it echoes."""
     limit = context.truncate_prompt_tokens
     if limit is None:
         return prepared
     if limit < 0:
         limit = max(1, max_seq_len - (context.params.max_tokens or 1))
-    return replace(prepared, token_ids=prepared.token_ids[-limit:])
+    if len(prepared.token_ids) <= limit:
+        return prepared
+    kept = prepared.token_ids[-limit:]
+    echo = None if prepared.echo is None else text.tokenizer.decode(kept)
+    return replace(prepared, token_ids=kept, echo=echo)

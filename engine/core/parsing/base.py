@@ -72,6 +72,10 @@ class ToolFormat(ABC):
             return answer
         if choice.mode == "named":
             tools = [tool for tool in tools if tool["function"]["name"] == choice.name]
+            if not tools:
+                raise InvalidRequestError(
+                    f"There is no tool named {choice.name!r} to be called.", param="tool_choice"
+                )
             parallel = False
         syntax = self.syntax(tools, parallel, control)
         if choice.mode == "auto" and answer is not None:

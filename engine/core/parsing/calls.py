@@ -8,6 +8,7 @@ Calls without arguments get "{}".
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from engine.core.parsing.source import NotACall, Source, Steps
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 # An object with another key is no call, so that a JSON answer is not held back.
 _KEYS = ARGUMENT_KEYS | {"name", "type", "id"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_KEY_CHARS = max(len(key) for key in _KEYS)
 
 
@@ -139,7 +141,8 @@ class CallReader:
         raw = yield from self._value()
         # Some models write the object as a string, as clients get it.
         text = json.loads(raw) if opening == '"' else "{}" if opening == "n" else raw
-        if not is_object(text):
+        # Escapes in the string may have spelled half of a surrogate pair, which no answer can hold.
+        if not is_object(text) or _SURROGATE.search(text):
             raise NotACall
         if call.name is None:
             call.arguments = text

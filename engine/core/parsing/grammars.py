@@ -25,6 +25,8 @@ _OPEN_ENDED = frozenset(
 _SHARED = ("$schema", "$defs", "definitions")  # what the properties of a schema may refer to
 _OBJECT = {"type": "object"}
 _MAX_CACHED_CHARS = 16 * 1024
+# What is compiled to find the properties that can be enforced; each is tried with all definitions.
+_MAX_TRIED_CHARS = 256 * 1024
 _ANY = r"/(.|\n)*/"
 
 
@@ -87,12 +89,15 @@ def _enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, 
 
 
 def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties by name, with the schemas of those that we can enforce."""
+    """The properties by name, with the schemas of those that we can try and enforce."""
     given, required = schema.get("properties"), schema.get("required")
     properties = given if isinstance(given, dict) else {}
     shared = {key: schema[key] for key in _SHARED if key in schema}
+    is_tried = len(properties) * len(json.dumps(shared)) <= _MAX_TRIED_CHARS
 
     def loose(value: Any) -> Any:
+        if not is_tried:
+            return {}
         alone = {**shared, "type": "object", "properties": {"value": value}}
         return value if _is_supported(alone) else {}
 

@@ -6,6 +6,7 @@ pass begins, which without overlap is all of them. The rest, whose last token wa
 device, is computed when that token arrives; the device is busy with the next pass meanwhile.
 """
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from engine.backends.custom.runtime.seam import U32
-from engine.core.errors import EngineError, InvalidRequestError
+from engine.core.errors import EngineError, InferenceError, InvalidRequestError
+from engine.core.grammar.limits import parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
 
 MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # and its row of the masks
 # A compiled grammar keeps its lexer's states, so the number is the bound on memory.
@@ -46,9 +50,13 @@ class Constraint:
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
 
-    def accept(self, token: int) -> bool:
-        """Move past a drawn token. False: it can't go on, and `error` says why."""
-        return self.matcher.consume_token(token)
+    def accept(self, token: int, is_stop: bool) -> bool:
+        """Move past a drawn token; a stop is no part of the output. False: it can't go on, and
+        `error` says why. Where a mask could not be computed, nothing but the end was allowed.
+        """
+        if self.matcher.is_error():
+            return False
+        return is_stop or self.matcher.consume_token(token)
 
     @property
     def is_complete(self) -> bool:
@@ -57,7 +65,10 @@ class Constraint:
 
     @property
     def error(self) -> EngineError:
-        return InvalidRequestError("The grammar became too complex to follow; simplify it.")
+        return InvalidRequestError(
+            "The grammar became too complex to follow, or logit_bias, min_tokens or stop_token_ids "
+            "ban every token that it allows; simplify it, or allow one of them."
+        )
 
 
 class Grammars:
@@ -72,7 +83,7 @@ class Grammars:
     def compile(self, grammar: str) -> "Future[LLMatcher]":
         """The matcher at its start, to be copied. Fails with an `EngineError`."""
         known = self._compiled.get(grammar)
-        if known is None:
+        if known is None or _may_succeed_next_time(known):
             known = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -85,12 +96,24 @@ class Grammars:
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
-        if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._load_vocabulary())
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._load_vocabulary())
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        except EngineError:
+            raise
+        except BaseException as error:  # a panic in the library is not an Exception
+            log.exception("a grammar could not be compiled")
+            raise InferenceError("The grammar could not be compiled.") from error
         if matcher.is_error():
             raise InvalidRequestError(f"The grammar can't be compiled: {matcher.get_error()}")
         return matcher
+
+
+def _may_succeed_next_time(compiled: "Future[LLMatcher]") -> bool:
+    """It failed by no fault of the grammar."""
+    error = compiled.exception() if compiled.done() else None
+    return error is not None and not isinstance(error, InvalidRequestError)
 
 
 class _WrappedVocabulary:

@@ -5,7 +5,6 @@ The frontend validates too; what is checked again here is what would harm other 
 
 import heapq
 import itertools
-import logging
 import secrets
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import (
     EngineError,
-    InferenceError,
     InvalidRequestError,
     RateLimitError,
     RequestTimeoutError,
@@ -28,18 +26,16 @@ from engine.core.interfaces.request import GenerateRequest, TokenDelta
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class _Compiling:
     request: GenerateRequest
+    choices: list[int]  # that have not been aborted
     matcher: "Future[LLMatcher]"
     submitted_at: float
 
-
-def _refusals(request: GenerateRequest, error: EngineError) -> list[TokenDelta]:
-    return [refusal(request.request_id, choice, error) for choice in range(request.params.n)]
+    def refusals(self, error: EngineError) -> list[TokenDelta]:
+        return [refusal(self.request.request_id, choice, error) for choice in self.choices]
 
 
 class Intake:
@@ -69,14 +65,15 @@ class Intake:
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. A refusal comes back as the choices' last deltas."""
         error = self._find_fault(request)
+        choices = list(range(request.params.n))
         if error is not None:
-            return _refusals(request, error)
+            return [refusal(request.request_id, choice, error) for choice in choices]
         if request.grammar is None:
-            self._enqueue(request, None, now)
+            self._enqueue(request, choices, None, now)
             return []
         assert self._grammars is not None
         self._compiling[request.request_id] = _Compiling(
-            request, self._grammars.compile(request.grammar), now
+            request, choices, self._grammars.compile(request.grammar), now
         )
         return self.admit_compiled(now)
 
@@ -89,38 +86,46 @@ class Intake:
                 if timeout_s is not None and now > each.submitted_at + timeout_s:
                     del self._compiling[request.request_id]
                     late = RequestTimeoutError("The request's time limit passed before it began.")
-                    refused += _refusals(request, late)
+                    refused += each.refusals(late)
                 continue
             del self._compiling[request.request_id]
             try:
                 matcher = each.matcher.result()
             except EngineError as error:
-                refused += _refusals(request, error)
-            except Exception:
-                log.exception("a grammar could not be compiled")
-                refused += _refusals(request, InferenceError("The grammar could not be compiled."))
+                refused += each.refusals(error)
             else:
-                self._enqueue(request, matcher, each.submitted_at)
+                self._enqueue(request, each.choices, matcher, each.submitted_at)
         return refused
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""
-        compiling = self._compiling.pop(request_id, None)
-        if compiling is not None:
-            return [
-                TokenDelta(request_id, index, finish_reason="abort")
-                for index in range(compiling.request.params.n)
-            ]
-        return self._scheduler.abort(request_id, choice, now)
+        compiling = self._compiling.get(request_id)
+        if compiling is None:
+            return self._scheduler.abort(request_id, choice, now)
+        ended = [each for each in compiling.choices if choice in (None, each)]
+        compiling.choices[:] = [each for each in compiling.choices if each not in ended]
+        if not compiling.choices:
+            del self._compiling[request_id]
+        return [TokenDelta(request_id, each, finish_reason="abort") for each in ended]
 
-    def _enqueue(self, request: GenerateRequest, matcher: "LLMatcher | None", now: float) -> None:
+    def abort_compiling(self, now: float) -> list[TokenDelta]:
+        """End every request whose grammar is not ready."""
+        return [delta for each in list(self._compiling) for delta in self.abort(each, None, now)]
+
+    def _enqueue(
+        self,
+        request: GenerateRequest,
+        choices: list[int],
+        matcher: "LLMatcher | None",
+        now: float,
+    ) -> None:
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(request.eos_ids)
         )
         deadline = now + request.timeout_s if request.timeout_s is not None else None
-        for choice in range(params.n):
+        for choice in choices:
             seq = Sequence(
                 request_id=request.request_id,
                 choice=choice,
@@ -176,7 +181,8 @@ class Intake:
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
-        if len(prompt) >= spec.max_seq_len:
+        # Behind a prompt that pools nothing is written.
+        if len(prompt) + (not request.pools) > spec.max_seq_len:
             return InvalidRequestError(
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
@@ -192,5 +198,7 @@ class Intake:
 
     def _max_tokens(self, request: GenerateRequest) -> int:
         """What was asked for, as far as the context has room."""
+        if request.pools:
+            return 1
         asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
         return room if asked is None else min(asked, room)

@@ -247,7 +247,7 @@ class EngineLoop:
     def _end_all(self) -> None:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
-        self._send(ended)
+        self._send(ended + self._intake.abort_compiling(now))
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()

@@ -140,7 +140,7 @@ class Scheduler:
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
                 continue
-            if row.num_scored and row.life == seq.life:
+            if row.num_scored and seq.life in (row.life, 0):  # 0: preempted meanwhile
                 seq.prompt_scores += scores(seq, output, draw - row.num_scored, draw)
             self._confirm(row)
             if row.samples:
@@ -196,7 +196,7 @@ class Scheduler:
             # Every later row is left one token, so that nobody running misses a step.
             count = min(ahead - seq.num_computed, budget - (len(running) - index))
             if seq.is_scoring:
-                count = min(count, MAX_SCORED)
+                count = min(count, _scorable(rows))
             end = seq.num_computed + count
             if end > len(seq.blocks) * block_size:
                 while seq.slot >= 0 and not self.kv.extend(seq, end):
@@ -220,7 +220,7 @@ class Scheduler:
                 continue
             if not self._admit(seq, matched, now):
                 return
-            most = min(budget, MAX_SCORED) if seq.is_scoring else budget
+            most = min(budget, _scorable(rows)) if seq.is_scoring else budget
             rows.append(self._grant(seq, min(seq.num_uncomputed, most)))
             budget -= rows[-1].length
 
@@ -241,6 +241,8 @@ class Scheduler:
         self._num_admissions += 1
         seq.slot, seq.life = self._free_slots.pop(), self._num_admissions
         seq.needs_history = True
+        if seq.is_scoring:
+            seq.prompt_scores.clear()  # those of an earlier admission: it begins anew
         insort(self._running, seq, key=self._seniority)
         self._inflight.own(seq, len(matched))
         if seq.started_at is None:
@@ -261,8 +263,6 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Completion without an ending: everything is released, and the sequence queues again."""
         self._stop_running(seq)
-        if seq.is_scoring:
-            seq.prompt_scores.clear()
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(seq)
@@ -286,17 +286,17 @@ class Scheduler:
             assert output.hidden is not None
             self._leave(seq, "stop")
             return vector_delta(seq, output.hidden[pool], now)
+        is_stop = token in seq.stop_ids and seq.num_generated >= seq.params.min_tokens
         constraint = seq.constraint
-        if constraint is not None and token not in seq.stop_ids and not constraint.accept(token):
+        if constraint is not None and not constraint.accept(token, is_stop):
             return self.fail(seq, constraint.error, now)
-        self._append(seq, token)
+        self._append(seq, token, is_stop)
         return token_delta(seq, (token,), (output, draw), now)
 
-    def _append(self, seq: Sequence, token: int) -> None:
+    def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
         tokens, constraint = seq.tokens, seq.constraint
         tokens.append(token)
         self.num_generated_tokens += 1
-        is_stop = token in seq.stop_ids and seq.num_generated > seq.params.min_tokens
         if is_stop or (constraint is not None and constraint.is_complete):
             self._leave(seq, "stop")
         elif len(tokens) >= seq.num_prompt + seq.max_tokens:
@@ -327,3 +327,8 @@ class Scheduler:
 
     def _seniority(self, seq: Sequence) -> tuple[bool, int, int]:
         return (not self._is_pinned(seq), seq.priority, seq.arrival)
+
+
+def _scorable(rows: list[Row]) -> int:
+    """Tokens that one more row may score in this step; one at least, so that it moves."""
+    return max(1, MAX_SCORED - sum(row.num_scored for row in rows))
