@@ -34,7 +34,10 @@ def conformance(
     ] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check an OpenAI-compatible server against what clients rely on. Exits with 1 if one fails."""
+    """Check an OpenAI-compatible server against what clients rely on.
+
+    Exits with 1 if a rule is broken.
+    """
     from engine.conformance.report import as_json as report_json
     from engine.conformance.report import as_table, counts, summary
 

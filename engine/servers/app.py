@@ -33,6 +33,12 @@ from engine.servers.services import Services
 from engine.servers.tokenize import add_tokenize_routes
 from engine.servers.watcher import EngineWatcher
 
+# What SDKs read of an answer, which a browser hides from a page of another origin otherwise.
+EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "x-engine-warnings", "retry-after", "x-should-retry"),
+    "content-disposition",
+)
+
 
 def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> FastAPI:
     """The application over `backend`, which somebody else starts and stops (see `run.py`)."""
@@ -79,7 +85,7 @@ def _layers(settings: Settings, metrics: Metrics) -> list[Middleware]:
                 allow_methods=["GET", "POST", "DELETE"],
                 # OpenAI's SDK sends a family of x-stainless-* headers; no cookies are in play.
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-engine-warnings", "retry-after"],
+                expose_headers=EXPOSED_HEADERS,
             )
         )
     return layers

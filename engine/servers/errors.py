@@ -60,20 +60,24 @@ class ClientDisconnectedError(AbortedError):
     code = "CLIENT_DISCONNECTED"
 
 
+def error_fields(error: EngineError) -> dict[str, Any]:
+    """OpenAI's error object, with a message of bounded length."""
+    fields: dict[str, Any] = error.body()["error"]
+    return fields | {"message": short_message(error)}
+
+
 def error_body(error: EngineError) -> bytes:
-    body = error.body()
-    body["error"]["message"] = _short_message(error)
-    return _encode(body)
+    return _encode({"error": error_fields(error)})
 
 
 def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
     fallback = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, fallback)
-    described = {"type": kind, "message": _short_message(error)}
+    described = {"type": kind, "message": short_message(error)}
     return _encode({"type": "error", "error": described, "request_id": request_id})
 
 
-def _short_message(error: EngineError) -> str:
+def short_message(error: EngineError) -> str:
     message = error.message
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
 
@@ -92,9 +96,14 @@ def error_headers(error: EngineError) -> dict[str, str]:
     return headers
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether failures at `path` are told in Anthropic's way."""
+    return f"{path}/".startswith(ANTHROPIC_PATH)
+
+
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
-    if f"{scope['path']}/".startswith(ANTHROPIC_PATH):
+    if is_anthropic(scope["path"]):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])
     else:
@@ -123,6 +132,14 @@ def describe(value: Any) -> str:
 def problem(param: str, rule: str) -> InvalidRequestError:
     """A complaint about one place, which may be deep inside a field."""
     return InvalidRequestError(f"{param}: {rule}.", param=param)
+
+
+def short_text(value: Any, where: str, max_length: int) -> str:
+    """`value`, if it is text of a length that names and ids have."""
+    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
+        rule = f"should be a string of 1 to {max_length} characters"
+        raise problem(where, f"{rule}, got {describe(value)}")
+    return value
 
 
 def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

@@ -24,14 +24,14 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.auth import principal_of
-from engine.servers.errors import AbortedError
+from engine.servers.chats import NO_TEXT
+from engine.servers.errors import AbortedError, error_fields
 from engine.servers.generation import Generation, OutputEvent, coalesce
 from engine.servers.lifecycle import Ticket
-from engine.servers.openai.chat import NO_TEXT
 from engine.servers.openai.format import Collected, chat_logprobs, usage_body
 from engine.servers.openai.schema import GenerateBody
-from engine.servers.services import Services, answer_streaming, new_completion_id
-from engine.servers.sse import DONE, error_event
+from engine.servers.services import Services, answer_streaming, json_response, new_completion_id
+from engine.servers.sse import DONE, EventStream, error_event
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
@@ -113,7 +113,8 @@ class Submission:
         }
         if self.ended_at is not None:
             failure = self._generation.failure
-            body |= failure.body() if failure else {"usage": usage_body(self._generation.usage)}
+            usage = self._generation.usage
+            body |= {"error": error_fields(failure)} if failure else {"usage": usage_body(usage)}
         return body
 
     async def follow(self) -> AsyncIterator[Event]:
@@ -218,13 +219,13 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         submissions.add(
             Submission(request_id, owner, body.num_choices, generation, ticket.detach())
         )
-        return _json({"request_id": request_id})
+        return json_response({"request_id": request_id})
 
     @app.get("/generate/{request_id}")
     async def state(request: Request, request_id: str) -> Response:
-        return _json(submissions.find(request_id, principal_of(request).name).state())
+        return json_response(submissions.find(request_id, principal_of(request).name).state())
 
-    @app.get("/generate/{request_id}/stream")
+    @app.get("/generate/{request_id}/stream", response_class=EventStream, status_code=200)
     async def stream(request: Request, request_id: str) -> Response:
         submission = submissions.find(request_id, principal_of(request).name)
         reader = Generation(
@@ -243,12 +244,8 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     async def delete(request: Request, request_id: str) -> Response:
         submission = submissions.find(request_id, principal_of(request).name)
         await submission.cancel()
-        return _json(submission.state())
+        return json_response(submission.state())
 
 
 def _uncounted(seconds: float, num_tokens: int) -> None:
     """Tokens of a submission are timed where they are made, not where they are read."""
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(_encode(body), media_type="application/json")

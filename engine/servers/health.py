@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from engine.core.interfaces.backend import Health
 from engine.servers.services import NOT_READY_RETRY_S, Services
@@ -39,7 +39,7 @@ def add_health_routes(app: FastAPI, services: Services) -> None:
 
 
 def add_metrics_routes(app: FastAPI, services: Services) -> None:
-    @app.get(services.settings.metrics.endpoint)
+    @app.get(services.settings.metrics.endpoint, response_class=PlainTextResponse)
     async def metrics() -> Response:
         services.watcher.observe()
         # Walks the process tree and formats some hundred series: milliseconds.

@@ -1,9 +1,11 @@
 """GET /openapi.json: the routes as they are registered, the bodies as they are validated.
 
-FastAPI lists the routes; it can't see the bodies, which routes read themselves (under limits, and
-from the event loop only when small), so those come from the tables below.
+FastAPI lists the routes and what they answer with; it can't see the bodies, which routes read
+themselves (under limits, and from the event loop only when small), so those come from the tables
+below.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -19,11 +21,13 @@ from engine import __version__
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.auth import PUBLIC_ROUTES
 from engine.servers.batches.schema import BatchBody, BatchQuery
+from engine.servers.errors import is_anthropic
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
-from engine.servers.responses.schema import ResponseBody, TokenCountBody
+from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.sse import EventStream
 from engine.servers.tokenize import DetokenizeBody, TokenizeBody
 
 # What a POST to each path reads, as JSON.
@@ -46,7 +50,12 @@ BODIES: dict[str, type[BaseModel]] = {
 # What a POST reads as a form: a file, with these fields beside it.
 FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
 # What a GET takes after the question mark.
-QUERIES: dict[str, type[BaseModel]] = {"/v1/batches": BatchQuery, "/v1/files": FileQuery}
+QUERIES: dict[str, type[BaseModel]] = {
+    "/v1/batches": BatchQuery,
+    "/v1/files": FileQuery,
+    "/v1/responses/{response_id}": ResponseQuery,
+    "/v1/responses/{response_id}/input_items": ItemsQuery,
+}
 
 _REFS = "#/components/schemas/{model}"
 _ERROR_SCHEMA = {
@@ -63,6 +72,19 @@ _ERROR_SCHEMA = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
     },
 }
 _HEADERS = {
@@ -97,26 +119,30 @@ def document(app: FastAPI) -> dict[str, Any]:
         [(model, "validation") for model in models], ref_template=_REFS
     )
     made["components"] = {
-        "schemas": {"Error": _ERROR_SCHEMA} | definitions["$defs"],
+        "schemas": {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+        | definitions["$defs"],
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
     made["security"] = [{"key": []}]
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
-            operation["responses"] = _responses(streams=path.endswith("/stream"))
+            media_types = list(operation["responses"]["200"]["content"])
             if path in PUBLIC_ROUTES:
                 operation["security"] = []
             if method == "get" and path in QUERIES:
-                operation["parameters"] = _query_parameters(QUERIES[path])
+                in_path = operation.get("parameters", [])
+                operation["parameters"] = in_path + _query_parameters(QUERIES[path])
             if method == "post" and path in BODIES:
                 model = BODIES[path]
                 operation["requestBody"] = _body(
                     "application/json", references[model, "validation"]
                 )
-                operation["responses"] = _responses(streams="stream" in model.model_fields)
+                if "stream" in model.model_fields:
+                    media_types.append(EventStream.media_type)
             if method == "post" and path in FORMS:
                 form = _form_schema(references[FORMS[path], "validation"])
                 operation["requestBody"] = _body("multipart/form-data", form)
+            operation["responses"] = _responses(path, media_types)
     return made
 
 
@@ -144,11 +170,13 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
     )
 
 
-def _responses(*, streams: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}}
+def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
+    content = {
+        each: {"schema": {"type": "object" if each == "application/json" else "string"}}
+        for each in media_types
+    }
+    model = "AnthropicError" if is_anthropic(path) else "Error"
+    error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
         "default": {"description": "What went wrong, and what to change.", "content": error},

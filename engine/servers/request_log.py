@@ -2,7 +2,7 @@
 bugs.
 
 Plain ASGI, so a disconnect reaches the handler as it happens. The log line has counts and times,
-never text that a client sent.
+and the labels that a client attached for it (`metadata`); never a prompt or an answer.
 """
 
 import logging

@@ -5,8 +5,9 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +25,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers import sse
 from engine.servers.auth import principal_of
-from engine.servers.generation import Generation
+from engine.servers.generation import Generation, OutputEvent
 from engine.servers.lifecycle import Lifecycle, Ticket
 from engine.servers.limits import read_parsed
 from engine.servers.openai.format import Collected
@@ -121,9 +122,7 @@ class Services:
         record = record_of(request.scope)
         record.completion_id = completion_id
         record.metadata = body.metadata or None
-        if body.end_user:
-            # Enough to tell an abusive end user apart in the log, without writing down who it is.
-            record.user_hash = _digest(principal.name, body.end_user)[:16]
+        self.note_end_user(request, body.end_user)
         salt = principal.name
         if body.cache_salt is not None:
             salt = _digest(principal.name, body.cache_salt)
@@ -136,6 +135,12 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
+
+    def note_end_user(self, request: Request, user: str | None) -> None:
+        """Enough to tell an abusive one apart in the log, without writing down who it is."""
+        if user:
+            digest = _digest(principal_of(request).name, user)
+            record_of(request.scope).user_hash = digest[:16]
 
     def generate(
         self, ticket: Ticket, params: SamplingParams, sources: Sequence[AsyncIterator[Event]]
@@ -172,8 +177,22 @@ async def answer_whole(
     num_choices: int,
     body: Callable[[Collected, UsageEvent], bytes],
 ) -> Response:
-    generation.watch(request.receive)
     collected = Collected(num_choices)
-    while events := await generation.take():
-        collected.add(events)
+    await wait_whole(request, generation, collected.add)
     return Response(body(collected, generation.usage), media_type="application/json")
+
+
+async def wait_whole(
+    request: Request,
+    generation: Generation,
+    add: Callable[[list[OutputEvent]], None] | None = None,
+) -> None:
+    """Until all events have come, or the client has left. Raises what ended it early."""
+    generation.watch(request.receive)
+    while events := await generation.take():
+        if add is not None:
+            add(events)
+
+
+def json_response(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")

@@ -53,7 +53,9 @@ class Database:
                 connection.execute("BEGIN IMMEDIATE")
                 return work(connection)
         except (sqlite3.Error, OSError) as error:
-            logger.exception("the storage in %s failed", self._path.parent)
+            # What a directory or a disk says is clear; SQL that fails may be a mistake of ours.
+            is_sql = isinstance(error, sqlite3.Error)
+            logger.error("the storage in %s failed: %r", self._path.parent, error, exc_info=is_sql)
             # A fresh connection is the surest way out of whatever state this one is in.
             self._close()
             if _is_damage(error):

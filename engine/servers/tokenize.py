@@ -7,7 +7,6 @@ control token in a prompt is encoded letter by letter.
 
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import Depends, FastAPI
 from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema, model_validator
 from starlette.requests import Request
@@ -15,11 +14,13 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import ChatRequest, GenerationContext, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
+from engine.servers.chats import check_tools, known_options
 from engine.servers.errors import describe, problem
 from engine.servers.lifecycle import Ticket
 from engine.servers.openai import fields
+from engine.servers.openai.schema import EndOfPrompt
 from engine.servers.records import record_of
-from engine.servers.services import Services
+from engine.servers.services import Services, json_response
 
 MAX_IDS = 2**20
 # Each distinct token is one call of the backend.
@@ -44,18 +45,13 @@ _IDS_SCHEMA = {
 }
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(EndOfPrompt):
     """A `prompt`, or `messages` with what goes with them."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: fields.ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: fields.Messages | None = None
     tools: fields.Tools = ()
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     chat_template_kwargs: fields.TemplateOptions = {}
     return_token_strs: bool | None = None
 
@@ -76,11 +72,6 @@ class TokenizeBody(BaseModel):
             return self
         if self.add_special_tokens:
             raise problem("add_special_tokens", "goes with a prompt; a template adds its own")
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise problem("continue_final_message", "excludes add_generation_prompt")
-            if self.messages[-1]["role"] != "assistant":
-                raise problem("continue_final_message", "needs a last message of an assistant")
         return self
 
 
@@ -105,7 +96,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         else:
             ids = await services.backend.tokenize(_chat_request(services, request, body, card))
         strings = await _token_strings(services, ids) if body.return_token_strs else None
-        return _json(
+        return json_response(
             {
                 "count": len(ids),
                 "max_model_len": card.max_model_len,
@@ -121,23 +112,14 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         """The text of token ids."""
         body = await services.read(request, DetokenizeBody)
         services.find_model(body.model)
-        return _json({"prompt": await services.backend.detokenize(body.tokens)})
+        return json_response({"prompt": await services.backend.detokenize(body.tokens)})
 
 
 def _chat_request(
     services: Services, request: Request, body: TokenizeBody, card: ModelCard
 ) -> ChatRequest:
     services.require(card, "chat", "messages", "has no chat template; send a prompt")
-    if body.tools:
-        services.require(card, "tools", "tools", "can't call tools")
-    options: dict[str, Any] = {}
-    for name, value in body.chat_template_kwargs.items():
-        if name in card.template_options:
-            options[name] = value
-        else:
-            place = f"chat_template_kwargs.{name[:64]}"
-            services.warn(request, place, "has no effect on this model's template")
-    adds_prompt = body.add_generation_prompt
+    check_tools(services, request, card, body.tools)
     return ChatRequest(
         context=GenerationContext(
             request_id=record_of(request.scope).request_id, params=SamplingParams()
@@ -145,10 +127,8 @@ def _chat_request(
         messages=body.messages or (),
         tools=body.tools,
         tool_choice=ToolChoice("auto" if body.tools else "none"),
-        template_options=options,
-        add_generation_prompt=(
-            not body.continue_final_message if adds_prompt is None else adds_prompt
-        ),
+        template_options=known_options(services, request, card, body.chat_template_kwargs),
+        add_generation_prompt=body.adds_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )
 
@@ -160,7 +140,3 @@ async def _token_strings(services: Services, ids: tuple[int, ...]) -> list[str]:
         raise problem("return_token_strs", rule)
     strings = {each: await services.backend.detokenize((each,)) for each in distinct}
     return [strings[each] for each in ids]
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

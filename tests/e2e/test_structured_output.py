@@ -94,14 +94,21 @@ def check(tally: Tally, wanted: int) -> None:
     assert tally.num_valid >= LEAST_ENDED * (tally.num_valid + tally.num_cut), tally
 
 
-async def test_a_sample_of_schemas_at_temperature_one(server: ServedEngine) -> None:
-    schemas = spread_out(supported_schemas(), 16)
-    check(await generate(server.url, schemas, 16), 16)
+@pytest.fixture(scope="module")
+def schemas() -> list[NamedSchema]:
+    return supported_schemas()
+
+
+async def test_a_sample_of_schemas_at_temperature_one(
+    server: ServedEngine, schemas: list[NamedSchema]
+) -> None:
+    check(await generate(server.url, spread_out(schemas, 16), 16), 16)
 
 
 @pytest.mark.slow
-async def test_two_hundred_answers_validate(server: ServedEngine) -> None:
-    schemas = spread_out(supported_schemas(), 200)
-    tally = await generate(server.url, schemas, 200)
-    print(f"{tally.num_valid} valid, {tally.num_cut} cut off, {len(schemas)} schemas")
+async def test_two_hundred_answers_validate(
+    server: ServedEngine, schemas: list[NamedSchema]
+) -> None:
+    tally = await generate(server.url, spread_out(schemas, 200), 200)
+    print(f"{tally.num_valid} valid, {tally.num_cut} cut off")
     check(tally, 200)

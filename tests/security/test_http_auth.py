@@ -233,6 +233,9 @@ async def test_cors_for_listed_origins_only() -> None:
         answer = await client.post("/v1/chat/completions", json=chat(), headers=BEARER | origin)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        exposed = answer.headers["access-control-expose-headers"]
+        for name in ("x-request-id", "request-id", "x-engine-warnings", "x-should-retry"):
+            assert name in exposed.split(", ")
         foreign = {"origin": "https://evil.example"}
         refused = await client.options("/v1/models", headers=preflight | foreign)
         assert refused.status_code == 400

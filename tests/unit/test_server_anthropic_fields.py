@@ -159,6 +159,7 @@ async def test_what_asks_for_nothing_is_taken_without_a_word(client: httpx.Async
         assert "x-engine-warnings" not in response.headers, fields
 
 
+FORMAT = {"output_config": {"format": SCHEMA}}
 REFUSED = [
     ("max_tokens", {"max_tokens": None}),
     ("max_tokens", {"max_tokens": 0}),
@@ -182,7 +183,8 @@ REFUSED = [
     ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
     ("tools[0].type", {"tools": [{"type": "text_editor_20250728", "name": "edit"}]}),
     ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
-    ("tools[0].input_schema", tool(input_schema={"type": "array"})),
+    ("tools[0].input_schema.type", tool(input_schema={"type": "array"})),
+    ("tools[0].strict", tool(strict=1)),
     ("tools[0].name", tool(name="a b")),
     ("tools[0].defer_loading", tool(defer_loading=True)),
     ("tools[0].allowed_callers", tool(allowed_callers=["code_execution_20250825"])),
@@ -193,7 +195,7 @@ REFUSED = [
     ("thinking.type", {"thinking": {"type": "between_tools"}}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled"}}),
     ("thinking.budget_tokens", {"thinking": {"type": "adaptive", "budget_tokens": 2000}}),
-    ("output_config.format", tool() | {"output_config": {"format": SCHEMA}}),
+    ("output_config.format", tool() | FORMAT | {"tool_choice": {"type": "any"}}),
     ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
     ("output_format", {"output_format": SCHEMA, "output_config": {"format": SCHEMA}}),
     ("cache_control", {"cache_control": {"type": "forever"}}),
@@ -219,6 +221,19 @@ def test_refusals_name_the_field(param: str, fields: dict[str, Any]) -> None:
     assert caught.value.message.startswith(f"{param}: ")
 
 
+def test_a_format_goes_with_tools_that_need_not_be_called() -> None:
+    prompt = prompt_of(**tool(), **FORMAT)
+    assert prompt.grammar is not None and prompt.grammar.param == "output_config.format"
+    assert prompt.tool_choice.mode == "auto"
+
+
+def test_a_strict_tool_stays_strict() -> None:
+    """Only then is a schema refused that can't be enforced."""
+    assert prompt_of(**tool(strict=True)).tools[0]["function"]["strict"] is True
+    for strict in (None, False):
+        assert "strict" not in prompt_of(**tool(strict=strict)).tools[0]["function"]
+
+
 def test_counting_takes_nothing_that_only_generating_has() -> None:
     generating = MessagesBody.model_fields.keys() - PromptBody.model_fields.keys()
     assert {"max_tokens", "stream", "temperature"} <= generating
@@ -230,7 +245,7 @@ def test_counting_takes_nothing_that_only_generating_has() -> None:
         assert caught.value.param == name
 
 
-PLAIN_CARD = {"capabilities": ("chat", "tools"), "template_options": ()}
+PLAIN_CARD = {"capabilities": ("completions", "chat", "tools"), "template_options": ()}
 WARNED = [
     ("cache_control", {"cache_control": {"type": "ephemeral", "ttl": "1h"}}, {}),
     ("input_examples", tool(input_examples=[{}]), {}),
@@ -299,8 +314,9 @@ async def test_an_unknown_version_is_answered_as_the_known_one(client: httpx.Asy
     ("capabilities", "fields", "param"),
     [
         (("completions",), {}, "messages"),
-        (("chat",), tool(), "tools"),
-        (("chat",), {"output_format": SCHEMA}, "output_format"),
+        (("completions", "chat"), tool(), "tools"),
+        (("completions", "chat"), {"output_format": SCHEMA}, "output_format"),
+        (("embeddings",), {}, "messages"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])

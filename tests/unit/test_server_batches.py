@@ -1,5 +1,6 @@
 """/v1/batches as the official client uses it: JSONL in, every line answered once, JSONL out."""
 
+import asyncio
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -372,3 +373,24 @@ def test_lines_are_logged_and_counted_like_requests(
     before = server.services.lifecycle.total_requests
     ended(client, create(client, [line("a"), line("b")]))
     assert server.services.lifecycle.total_requests == before + 2
+
+
+def test_answers_are_read_away_from_the_event_loop(
+    client: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of thousands of vectors is many megabytes of JSON."""
+    on_loop: list[bool] = []
+    answered_line = run.answered_line
+
+    def noted(custom_id: str, answer: Any) -> Any:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            on_loop.append(False)
+        else:
+            on_loop.append(True)
+        return answered_line(custom_id, answer)
+
+    monkeypatch.setattr(run, "answered_line", noted)
+    ended(client, create(client, [line("a")]))
+    assert on_loop == [False]

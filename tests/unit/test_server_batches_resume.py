@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine.core.errors import UnavailableError
-from engine.servers.batches import run, runner
+from engine.servers.batches import run, runner, store
 from engine.servers.batches.store import BatchStore
 from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, chat, live_server, wait_until
@@ -177,3 +177,23 @@ def test_servers_of_other_models_leave_it_alone_until_it_is_overdue(
             connection.execute("UPDATE batches SET expires_at = 1 WHERE id = ?", (batch_id,))
         wait_for(server, batch_id, "expired", 0)
     assert other.requests == []
+
+
+def test_large_results_are_written_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[int] = []
+    outcomes = BatchStore.outcomes
+
+    async def counted(self: BatchStore, batch_id: str, after: int) -> list[Any]:
+        page = await outcomes(self, batch_id, after)
+        pages.append(len(page))
+        return page
+
+    monkeypatch.setattr(BatchStore, "outcomes", counted)
+    monkeypatch.setattr(store, "OUTCOMES_BYTES", 1)
+    with over(tmp_path, FakeBackend()) as server:
+        batch_id = create(server, num_lines=3)
+        wait_for(server, batch_id, "completed", 3)
+        assert output_ids(server, batch_id) == ["0", "1", "2"]
+    assert pages == [1, 1, 1, 0]

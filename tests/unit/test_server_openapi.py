@@ -102,6 +102,40 @@ async def test_bodies_that_the_schema_refuses(fields: dict[str, Any]) -> None:
         jsonschema.validate(chat(**fields), schema)
 
 
+@pytest.mark.parametrize(
+    ("path", "media_types"),
+    [
+        ("/v1/models", {"application/json"}),
+        ("/v1/files/{file_id}/content", {"application/octet-stream"}),
+        ("/generate/{request_id}/stream", {"text/event-stream"}),
+        ("/metrics", {"text/plain"}),
+    ],
+)
+async def test_answers_have_their_media_type(path: str, media_types: set[str]) -> None:
+    operation = (await document())["paths"][path]["get"]
+    assert operation["responses"]["200"]["content"].keys() == media_types
+
+
+async def test_errors_have_the_shape_of_their_api() -> None:
+    made = await document()
+    shapes = {}
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"):
+        failure = made["paths"][path]["post"]["responses"]["default"]
+        shapes[path] = failure["content"]["application/json"]["schema"]["$ref"].rsplit("/")[-1]
+    assert list(shapes.values()) == ["AnthropicError", "AnthropicError", "Error"]
+    refused = (await get("/v1/messages/nothing")).json()
+    jsonschema.validate(refused, made["components"]["schemas"]["AnthropicError"])
+
+
+async def test_queries_are_described_beside_the_path() -> None:
+    path = "/v1/responses/{response_id}/input_items"
+    parameters = (await document())["paths"][path]["get"]["parameters"]
+    places = {each["name"]: each["in"] for each in parameters}
+    assert places == {"response_id": "path"} | dict.fromkeys(
+        ("after", "include", "limit", "order"), "query"
+    )
+
+
 async def test_both_need_the_key() -> None:
     app = create_app(make_settings(server={"api_key": KEY}), FakeBackend(), Metrics(MODEL))
     for path in ("/openapi.json", "/v1/capabilities"):
@@ -120,6 +154,17 @@ async def test_capabilities_follow_the_tables() -> None:
     (model,) = body["models"]
     assert model["id"] == MODEL
     assert model["capabilities"]["tools"] == "native"
+
+
+async def test_capabilities_of_every_body_are_what_it_takes() -> None:
+    """What is called supported is never a field that exists to be refused."""
+    parameters = (await get("/v1/capabilities")).json()["parameters"]
+    responses = parameters["/v1/responses"]
+    assert {"background", "conversation", "max_tokens"}.isdisjoint(responses["supported"])
+    assert responses["refused_unless"]["background"] == [False]
+    assert parameters["/v1/messages"]["refused_unless"]["mcp_servers"] == [[]]
+    assert parameters["/v1/embeddings"]["refused_unless"]["store"] == [False]
+    assert parameters["/v1/batches"]["refused_unless"] == {}
 
 
 async def test_emulation_is_told() -> None:

@@ -197,6 +197,7 @@ async def test_safety_identifier_is_the_user(
     assert first == second
 
 
+WARNED_EFFORT = "reasoning_effort"
 EFFORT_ONLY = {"template_options": ("reasoning_effort", "enable_thinking")}
 PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "completions")}
 
@@ -212,6 +213,8 @@ PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "compl
         ),
         ({}, {"chat_template_kwargs": {"mood": 1}}, {}, "chat_template_kwargs.mood"),
         (EFFORT_ONLY, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}, None),
+        (EFFORT_ONLY, {"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}, WARNED_EFFORT),
+        (EFFORT_ONLY, {"reasoning_effort": "max"}, {"reasoning_effort": "high"}, WARNED_EFFORT),
         ({}, {"reasoning_effort": "none"}, {"enable_thinking": False}, None),
         ({}, {"reasoning_effort": "minimal"}, {"enable_thinking": False}, None),
         (

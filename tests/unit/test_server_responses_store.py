@@ -229,7 +229,8 @@ async def test_input_items_by_pages(client: httpx.AsyncClient) -> None:
         ("/input_items?before=x", "before"),
         ("?stream=true", "stream"),
         ("?starting_after=3", "starting_after"),
-        ("?include[]=reasoning.encrypted_content", "include"),
+        ("?include[]=reasoning.encrypted_content", "include.0"),
+        ("/input_items?limit=1&limit=2", "limit"),
     ],
 )
 async def test_queries_that_are_refused(client: httpx.AsyncClient, path: str, param: str) -> None:
@@ -237,6 +238,14 @@ async def test_queries_that_are_refused(client: httpx.AsyncClient, path: str, pa
     response = await client.get(f"/v1/responses/{body['id']}{path}")
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+async def test_what_is_always_there_may_be_asked_for(client: httpx.AsyncClient) -> None:
+    body = await create(client, "a")
+    for name in ("include", "include[]"):
+        for path in ("", "/input_items"):
+            url = f"/v1/responses/{body['id']}{path}?{name}=message.output_text.logprobs"
+            assert (await client.get(url)).status_code == 200
 
 
 async def test_only_background_work_can_be_cancelled(client: httpx.AsyncClient) -> None:

@@ -8,7 +8,7 @@ import pytest
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec
 from engine.servers.openai.schema import ChatBody, CompletionBody, OpenAIBody, parse_body
-from engine.servers.openai.structured import MAX_CHOICES, MAX_SOURCE, parse_response_format
+from engine.servers.openai.structured import MAX_CHOICES, MAX_SOURCE, read_response_format
 from tests.fake_backend import MODEL
 from tests.live_server import chat
 
@@ -138,5 +138,5 @@ def test_an_answer_is_a_call_or_has_a_format(tool_choice: Any) -> None:
 
 
 def test_other_apis_name_their_own_field() -> None:
-    spec = parse_response_format({"type": "json_object"}, where="text.format")
+    spec = read_response_format({"type": "json_object"}, where="text.format").grammar
     assert spec == GrammarSpec(kind="json_object", param="text.format")

@@ -13,6 +13,10 @@ from engine.servers.app import create_app
 from tests.fake_backend import CONTEXT_LENGTH, MODEL, FakeBackend
 from tests.live_server import make_settings
 
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 MESSAGES = [{"role": "user", "content": "hi"}]
 ANSWERED = [*MESSAGES, {"role": "assistant", "content": "ho"}]
@@ -129,6 +133,11 @@ async def test_text_goes_to_the_backend_as_text(
             {"messages": MESSAGES, "continue_final_message": True},
             "continue_final_message",
         ),
+        (
+            "/tokenize",
+            {"messages": [*MESSAGES, CALL], "continue_final_message": True},
+            "continue_final_message",
+        ),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "a", "temperature": 1}, "temperature"),
         ("/detokenize", {}, "tokens"),
@@ -151,6 +160,12 @@ async def test_refusals(
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert len(response.content) < 1000
+
+
+async def test_emulated_tools_are_warned_of(client: httpx.AsyncClient, backend: Recorder) -> None:
+    backend.set_card(emulated=("tools",))
+    response = await client.post("/tokenize", json={"messages": MESSAGES, "tools": [TOOL]})
+    assert response.headers["x-engine-warnings"].startswith("tools: ")
 
 
 async def test_an_unknown_model(client: httpx.AsyncClient, backend: Recorder) -> None:

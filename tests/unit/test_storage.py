@@ -98,10 +98,15 @@ async def test_damage_that_is_found_while_running(database: Database, path: Path
     await again.close()
 
 
-async def test_a_disk_that_fails_is_a_503_and_may_recover(database: Database, path: Path) -> None:
+async def test_a_disk_that_fails_is_a_503_and_may_recover(
+    database: Database, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path.parent.parent.joinpath("storage").write_text("a file where the directory should be")
     with pytest.raises(UnavailableError) as raised:
         await database.run(read)
     assert str(path) not in raised.value.message
+    (record,) = caplog.records  # one line: every request would repeat a traceback
+    assert "NotADirectoryError" in record.message or "FileExistsError" in record.message
+    assert not record.exc_info
     path.parent.unlink()
     assert await database.run(read) == []

@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.servers.errors import describe, problem
+from engine.servers.errors import describe, problem, short_text
+from engine.servers.openai.tools import MAX_TOOL_NAME, check_distinct, function_tool
 
 MAX_BLOCKS = 1_024
 MAX_ID = 512
-MAX_DESCRIPTION = 65_536
 
 # Claude Code's first system block: a note to Anthropic's billing, different in every request. The
 # model has no use for it, and no two prompts that begin with it could share a cached prefix.
 _BILLING_NOTE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # Fields of blocks and tools that say nothing in these values, or that need no action here.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (None, ["direct"]),
@@ -79,12 +78,7 @@ class BlockReader:
 
     def tools(self, value: list[Any]) -> tuple[dict[str, Any], ...]:
         tools = tuple(self._tool(item, f"tools[{i}]") for i, item in enumerate(value))
-        names: set[str] = set()
-        for position, tool in enumerate(tools):
-            name = tool["function"]["name"]
-            if name in names:
-                raise problem(f"tools[{position}].name", f"{name} is there twice")
-            names.add(name)
+        check_distinct(tools, "tools[{}].name")
         return tools
 
     def cache_control(self, value: Any, where: str) -> None:
@@ -164,8 +158,8 @@ class BlockReader:
         return message
 
     def _call(self, block: dict[str, Any], where: str) -> dict[str, Any]:
-        call_id = _short(block.get("id"), f"{where}.id", MAX_ID)
-        name = _short(block.get("name"), f"{where}.name", 128)
+        call_id = short_text(block.get("id"), f"{where}.id", MAX_ID)
+        name = short_text(block.get("name"), f"{where}.name", MAX_TOOL_NAME)
         arguments = block.get("input")
         if not isinstance(arguments, dict):
             raise problem(f"{where}.input", f"should be an object, got {describe(arguments)}")
@@ -193,7 +187,7 @@ class BlockReader:
         return made
 
     def _result(self, block: dict[str, Any], where: str) -> dict[str, Any]:
-        call_id = _short(block.get("tool_use_id"), f"{where}.tool_use_id", MAX_ID)
+        call_id = short_text(block.get("tool_use_id"), f"{where}.tool_use_id", MAX_ID)
         if call_id not in self._called:
             rule = "answers no call: no assistant message before it has a tool_use of this id"
             raise problem(f"{where}.tool_use_id", rule)
@@ -225,26 +219,11 @@ class BlockReader:
             raise problem(f"{where}.type", rule)
         _only_known(item, _TOOL_FIELDS, where, "a custom tool")
         self.cache_control(item.get("cache_control"), f"{where}.cache_control")
-        name, schema = item.get("name"), item.get("input_schema")
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            rule = "should be 1 to 128 letters, digits, dots, dashes and underscores"
-            raise problem(f"{where}.name", f"{rule}, got {describe(name)}")
-        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        if not isinstance(item.get("input_schema"), dict):
             raise problem(f"{where}.input_schema", "should be a JSON schema of type object")
-        if item.get("strict") not in (None, False, True):
-            raise problem(f"{where}.strict", f"should be a boolean, got {describe(item['strict'])}")
         if item.get("input_examples") not in (None, []):
             self.warnings["input_examples"] = "the model is not shown them"
-        description = _text(item.get("description") or "", f"{where}.description")
-        if len(description) > MAX_DESCRIPTION:
-            rule = f"should have at most {MAX_DESCRIPTION} characters, got {len(description)}"
-            raise problem(f"{where}.description", rule)
-        made = {
-            "name": name,
-            "description": description,
-            "parameters": schema if len(schema) else {"type": "object", "properties": {}},
-        }
-        return {"type": "function", "function": made}
+        return function_tool(item, where, "input_schema")
 
 
 def _merge(turn: dict[str, Any], more: dict[str, Any]) -> None:
@@ -270,11 +249,4 @@ def _only_known(item: dict[str, Any], known: tuple[str, ...], where: str, what: 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise problem(where, f"should be a string, got {describe(value)}")
-    return value
-
-
-def _short(value: Any, where: str, max_length: int) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
-        rule = f"should be a string of 1 to {max_length} characters"
-        raise problem(where, f"{rule}, got {describe(value)}")
     return value

@@ -1,14 +1,14 @@
 """A body of Anthropic's API as a `ChatRequest`.
 
 Thinking is a template's option, where it has one; left out, it is off, as Anthropic's clients
-expect their first block to be text. What can't be done as asked comes back as warnings, by field.
+expect their first block to be text.
 """
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -19,9 +19,13 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.anthropic.blocks import BlockReader
 from engine.servers.anthropic.schema import NO_EFFECT, MessagesBody, PromptBody, ToolChoiceBody
+from engine.servers.chats import effort_options
 from engine.servers.errors import invalid_request, problem
+from engine.servers.openai.refusals import asks_for_nothing
 from engine.servers.openai.schema import SamplingBody
-from engine.servers.openai.structured import MAX_SOURCE
+from engine.servers.openai.structured import schema_spec
+from engine.servers.openai.tools import check_format_and_choice
+from engine.servers.services import Services
 
 # The names that templates have for "think before you answer".
 _THINKING_OPTIONS = ("enable_thinking", "thinking")
@@ -62,7 +66,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
             continue
         if name not in NO_EFFECT:
             raise problem(name[:64], "is not a parameter of this endpoint")
-        if value is not None and value not in NO_EFFECT[name]:
+        if not asks_for_nothing(value, NO_EFFECT[name]):
             raise problem(name, "is not supported by this server; leave it out")
     try:
         body = kind.model_validate({name: raw[name] for name in kind.model_fields if name in raw})
@@ -73,9 +77,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
     tools = reader.tools(body.tools or [])
     messages = reader.messages(body.messages, reader.system(body.system or ""))
     choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
-    if grammar is not None and choice.mode != "none":
-        rule = "can't be followed while tools may be called; send it without tools, or with"
-        raise problem(grammar.param, f"{rule} a tool_choice of type none")
+    check_format_and_choice(grammar, choice)
     prompt = Prompt(
         messages=_without_empty_start(messages),
         tools=tools,
@@ -104,29 +106,27 @@ def sampling_body(body: MessagesBody) -> SamplingBody:
     return SamplingBody.model_validate(given)
 
 
-def template_options(body: PromptBody, card: ModelCard) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the model's template is told, and warnings of what it can't be."""
+def template_options(
+    services: Services, request: Request, body: PromptBody, card: ModelCard
+) -> dict[str, Any]:
+    """What the model's template is told; what it can't be is warned about."""
     options: dict[str, Any] = {}
-    warnings: dict[str, str] = {}
     wants_thinking = body.thinking is not None and body.thinking.type != "disabled"
     switches = [name for name in _THINKING_OPTIONS if name in card.template_options]
     if switches:
         options[switches[0]] = wants_thinking
     elif wants_thinking and "reasoning" not in card.capabilities:
-        warnings["thinking"] = "this model does not think before it answers"
+        services.warn(request, "thinking", "this model does not think before it answers")
     elif body.thinking is not None and not wants_thinking and "reasoning" in card.capabilities:
-        warnings["thinking"] = "this model can't be kept from thinking"
+        services.warn(request, "thinking", "this model can't be kept from thinking")
     if body.thinking is not None and body.thinking.budget_tokens is not None:
-        warnings["thinking.budget_tokens"] = "only max_tokens is enforced, for thinking and answer"
-    # "high" is what a model does that is told nothing.
+        what = "only max_tokens is enforced, for thinking and answer"
+        services.warn(request, "thinking.budget_tokens", what)
     effort = body.output_config.effort if body.output_config is not None else None
-    if effort is not None and "reasoning_effort" in card.template_options:
-        options["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
-        if effort in ("xhigh", "max"):
-            warnings["output_config.effort"] = "the highest that this model knows is high"
-    elif effort not in (None, "high"):
-        warnings["output_config.effort"] = "this model knows no levels of effort"
-    return options, warnings
+    # "high" is what a model does that is told nothing.
+    if effort == "high" and "reasoning_effort" not in card.template_options:
+        return options
+    return options | effort_options(services, request, card, effort, "output_config.effort")
 
 
 def _tool_choice(value: ToolChoiceBody | None, tools: Tools) -> ToolChoice:
@@ -166,8 +166,4 @@ def _grammar(body: PromptBody) -> GrammarSpec | None:
     if body.json_format is None:
         return None
     where, format = body.json_format
-    source = msgspec.json.encode(format.json_schema).decode()
-    if len(source) > MAX_SOURCE:
-        rule = f"should have at most {MAX_SOURCE} characters, got {len(source)}"
-        raise problem(f"{where}.schema", rule)
-    return GrammarSpec(kind="json_schema", source=source, param=where)
+    return schema_spec(format.json_schema, f"{where}.schema", where)

@@ -6,10 +6,8 @@ the header where its SDK looks for it.
 """
 
 import secrets
-from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +17,12 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.anthropic.convert import Prompt, parse, sampling_body, template_options
 from engine.servers.anthropic.format import Answer, Envelope, MessageStream
 from engine.servers.anthropic.schema import MessagesBody, PromptBody
+from engine.servers.chats import check_tools, require_chat, require_grammar
 from engine.servers.generation import Generation
 from engine.servers.lifecycle import Ticket
 from engine.servers.limits import read_parsed
 from engine.servers.records import record_of
-from engine.servers.services import Services, answer_streaming
+from engine.servers.services import Services, answer_streaming, json_response, wait_whole
 
 VERSION = "2023-06-01"
 
@@ -68,11 +67,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
             request_id=request_id, params=SamplingParams(), grammar=prompt.grammar
         )
         token_ids = await services.backend.tokenize(prompt.chat_request(context, options))
-        return Response(
-            msgspec.json.encode({"input_tokens": len(token_ids)}),
-            headers={"request-id": request_id},
-            media_type="application/json",
-        )
+        return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 
 
 async def _read(services: Services, request: Request, kind: type[Kind]) -> tuple[Kind, Prompt]:
@@ -87,29 +82,15 @@ def _prepare(
 ) -> tuple[ModelCard, dict[str, Any]]:
     """The model, what its template is told, and warnings of what can't be done as asked."""
     card = services.find_model(body.model)
-    services.require(card, "chat", "messages", "has no chat template; use /v1/completions")
-    if prompt.grammar is not None:
-        what = "can't be held to a grammar by its backend"
-        services.require(card, "json_schema", prompt.grammar.param, what)
-    if prompt.tools:
-        services.require(card, "tools", "tools", "can't call tools")
-        if "tools" in card.emulated:
-            what = "emulated with a prompt, the model was not made for them"
-            services.warn(request, "tools", what)
-    options, warnings = template_options(body, card)
-    _warn_of_all(services, request, prompt.warnings)
-    _warn_of_all(services, request, warnings)
-    return card, options
-
-
-def _warn_of_all(services: Services, request: Request, warnings: Mapping[str, str]) -> None:
-    for param, message in warnings.items():
+    require_chat(services, card, "messages")
+    require_grammar(services, card, prompt.grammar)
+    check_tools(services, request, card, prompt.tools)
+    for param, message in prompt.warnings.items():
         services.warn(request, param, message)
+    return card, template_options(services, request, body, card)
 
 
 async def _answer_whole(request: Request, generation: Generation, envelope: Envelope) -> Response:
-    generation.watch(request.receive)
     answer = Answer(envelope)
-    while events := await generation.take():
-        answer.add(events)
+    await wait_whole(request, generation, answer.add)
     return Response(answer.body(generation.usage), media_type="application/json")

@@ -35,7 +35,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 class Metadata(BaseModel):
     model_config = _STRICT
 
-    user_id: Annotated[str, Field(max_length=512)] | None = None
+    user_id: fields.EndUser | None = None
 
 
 class Thinking(BaseModel):

@@ -12,7 +12,6 @@ from engine.servers.files.draft import Draft
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore, StoredFile, new_file_id
 
-_PAGE = 50
 _encode = msgspec.json.encode
 
 # What is said of lines that were never answered, by how their batch ends.
@@ -40,7 +39,7 @@ async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinis
     output_path, error_id = files.path_of(batch.results_id), new_file_id()
     async with Draft(output_path) as output, Draft(files.path_of(error_id)) as errors:
         after = 0
-        while page := await store.outcomes(batch.id, after, _PAGE):
+        while page := await store.outcomes(batch.id, after):
             for outcome in page:
                 target = output if outcome.succeeded else errors
                 await target.write(_outcome_line(outcome, status) + b"\n")

@@ -19,16 +19,11 @@ from engine.servers.batches.store import BatchStore, NewBatch
 from engine.servers.errors import invalid_request
 from engine.servers.files import store as file_store
 from engine.servers.files.expiry import unix_now
-from engine.servers.files.routes import (
-    add_files_routes,
-    bounded_life_s,
-    json_response,
-    list_body,
-    parse_query,
-)
+from engine.servers.files.routes import add_files_routes, bounded_life_s
 from engine.servers.files.store import FileStore, new_file_id
 from engine.servers.limits import read_parsed
-from engine.servers.services import NOT_READY_RETRY_S, Services
+from engine.servers.listing import list_body, parse_query
+from engine.servers.services import NOT_READY_RETRY_S, Services, json_response
 from engine.servers.storage import Database
 
 MAX_BODY_BYTES = 65_536

@@ -152,7 +152,8 @@ class BatchRun:
             body = await asyncio.to_thread(read_body, path, line)
             answer = await self._answer(batch, body)
             if answer is not None:
-                result, usage = answered_line(line.custom_id, answer)
+                # Vectors of many texts take long to read, and the event loop has others to serve.
+                result, usage = await asyncio.to_thread(answered_line, line.custom_id, answer)
                 is_good = answer.status == 200
                 await self._bench.store.record(batch, line.number, is_good, result, usage)
         except OSError:

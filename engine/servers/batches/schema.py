@@ -7,6 +7,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.servers.files.expiry import ExpiresAfter
+from engine.servers.listing import Cursor, Query
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 WINDOW_S = 86_400  # of the only completion_window there is, "24h"
@@ -29,10 +30,8 @@ class BatchBody(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-class BatchQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    after: Annotated[str, Field(max_length=64)] | None = None
+class BatchQuery(Query):
+    after: Cursor | None = None
     limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 

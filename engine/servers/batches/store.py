@@ -28,6 +28,8 @@ from engine.servers.storage import Database
 MAX_OPEN_BATCHES = 100
 MAX_KEPT_BATCHES = 2_000
 RETRY_FULL_S = 30.0
+OUTCOMES_PAGE = 256
+OUTCOMES_BYTES = 4 * 2**20
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS batches (
@@ -273,17 +275,25 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    async def outcomes(self, batch_id: str, after: int, limit: int) -> list[Outcome]:
+    async def outcomes(self, batch_id: str, after: int) -> list[Outcome]:
+        """Lines behind `after`, as many as may be held at once: a result can be large."""
+
         def work(db: sqlite3.Connection) -> list[Outcome]:
             rows = db.execute(
                 "SELECT number, custom_id, succeeded, result FROM batch_lines"
                 " WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?",
-                (batch_id, after, limit),
+                (batch_id, after, OUTCOMES_PAGE),
             )
-            return [
-                Outcome(row["number"], row["custom_id"], bool(row["succeeded"]), row["result"])
-                for row in rows
-            ]
+            page: list[Outcome] = []
+            num_bytes = 0
+            for row in rows:
+                page.append(
+                    Outcome(row["number"], row["custom_id"], bool(row["succeeded"]), row["result"])
+                )
+                num_bytes += len(row["result"] or b"")
+                if num_bytes >= OUTCOMES_BYTES:
+                    break
+            return page
 
         return await self._database.run(work)
 

@@ -28,7 +28,7 @@ def storage_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.exception("the file storage failed")
+        logger.error("the file storage failed: %r", error)
         if error.errno in _NO_SPACE:
             raise ResourceError(
                 "The server's disk is full, and nothing was stored. Free space there, then retry."

@@ -5,9 +5,8 @@ Of OpenAI's purposes only `batch` leads to anything here, so the others are refu
 
 import asyncio
 import math
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal
 
-import msgspec
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -21,15 +20,13 @@ from engine.servers.files.expiry import ExpiresAfter, unix_now
 from engine.servers.files.form import UploadForm, read_form
 from engine.servers.files.names import content_disposition, safe_name
 from engine.servers.files.store import FileStore
+from engine.servers.listing import Cursor, Order, Query, list_body, parse_query
 from engine.servers.records import record_of
-from engine.servers.services import Services
+from engine.servers.services import Services, json_response
 
 # A client that takes nothing for this long does not want the rest.
 STALL_S = 60.0
 _CHUNK_BYTES = 1 << 18
-
-_encode = msgspec.json.encode
-Query = TypeVar("Query", bound=BaseModel)
 
 
 class UploadFields(BaseModel):
@@ -41,12 +38,10 @@ class UploadFields(BaseModel):
     expires_after: ExpiresAfter | None = None
 
 
-class FileQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    after: Annotated[str, Field(max_length=64)] | None = None
+class FileQuery(Query):
+    after: Cursor | None = None
     limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
-    order: Literal["asc", "desc"] = "desc"
+    order: Order = "desc"
     purpose: Annotated[str, Field(max_length=64)] | None = None
 
 
@@ -77,7 +72,7 @@ def add_files_routes(app: FastAPI, services: Services, files: FileStore) -> None
         file = await files.find(principal_of(request).name, file_id)
         return json_response(file.body())
 
-    @app.get("/v1/files/{file_id}/content")
+    @app.get("/v1/files/{file_id}/content", response_class=FileContent, status_code=200)
     async def file_content(request: Request, file_id: str) -> Response:
         file, content = await files.open(principal_of(request).name, file_id)
         return FileContent(content, file.num_bytes, file.filename)
@@ -121,29 +116,6 @@ class FileContent(Response):
             record_of(scope).error_code = "CLIENT_STALLED"
         finally:
             self._content.close()
-
-
-def json_response(body: dict[str, Any]) -> Response:
-    return Response(_encode(body), media_type="application/json")
-
-
-def list_body(bodies: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page: `bodies` has one more than `limit` when there are more."""
-    page = bodies[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(bodies) > limit,
-    }
-
-
-def parse_query(kind: type[Query], request: Request) -> Query:
-    try:
-        return kind.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        raise invalid_request(error) from None
 
 
 def _fields(form: UploadForm) -> UploadFields:

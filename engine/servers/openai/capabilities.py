@@ -11,9 +11,22 @@ from starlette.responses import Response
 
 from engine import __version__
 from engine.core.interfaces.backend import ModelCard
-from engine.servers.openai import fields, messages, schema, structured, tools
-from engine.servers.openai.refusals import NO_EFFECT
+from engine.servers.anthropic import schema as anthropic
+from engine.servers.batches import lines
+from engine.servers.batches.schema import BatchBody
+from engine.servers.files import form
+from engine.servers.openai import (
+    embeddings,
+    fields,
+    messages,
+    rerank,
+    schema,
+    structured,
+    tools,
+)
+from engine.servers.openai.refusals import NO_EFFECT, off_values
 from engine.servers.openapi import BODIES, api_routes
+from engine.servers.responses import items
 from engine.servers.services import Services
 
 LIMITS = {
@@ -26,9 +39,14 @@ LIMITS = {
     "max_logit_bias": fields.MAX_BIASES,
     "max_prompts": fields.MAX_PROMPTS,
     "max_messages": messages.MAX_MESSAGES,
+    "max_input_items": items.MAX_ITEMS,
     "max_tools": tools.MAX_TOOLS,
     "max_metadata_pairs": fields.MAX_METADATA,
     "max_grammar_length": structured.MAX_SOURCE,
+    "max_embedding_inputs": embeddings.MAX_INPUTS,
+    "max_rerank_documents": rerank.MAX_DOCUMENTS,
+    "max_file_bytes": form.MAX_FILE_BYTES,
+    "max_batch_requests": lines.MAX_LINES,
 }
 
 
@@ -63,11 +81,17 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     """`refused_unless` are those that clients may know from elsewhere, with the values that ask for
     nothing and are taken.
     """
-    supported = sorted(kind.model_fields)
-    if not issubclass(kind, schema.SamplingBody):
-        return {"supported": supported}
-    others = {name: off for name, off in NO_EFFECT.items() if name not in kind.model_fields}
-    return {"supported": supported, "refused_unless": others}
+    refused = off_values(kind)
+    others = NO_EFFECT
+    if issubclass(kind, anthropic.PromptBody):
+        others = anthropic.NO_EFFECT
+    elif issubclass(kind, BatchBody):
+        others = {}
+    return {
+        "supported": sorted(kind.model_fields.keys() - refused),
+        "refused_unless": refused
+        | {name: off for name, off in others.items() if name not in kind.model_fields},
+    }
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

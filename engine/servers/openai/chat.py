@@ -7,18 +7,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import ChatRequest, ModelCard
+from engine.servers.chats import (
+    check_tools,
+    effort_options,
+    known_options,
+    require_chat,
+    require_grammar,
+    warn_of_cache_key,
+)
 from engine.servers.lifecycle import Ticket
 from engine.servers.openai.format import ChatStream, chat_body, new_envelope
 from engine.servers.openai.schema import ChatBody, OpenAIBody
-from engine.servers.reasoning import effort_options
 from engine.servers.services import (
     Services,
     answer_streaming,
     answer_whole,
     new_completion_id,
 )
-
-NO_TEXT = "writes no text; use /v1/embeddings"
 
 
 def add_chat_routes(app: FastAPI, services: Services) -> None:
@@ -28,12 +33,11 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, ChatBody)
         card = services.find_model(body.model)
-        require_chat(services, card)
+        require_chat(services, card, "messages")
         params = body.params(card)
         check_structure(services, request, body, card)
         choice, tools = body.choice_of_tools
-        if tools:
-            check_tools(services, request, body, card)
+        check_tools(services, request, card, tools)
         envelope = new_envelope(new_completion_id("chatcmpl"), card)
         source = services.backend.chat(
             ChatRequest(
@@ -67,44 +71,23 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         )
 
 
-def require_chat(services: Services, card: ModelCard) -> None:
-    services.require(card, "completions", "messages", NO_TEXT)
-    services.require(card, "chat", "messages", "has no chat template; use /v1/completions")
-
-
 def check_structure(
     services: Services, request: Request, body: OpenAIBody, card: ModelCard
 ) -> None:
     """Of chats and completions alike: what the output must match, and hints without effect."""
-    if body.grammar is not None:
-        what = "can't be held to a grammar by its backend"
-        services.require(card, "json_schema", body.grammar.param, what)
+    require_grammar(services, card, body.grammar)
     if body.has_format_description:
         param = "response_format.json_schema.description"
         services.warn(request, param, "is not shown to the model")
-    if body.prompt_cache_key is not None:
-        services.warn(request, "prompt_cache_key", "is not needed, every prefix is cached")
-
-
-def check_tools(services: Services, request: Request, body: ChatBody, card: ModelCard) -> None:
-    services.require(card, "tools", "tools", "can't call tools")
-    if "tools" in card.emulated:
-        services.warn(request, "tools", "emulated with a prompt, the model was not made for them")
+    warn_of_cache_key(services, request, body.prompt_cache_key)
 
 
 def template_options(
     services: Services, request: Request, body: ChatBody, card: ModelCard
 ) -> dict[str, Any]:
-    """Only what the model's template looks at; a warning for everything else."""
-    options: dict[str, Any] = {}
-    for name, value in body.chat_template_kwargs.items():
-        if name in card.template_options:
-            options[name] = value
-        else:
-            place = f"chat_template_kwargs.{name[:64]}"
-            services.warn(request, place, "has no effect on this model's template")
-    effort = body.reasoning_effort
-    options = effort_options(services, request, card, effort, "reasoning_effort") | options
+    """What was asked for by the template's own names comes before the API's words for it."""
+    given = known_options(services, request, card, body.chat_template_kwargs)
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")
-    return options
+    effort = body.reasoning_effort
+    return effort_options(services, request, card, effort, "reasoning_effort") | given

@@ -22,8 +22,9 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
+from engine.servers.chats import NO_TEXT
 from engine.servers.lifecycle import Ticket
-from engine.servers.openai.chat import NO_TEXT, check_structure
+from engine.servers.openai.chat import check_structure
 from engine.servers.openai.format import (
     Choice,
     Collected,

@@ -6,7 +6,6 @@ disconnects and metrics are those of all other requests.
 
 import asyncio
 import base64
-import hashlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -32,7 +31,7 @@ from engine.servers.errors import describe, problem
 from engine.servers.lifecycle import Ticket
 from engine.servers.openai import fields
 from engine.servers.records import record_of
-from engine.servers.services import Services, new_completion_id
+from engine.servers.services import Services, new_completion_id, wait_whole
 
 MAX_INPUTS = 2_048
 MAX_DIMENSIONS = 2**20
@@ -91,9 +90,9 @@ class VectorsBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: fields.ModelName
-    priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # lower runs first
+    priority: fields.Priority | None = None
     truncate_prompt_tokens: fields.Truncation = None
-    user: Annotated[str, Field(max_length=512)] | None = None
+    user: fields.EndUser | None = None
 
 
 class EmbeddingBody(VectorsBody):
@@ -135,18 +134,15 @@ async def embed(
     inputs: Sequence[fields.Prompt],
 ) -> Embeddings:
     """The vectors of `inputs`, in order. Raises what the backend refused with."""
-    principal, record = principal_of(request), record_of(request.scope)
+    record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
-    if body.user:
-        # As in `Services.context`: enough to tell an end user apart, not who it is.
-        digest = hashlib.sha256(f"{principal.name}\n{body.user}".encode()).hexdigest()
-        record.user_hash = digest[:16]
+    services.note_end_user(request, body.user)
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,
         inputs=tuple(inputs),
         priority=body.priority or 0,
-        salt=principal.name,
+        salt=principal_of(request).name,
         timeout_s=timeout_s,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
@@ -159,9 +155,7 @@ async def embed(
         yield UsageEvent(prompt_tokens=vectors.prompt_tokens, completion_tokens=0, cached_tokens=0)
 
     generation = ticket.generate([events()], num_choices=1, max_tokens=None, timeout_s=timeout_s)
-    generation.watch(request.receive)
-    while await generation.take():
-        pass
+    await wait_whole(request, generation)
     return made[0]
 
 

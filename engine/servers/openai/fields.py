@@ -206,6 +206,8 @@ SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+Priority = Annotated[int, Field(ge=-100, le=100)]  # lower runs first
+EndUser = Annotated[str, Field(max_length=512)]
 TopK = Annotated[int, Field(ge=0, le=MAX_TOKENS), BeforeValidator(_off_if_negative)]
 
 LogitBias = Annotated[dict[int, float], *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA))]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.core.errors import InvalidRequestError
-from engine.servers.errors import describe, problem
+from engine.servers.errors import describe, problem, short_text
 from engine.servers.limits import MAX_DEPTH, check_depth
 
 MAX_MESSAGES = 4_096
@@ -72,7 +72,7 @@ def _message(item: Any, where: str, called: dict[str, str]) -> dict[str, Any]:
     # `developer` is the newer name of `system`; chat templates know only that one.
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if item.get("name") is not None:
-        message["name"] = _short(item["name"], f"{where}.name", MAX_NAME)
+        message["name"] = short_text(item["name"], f"{where}.name", MAX_NAME)
     content = item.get("content")
     if role == "assistant":
         content = "" if content in (None, []) else content
@@ -120,16 +120,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         if key not in ("name", "arguments", *_FUNCTION_NOTES):
             raise problem(f"{where}.function.{key[:64]}", "is not a field of a called function")
     return {
-        "id": _short(call.get("id"), f"{where}.id", MAX_CALL_ID),
+        "id": short_text(call.get("id"), f"{where}.id", MAX_CALL_ID),
         "type": "function",
         "function": {
-            "name": _short(function.get("name"), f"{where}.function.name", MAX_NAME),
-            "arguments": _arguments(function.get("arguments"), f"{where}.function.arguments"),
+            "name": short_text(function.get("name"), f"{where}.function.name", MAX_NAME),
+            "arguments": parse_arguments(function.get("arguments"), f"{where}.function.arguments"),
         },
     }
 
 
-def _arguments(value: Any, where: str) -> dict[str, Any]:
+def parse_arguments(value: Any, where: str) -> dict[str, Any]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
@@ -154,19 +154,12 @@ def decode_text(text: str, where: str) -> Any:
 def _add_tool_fields(
     message: dict[str, Any], item: dict[str, Any], where: str, called: dict[str, str]
 ) -> None:
-    call_id = _short(item.get("tool_call_id"), f"{where}.tool_call_id", MAX_CALL_ID)
+    call_id = short_text(item.get("tool_call_id"), f"{where}.tool_call_id", MAX_CALL_ID)
     if call_id not in called:
         rule = "answers no call: no assistant message before it has a tool call of this id"
         raise problem(f"{where}.tool_call_id", rule)
     message["tool_call_id"] = call_id
     message.setdefault("name", called[call_id])
-
-
-def _short(value: Any, where: str, max_length: int) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
-        rule = f"should be a string of 1 to {max_length} characters"
-        raise problem(where, f"{rule}, got {describe(value)}")
-    return value
 
 
 def text_of(content: Any, where: str) -> str:

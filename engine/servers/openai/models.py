@@ -4,12 +4,11 @@ matched as paths.
 
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import ModelCard
-from engine.servers.services import Services
+from engine.servers.services import Services, json_response
 
 _DEPRECATED = {"deprecation": "true", "link": '</v1/models>; rel="successor-version"'}
 
@@ -47,20 +46,16 @@ def add_models_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return _json(list_body())
+        return json_response(list_body())
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
-        return _json(one_body(model_id))
+        return json_response(one_body(model_id))
 
     @app.get("/v1/engines")
     async def list_engines() -> Response:
-        return _json(list_body(), _DEPRECATED)
+        return json_response(list_body(), _DEPRECATED)
 
     @app.get("/v1/engines/{model_id:path}")
     async def retrieve_engine(model_id: str) -> Response:
-        return _json(one_body(model_id), _DEPRECATED)
-
-
-def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")
+        return json_response(one_body(model_id), _DEPRECATED)

@@ -5,7 +5,10 @@ parameter out, and SDKs send such values all the time, so those are dropped.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 from engine.core.errors import InvalidRequestError
 
@@ -73,7 +76,7 @@ def drop_no_effect(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]
             kept[name] = value
         elif name not in NO_EFFECT:
             unknown.append(name)
-        elif not _has_no_effect(name, value):
+        elif not asks_for_nothing(value, NO_EFFECT[name]):
             raise InvalidRequestError(
                 f"{name} is not supported by this endpoint; {_INSTEAD.get(name, 'leave it out')}.",
                 param=name,
@@ -90,8 +93,24 @@ def drop_no_effect(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]
     return kept
 
 
-def _has_no_effect(name: str, value: Any) -> bool:
-    if value is None:
-        return True
+@dataclass(frozen=True, slots=True)
+class OffValues:
+    """Of a field that a body has only to refuse it in its own words; see `off_values`."""
+
+    values: tuple[Any, ...]
+
+
+def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """The fields of `kind` that are refused, with what is taken of them besides null."""
+    return {
+        name: each.values
+        for name, field in kind.model_fields.items()
+        for each in field.metadata
+        if isinstance(each, OffValues)
+    }
+
+
+def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
+    """Whether `value` is null or one of `off_values`."""
     # `1 == True` in Python, but not in JSON.
-    return any(type(value) is type(each) and value == each for each in NO_EFFECT[name])
+    return value is None or any(type(value) is type(each) and value == each for each in off_values)

@@ -4,11 +4,13 @@ A score is the cosine of two texts' vectors, from -1 to 1. Only a model that was
 like texts near each other is asked; the vectors of others would rank by chance.
 """
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from fastapi import Depends, FastAPI
+from numpy.typing import NDArray
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -111,8 +113,8 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         card = _comparing_model(services, body)
         texts = (body.query, *body.documents)
         made = await embed(services, request, ticket, body, "rerank", texts)
-        vectors = unit_rows(made.vectors)
-        scores = (vectors[1:] @ vectors[0]).tolist()
+        # Thousands of vectors take long enough for the event loop's other requests to notice.
+        scores = await asyncio.to_thread(_similarities, made.vectors, 1)
         # Of equals, the one that came first stays first.
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = [
@@ -137,9 +139,7 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, ScoreBody)
         card = _comparing_model(services, body)
         made = await embed(services, request, ticket, body, "score", body.text_1 + body.text_2)
-        vectors = unit_rows(made.vectors)
-        left, right = np.split(vectors, [len(body.text_1)])
-        scores = (left * right).sum(axis=1).tolist()  # a single text_1 goes with every text_2
+        scores = await asyncio.to_thread(_similarities, made.vectors, len(body.text_1))
         answer = new_envelope(record_of(request.scope).completion_id or "", card).fields("list")
         answer |= {
             "data": [
@@ -149,6 +149,13 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
             "usage": usage_body(made),
         }
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
+    """Cosines of the first `num_left` with the rest, pair by pair; a single one with them all."""
+    left, right = np.split(unit_rows(vectors), [num_left])
+    scores: list[float] = (left * right).sum(axis=1).tolist()
+    return scores
 
 
 def _comparing_model(services: Services, body: VectorsBody) -> ModelCard:

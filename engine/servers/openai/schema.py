@@ -15,7 +15,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.errors import invalid_request, problem
 from engine.servers.openai import fields
 from engine.servers.openai.refusals import drop_no_effect
-from engine.servers.openai.tools import parse_tool_choice
+from engine.servers.openai.tools import check_format_and_choice, parse_tool_choice
 
 MAX_N = 16
 MAX_BEST_OF = 20
@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class SamplingBody(BaseModel):
@@ -49,8 +49,8 @@ class SamplingBody(BaseModel):
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
-    priority: Annotated[int, Field(ge=-100, le=100)] | None = None  # lower runs first
-    user: Annotated[str, Field(max_length=512)] | None = None
+    priority: fields.Priority | None = None
+    user: fields.EndUser | None = None
     metadata: fields.Metadata = {}
     # Prefixes are shared only between requests of one key and one salt.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -127,7 +127,7 @@ class OpenAIBody(SamplingBody):
     guided_grammar: fields.GuidedGrammar = None
     structured_outputs: fields.StructuredOutputs = None
     # What `user` is called since it was split in two, and the other half.
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: fields.EndUser | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
 
     @property
@@ -168,7 +168,34 @@ class OpenAIBody(SamplingBody):
         return self
 
 
-class ChatBody(OpenAIBody):
+class EndOfPrompt(BaseModel):
+    """How the prompt of a conversation ends: with an opened answer, or in the last message."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    messages: fields.Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """By default, unless the last message is to be continued."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @model_validator(mode="after")
+    def _one_end(self) -> "EndOfPrompt":
+        if self.continue_final_message and self.messages is not None:
+            if self.add_generation_prompt:
+                raise problem("continue_final_message", "excludes add_generation_prompt")
+            last = self.messages[-1]
+            if last["role"] != "assistant" or "tool_calls" in last:
+                raise problem("continue_final_message", "needs a last message of an assistant")
+        return self
+
+
+class ChatBody(EndOfPrompt, OpenAIBody):
     messages: fields.Messages
     max_completion_tokens: fields.TokenCount | None = None
     logprobs: bool | None = None
@@ -179,15 +206,6 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: fields.TemplateOptions = {}
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @property
-    def adds_generation_prompt(self) -> bool:
-        """By default, unless the last message is to be continued."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
@@ -201,18 +219,7 @@ class ChatBody(OpenAIBody):
         if None not in limits and limits[0] != limits[1]:
             raise problem("max_completion_tokens", "differs from max_tokens; send one of them")
         choice, _ = self.choice_of_tools
-        if self.grammar is not None and choice.mode in ("required", "named"):
-            raise problem(
-                self.grammar.param,
-                "can't be followed by an answer that must be a tool call; send it without"
-                " tool_choice",
-            )
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise problem("continue_final_message", "excludes add_generation_prompt")
-            last = self.messages[-1]
-            if last["role"] != "assistant" or "tool_calls" in last:
-                raise problem("continue_final_message", "needs a last message of an assistant")
+        check_format_and_choice(self.grammar, choice)
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:

@@ -30,10 +30,6 @@ class ResponseFormat:
     has_description: bool = False
 
 
-def parse_response_format(value: Any, where: str = "response_format") -> GrammarSpec | None:
-    return read_response_format(value, where).grammar
-
-
 def read_response_format(value: Any, where: str = "response_format") -> ResponseFormat:
     if value is None:
         return ResponseFormat(None)
@@ -65,11 +61,11 @@ def _json_schema(value: Any, param: str) -> ResponseFormat:
     if strict is not None and not isinstance(strict, bool):
         raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
     # Without `strict` the schema is a wish; it is enforced all the same.
-    grammar = _schema_spec(value.get("schema"), f"{where}.schema", param)
+    grammar = schema_spec(value.get("schema"), f"{where}.schema", param)
     return ResponseFormat(grammar, has_description=bool(description))
 
 
-def _schema_spec(schema: Any, where: str, param: str) -> GrammarSpec:
+def schema_spec(schema: Any, where: str, param: str) -> GrammarSpec:
     if not isinstance(schema, dict | bool):
         raise problem(where, f"should be a JSON schema, got {describe(schema)}")
     source = msgspec.json.encode(schema).decode()
@@ -92,7 +88,7 @@ def _json(value: Any, where: str) -> GrammarSpec:
     """A schema, also as JSON text."""
     if isinstance(value, str):
         value = decode_text(_sized(value, where), where)
-    return _schema_spec(value, where, where)
+    return schema_spec(value, where, where)
 
 
 def _regex(value: Any, where: str) -> GrammarSpec:

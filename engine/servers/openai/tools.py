@@ -7,7 +7,7 @@ and grammars see one shape. Errors name the place; the first one ends it.
 import re
 from typing import Any
 
-from engine.core.interfaces.backend import ToolChoice
+from engine.core.interfaces.backend import GrammarSpec, ToolChoice
 from engine.servers.errors import check_keys, describe, problem
 
 MAX_TOOLS = 512
@@ -28,13 +28,26 @@ def parse_tools(value: Any, where: str = "tools") -> tuple[dict[str, Any], ...]:
     if len(value) > MAX_TOOLS:
         raise problem(where, f"should have at most {MAX_TOOLS} tools, got {len(value)}")
     tools = tuple(_tool(item, f"{where}[{i}]") for i, item in enumerate(value))
+    check_distinct(tools, where + "[{}].function.name")
+    return tools
+
+
+def check_distinct(tools: tuple[dict[str, Any], ...], place: str) -> None:
+    """`place` is where a tool's name stands, with braces for its position."""
     seen: set[str] = set()
     for position, tool in enumerate(tools):
         name = tool["function"]["name"]
         if name in seen:
-            raise problem(f"{where}[{position}].function.name", f"{name} is there twice")
+            raise problem(place.format(position), f"{name} is there twice")
         seen.add(name)
-    return tools
+
+
+def check_format_and_choice(grammar: GrammarSpec | None, choice: ToolChoice) -> None:
+    if grammar is not None and choice.mode in ("required", "named"):
+        raise problem(
+            grammar.param,
+            "can't be followed by an answer that must be a tool call; send it without tool_choice",
+        )
 
 
 def parse_tool_choice(
@@ -75,13 +88,18 @@ def _tool(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise problem(where, f"should be an object, got {describe(function)}")
     check_keys(function, _FUNCTION_FIELDS, where)
-    strict = function.get("strict")
+    return function_tool(function, where)
+
+
+def function_tool(given: dict[str, Any], where: str, schema: str = "parameters") -> dict[str, Any]:
+    """The tool that `given` describes; `schema` is what the API calls that of its arguments."""
+    strict = given.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
     made: dict[str, Any] = {
-        "name": _name(function.get("name"), f"{where}.name"),
-        "description": _description(function.get("description"), f"{where}.description"),
-        "parameters": _parameters(function.get("parameters"), f"{where}.parameters"),
+        "name": _name(given.get("name"), f"{where}.name"),
+        "description": _description(given.get("description"), f"{where}.description"),
+        "parameters": _parameters(given.get(schema), f"{where}.{schema}"),
     }
     if strict:
         made["strict"] = True

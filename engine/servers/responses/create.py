@@ -24,9 +24,15 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.auth import principal_of
+from engine.servers.chats import (
+    check_tools,
+    effort_options,
+    require_chat,
+    require_grammar,
+    warn_of_cache_key,
+)
 from engine.servers.generation import Generation
 from engine.servers.lifecycle import Ticket
-from engine.servers.reasoning import effort_options
 from engine.servers.records import record_of
 from engine.servers.responses.format import finished, outline
 from engine.servers.responses.items import Item, response_of, with_ids
@@ -94,9 +100,8 @@ class ResponseMaker:
         is_stored = body.store is not False and await self._can_store(request, body)
         if ENCRYPTED_REASONING in (body.include or ()):
             services.warn(request, "include", "reasoning is not encrypted; it is sent as text")
-        salts = [salt for salt in (body.cache_salt, body.prompt_cache_key) if salt]
-        salted = body.model_copy(update={"cache_salt": "\n".join(salts) or None})
-        context = services.context(request, salted, params, response_id, body.grammar)
+        warn_of_cache_key(services, request, body.prompt_cache_key)
+        context = services.context(request, body, params, response_id, body.grammar)
         chat = self.chat_request(request, body, card, context, prompt.messages)
         begun = outline(body, response_id, card, is_stored)
 
@@ -135,19 +140,12 @@ class ResponseMaker:
         messages: Messages,
     ) -> ChatRequest:
         services = self._services
-        services.require(card, "chat", "input", "has no chat template; use /v1/completions")
-        if body.grammar is not None:
-            what = "can't be held to a grammar by its backend"
-            services.require(card, "json_schema", "text.format", what)
+        require_chat(services, card, "input")
+        require_grammar(services, card, body.grammar)
         if body.text_format.parsed.has_description:
             services.warn(request, "text.format.description", "is not shown to the model")
         choice, tools = body.choice_of_tools
-        if tools:
-            services.require(card, "tools", "tools", "can't call tools")
-        if tools and "tools" in card.emulated:
-            services.warn(
-                request, "tools", "emulated with a prompt, the model was not made for them"
-            )
+        check_tools(services, request, card, tools)
         return ChatRequest(
             context=context,
             messages=messages,

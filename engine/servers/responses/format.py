@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import ModelCard, UsageEvent
+from engine.servers.errors import short_message
 from engine.servers.responses.items import Item
 from engine.servers.responses.output import Output
 from engine.servers.responses.schema import ReasoningConfig, ResponseBody
@@ -68,7 +69,7 @@ def failed(begun: Item, output: Output, error: EngineError) -> Item:
         code = "rate_limit_exceeded"
     elif isinstance(error, InvalidRequestError):
         code = "invalid_prompt"
-    ending = {"status": "failed", "error": {"code": code, "message": error.message}}
+    ending = {"status": "failed", "error": {"code": code, "message": short_message(error)}}
     return begun | ending | {"output": output.items}
 
 

@@ -8,7 +8,7 @@ the first one ends it.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.servers.errors import describe, problem
+from engine.servers.errors import describe, problem, short_text
 
 MAX_ITEMS = 4_096
 MAX_PARTS = 1_024
@@ -85,7 +85,7 @@ def _item(item: Any, where: str) -> Item:
             raise problem(f"{where}.{key}", "is not supported by this server; leave it out")
     made = {"type": kind} | parse(item, where)
     if item.get("id") is not None:
-        made["id"] = _short(item["id"], f"{where}.id", MAX_ID)
+        made["id"] = short_text(item["id"], f"{where}.id", MAX_ID)
     status = item.get("status")
     if status is not None and status not in _STATUSES:
         expected = ", ".join(_STATUSES)
@@ -148,8 +148,8 @@ def _function_call(item: Item, where: str) -> Item:
             f"{where}.arguments", f"should be JSON text of an object, got {describe(arguments)}"
         )
     return {
-        "call_id": _short(item.get("call_id"), f"{where}.call_id", MAX_ID),
-        "name": _short(item.get("name"), f"{where}.name", MAX_NAME),
+        "call_id": short_text(item.get("call_id"), f"{where}.call_id", MAX_ID),
+        "name": short_text(item.get("name"), f"{where}.name", MAX_NAME),
         "arguments": arguments,
     }
 
@@ -159,11 +159,11 @@ def _function_call_output(item: Item, where: str) -> Item:
     if not isinstance(output, str):
         output = _parts(output, f"{where}.output")
     made: Item = {
-        "call_id": _short(item.get("call_id"), f"{where}.call_id", MAX_ID),
+        "call_id": short_text(item.get("call_id"), f"{where}.call_id", MAX_ID),
         "output": output,
     }
     if item.get("name") is not None:
-        made["name"] = _short(item["name"], f"{where}.name", MAX_NAME)
+        made["name"] = short_text(item["name"], f"{where}.name", MAX_NAME)
     return made
 
 
@@ -188,7 +188,7 @@ def _thoughts(value: Any, where: str, kind: str) -> list[Item]:
 
 
 def _reference(item: Item, where: str) -> Item:
-    return {"id": _short(item.get("id"), f"{where}.id", MAX_ID)}
+    return {"id": short_text(item.get("id"), f"{where}.id", MAX_ID)}
 
 
 # Each kind of item with its parser and its own fields.
@@ -199,10 +199,3 @@ _PARSERS: dict[str, tuple[Callable[[Item, str], Item], tuple[str, ...]]] = {
     "reasoning": (_reasoning, ("summary", "content")),
     "item_reference": (_reference, ()),
 }
-
-
-def _short(value: Any, where: str, max_length: int) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
-        rule = f"should be a string of 1 to {max_length} characters"
-        raise problem(where, f"{rule}, got {describe(value)}")
-    return value

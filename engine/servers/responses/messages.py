@@ -8,11 +8,9 @@ before and continues from its cached blocks.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from engine.core.errors import InvalidRequestError
-from engine.servers.errors import describe, problem
-from engine.servers.limits import check_depth
+from engine.servers.errors import problem
+from engine.servers.openai.messages import parse_arguments
 
 Item = dict[str, Any]
 
@@ -66,7 +64,7 @@ class _Conversation:
 
     def _add_call(self, item: Item, where: str) -> None:
         try:
-            arguments = _arguments(item["arguments"], f"{where}.arguments")
+            arguments = parse_arguments(item["arguments"], f"{where}.arguments")
         except InvalidRequestError:
             if item["status"] == "incomplete":
                 return  # cut off in the middle, so nobody can have answered it
@@ -103,17 +101,3 @@ class _Conversation:
 
 def _texts(parts: Iterable[Item]) -> list[str]:
     return [part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts]
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    raw = text.encode()
-    try:
-        check_depth(raw)
-        arguments = msgspec.json.decode(raw or b"{}")
-    except InvalidRequestError:
-        raise problem(where, "is nested too deep") from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise problem(where, f"is not valid JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise problem(where, f"should be JSON text of an object, got {describe(arguments)}")
-    return arguments

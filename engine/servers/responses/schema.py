@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -21,8 +22,11 @@ from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.errors import describe, problem
+from engine.servers.listing import Cursor, Order, Query
 from engine.servers.openai import fields
-from engine.servers.openai.schema import NumLogprobs, SamplingBody
+from engine.servers.openai.refusals import OffValues, asks_for_nothing
+from engine.servers.openai.schema import NumLogprobs, ReasoningEffort, SamplingBody
+from engine.servers.openai.tools import check_format_and_choice
 from engine.servers.responses.items import MAX_ITEMS, parse_input
 from engine.servers.responses.tools import (
     PLAIN_TEXT,
@@ -51,12 +55,11 @@ Includable = Literal[
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema]:
+def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
     """A parameter of which only null and values that ask for nothing are taken."""
 
     def check(value: Any, info: ValidationInfo) -> None:
-        # `1 == True` in Python, but not in JSON.
-        if value is None or any(type(value) is type(each) and value == each for each in no_effect):
+        if asks_for_nothing(value, no_effect):
             return
         raise InvalidRequestError(
             f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
@@ -64,9 +67,16 @@ def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSche
             code="unsupported_parameter",
         )
 
-    return PlainValidator(check), WithJsonSchema({"enum": [None, *no_effect]})
+    schema = WithJsonSchema({"enum": [None, *no_effect]})
+    return PlainValidator(check), schema, OffValues(no_effect)
 
 
+# Of what is stored; a query of one value is not a list.
+AlwaysThere = Annotated[
+    list[Literal["message.output_text.logprobs"]],
+    Field(max_length=MAX_INCLUDES),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 ShortText = Annotated[str, Field(max_length=512)]
 ResponseId = Annotated[str, Field(min_length=1, max_length=128)]
 InputItems = Annotated[
@@ -104,7 +114,7 @@ class TextConfig(BaseModel):
 class ReasoningConfig(BaseModel):
     model_config = _STRICT
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -115,6 +125,20 @@ class StreamOptions(BaseModel):
     model_config = _STRICT
 
     include_obfuscation: Literal[False] | None = None  # events are never padded
+
+
+class ResponseQuery(Query):
+    include: AlwaysThere | None = None
+    stream: Annotated[None, *refused("read it whole", "false")] = None
+    starting_after: Annotated[None, *refused("read it whole")] = None
+    include_obfuscation: Annotated[None, *refused("read it whole", "false")] = None
+
+
+class ItemsQuery(Query):
+    after: Cursor | None = None
+    include: AlwaysThere | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Order = "desc"
 
 
 class PromptBody(BaseModel):
@@ -147,12 +171,8 @@ class PromptBody(BaseModel):
 
     @model_validator(mode="after")
     def _format_and_tools_agree(self) -> "PromptBody":
-        choice, offered = self.choice_of_tools
-        if self.grammar is not None and offered and choice.mode in ("required", "named"):
-            raise problem(
-                "text.format",
-                f"can't be followed where tool_choice is {choice.mode}; send one of the two",
-            )
+        choice, _ = self.choice_of_tools
+        check_format_and_choice(self.grammar, choice)
         return self
 
 
@@ -170,7 +190,7 @@ class ResponseBody(PromptBody, SamplingBody):
     include: Annotated[list[Includable], Field(max_length=MAX_INCLUDES)] | None = None
     store: bool | None = None
     stream_options: StreamOptions | None = None
-    safety_identifier: ShortText | None = None
+    safety_identifier: fields.EndUser | None = None
     prompt_cache_key: ShortText | None = None
     # A bound on calls of built-in tools; there are none.
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -6,6 +6,7 @@ after it was made or last continued, so a conversation in use stays whole. Beyon
 number and size, whatever was left alone longest goes first.
 """
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -119,7 +120,7 @@ class ResponseStore:
     async def input_items(self, response_id: str, owner: str) -> list[Item]:
         """What came with this response's own request, earlier turns left out."""
         row = await self._row(response_id, owner)
-        return msgspec.json.decode(row["input"], type=list[Item])
+        return await asyncio.to_thread(msgspec.json.decode, row["input"], type=list[Item])
 
     async def delete(self, response_id: str, owner: str) -> None:
         def work(connection: sqlite3.Connection) -> None:

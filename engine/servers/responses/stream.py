@@ -12,6 +12,7 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
+from engine.servers.errors import error_fields
 from engine.servers.generation import OutputEvent
 from engine.servers.openai.format import chat_logprobs
 from engine.servers.responses.format import failed
@@ -50,7 +51,7 @@ class ResponseStream:
         return self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: EngineError) -> bytes:
-        detail = error.body()["error"]
+        detail = error_fields(error)
         # Documented flat, sent nested by OpenAI, and raised by its SDKs only if nested: so both.
         flat = {key: detail[key] for key in ("code", "message", "param")}
         return self._event("error", **flat, error=detail) + self._event(
