@@ -159,13 +159,13 @@ class MaskWriter:
         """Masks for `num_rows`; the `known` ones are computed from now on."""
         mask = np.full((num_rows, self._num_words), ALL_ALLOWED, np.uint32)
         done = frozenset(index for _, index in known)
-        return MaskJob(mask, done, self._thread.submit(self.fill, mask, known), self)
+        computing = self._thread.submit(self.fill, mask, known) if known else None
+        return MaskJob(mask, done, computing, self)
 
     def fill(self, mask: U32, rows: list[MaskRow]) -> None:
-        if rows:
-            self._executor.unsafe_compute_mask_ptr(
-                rows, mask.ctypes.data, self._num_words * mask.itemsize, len(mask)
-            )
+        self._executor.unsafe_compute_mask_ptr(
+            rows, mask.ctypes.data, self._num_words * mask.itemsize, len(mask)
+        )
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -177,11 +177,14 @@ class MaskJob:
 
     mask: U32
     done: frozenset[int]  # rows that are being computed
-    computing: "Future[None]"
+    computing: "Future[None] | None"
     writer: MaskWriter
 
     def finish(self, rows: list[MaskRow]) -> U32:
         """The masks of all these rows."""
-        self.computing.result()
-        self.writer.fill(self.mask, [row for row in rows if row[1] not in self.done])
+        if self.computing is not None:
+            self.computing.result()
+        late = [row for row in rows if row[1] not in self.done]
+        if late:
+            self.writer.fill(self.mask, late)
         return self.mask
