@@ -87,6 +87,8 @@ class ModelConfig:
         return self.norm == "rms"
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        if self.encoder is not None:
+            return 0  # it reads a text once and keeps nothing
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
