@@ -1,6 +1,7 @@
 """Fixtures that several kinds of tests share: the default model, and a live server around it."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from tests.served import ServedEngine, serve
 
 # Read once, when PyTorch is first imported: threads that spin starve whatever shares the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What servers store by default goes here, not to the data of whoever runs the tests.
+DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
