@@ -1,0 +1,120 @@
+"""Attributes of the ops, one frozen dataclass each, and the check that they hold what they say."""
+
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from engine.backends.custom.ir.plan import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class NoAttributes:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    heads: int
+    head_dim: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    heads: int
+    head_dim: int
+    dim: int  # the first values of a head, which are turned
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvWrite:
+    layer: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # a token sees this many, itself included
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A product with all that may be fused into it.
+
+    Weights: the norm's weight and bias, the parts, the parts' biases. Inputs: the rows, then what a
+    residual is added to.
+    """
+
+    parts: int = 1
+    norm: Literal["none", "rms", "layer"] = "none"
+    norm_bias: bool = False
+    eps: float = 0.0
+    has_bias: bool = False
+    activation: Activation = "none"
+    gated: bool = False
+    residual: bool = False
+
+    @property
+    def norm_weights(self) -> int:
+        return 0 if self.norm == "none" else 1 + self.norm_bias
+
+
+@dataclass(frozen=True, slots=True)
+class RopeWrite:
+    """Inputs: qkv, cosines and sines where heads are turned, cache, slots. Weights: the norms."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_dim: int  # 0: none
+    q_norm: bool
+    k_norm: bool
+    eps: float
+
+
+def attribute_fault(attributes: Any, kind: type) -> str | None:
+    """What is wrong with a node's attributes, or None."""
+    hints = _hints(kind)
+    if type(attributes) is not kind:
+        return f"attributes must be {kind.__name__}, found {type(attributes).__name__}"
+    for name, hint in hints.items():
+        value = getattr(attributes, name)
+        if not _fits(value, hint):
+            return f"attribute '{name}' must be {_name(hint)}, found {value!r}"
+    return None
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return type(value) is hint
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

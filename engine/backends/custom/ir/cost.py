@@ -1,0 +1,127 @@
+"""What each step of a plan reads, writes and computes, for a step of a given size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.backends.custom.ir.plan import (
+    AttentionStep,
+    EmbedStep,
+    ExecutionPlan,
+    GatherStep,
+    LinearStep,
+    RopeWriteStep,
+    Step,
+)
+from engine.backends.custom.ir.types import Counts
+
+_FLOAT = 4
+# Bytes of a stored weight, by its name.
+StoredBytes = Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    flops: int = 0
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    kv_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes
+
+    def __add__(self, other: "StepCost") -> "StepCost":
+        return StepCost(
+            self.flops + other.flops,
+            self.weight_bytes + other.weight_bytes,
+            self.activation_bytes + other.activation_bytes,
+            self.kv_bytes + other.kv_bytes,
+        )
+
+
+class PlanCost:
+    """Prices of a plan's steps. `kv_value_bytes` is the size of one stored key or value entry."""
+
+    def __init__(
+        self, plan: ExecutionPlan, stored_bytes: StoredBytes, kv_value_bytes: float
+    ) -> None:
+        self._plan = plan
+        self._stored_bytes = stored_bytes
+        self._kv_value_bytes = kv_value_bytes
+        self._matrices = {matrix.name: matrix for matrix in plan.matrices}
+
+    def steps(self, counts: Counts) -> tuple[StepCost, ...]:
+        return tuple(self.step(step, counts) for step in self._plan.steps)
+
+    def total(self, counts: Counts) -> StepCost:
+        return sum(self.steps(counts), StepCost())
+
+    def step(self, step: Step, counts: Counts) -> StepCost:
+        match step:
+            case EmbedStep():
+                return self._embed(step, counts)
+            case LinearStep():
+                return self._linear(step, counts)
+            case RopeWriteStep():
+                return self._rope_write(step, counts)
+            case AttentionStep():
+                return self._attention(step, counts)
+            case GatherStep():
+                size = counts.logits * self._plan.buffers[step.out].width
+                return StepCost(activation_bytes=2 * _FLOAT * size)
+
+    def weights(self, step: Step) -> tuple[str, ...]:
+        """Names of the weights that a step reads."""
+        names: list[str | None] = []
+        match step:
+            case EmbedStep():
+                names = [*self._matrices[step.table].parts, step.positions]
+            case LinearStep():
+                matrix = self._matrices[step.matrix]
+                norm = [step.norm.weight, step.norm.bias] if step.norm else []
+                names = [*norm, *matrix.parts, *matrix.biases]
+            case RopeWriteStep():
+                names = [step.q_norm, step.k_norm]
+        return tuple(name for name in names if name is not None)
+
+    def _embed(self, step: EmbedStep, counts: Counts) -> StepCost:
+        """Only the rows that are looked up are read."""
+        matrix = self._matrices[step.table]
+        row = self._stored_bytes(step.table) / matrix.rows
+        size = counts.tokens * matrix.columns
+        positions = step.positions is not None
+        return StepCost(
+            flops=size if positions else 0,
+            weight_bytes=round(row * counts.tokens) + (_FLOAT * size if positions else 0),
+            activation_bytes=_FLOAT * size,
+        )
+
+    def _linear(self, step: LinearStep, counts: Counts) -> StepCost:
+        matrix = self._matrices[step.matrix]
+        per = self._plan.buffers[step.source].per
+        rows = counts.tokens if per == "token" else counts.logits
+        written = matrix.rows // 2 if step.gated else matrix.rows
+        touched = matrix.columns + written * (2 if step.residual or step.multiply else 1)
+        return StepCost(
+            flops=2 * rows * matrix.rows * matrix.columns,
+            weight_bytes=sum(map(self._stored_bytes, self.weights(step))) if rows else 0,
+            activation_bytes=_FLOAT * rows * touched,
+        )
+
+    def _rope_write(self, step: RopeWriteStep, counts: Counts) -> StepCost:
+        turned, stored = step.heads + step.kv_heads, 2 * step.kv_heads
+        return StepCost(
+            flops=3 * counts.tokens * turned * step.rope_dim,
+            activation_bytes=2 * _FLOAT * counts.tokens * turned * step.head_dim,
+            kv_bytes=round(counts.tokens * stored * step.head_dim * self._kv_value_bytes),
+        )
+
+    def _attention(self, step: AttentionStep, counts: Counts) -> StepCost:
+        seen = min(counts.context, step.window or counts.context)
+        known = 2 * counts.sequences * seen * step.kv_heads * step.head_dim
+        width = step.heads * step.head_dim
+        return StepCost(
+            flops=4 * counts.tokens * seen * width,
+            activation_bytes=2 * _FLOAT * counts.tokens * width,
+            kv_bytes=round(known * self._kv_value_bytes),
+        )

@@ -1,0 +1,159 @@
+"""Arguments for each op, generated: one row and many, odd sizes, ragged sequences."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.backends.custom.ir.attributes import (
+    Attention,
+    Columns,
+    HeadNorm,
+    KvWrite,
+    NoAttributes,
+    Normalize,
+    Projection,
+    Rope,
+    RopeWrite,
+)
+from engine.backends.custom.ir.reference import F32
+from engine.backends.custom.ir.types import Array, Example, Examples
+
+ROWS = (1, 3, 17)
+WIDTHS = (32, 40, 129)
+# (heads, kv heads, head size)
+HEADS = ((4, 2, 16), (9, 3, 24), (5, 5, 64))
+BLOCK = 16
+
+
+def embed(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        ids = rng.integers(0, 50, rows).astype(np.int32)
+        yield Example(NoAttributes(), (ids,), (_normal(rng, 50, width),))
+
+
+def embed_positions(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        ids = rng.integers(0, 50, (2, rows)).astype(np.int32)
+        yield Example(
+            NoAttributes(), (ids[0], ids[1]), (_normal(rng, 50, width), _normal(rng, 60, width))
+        )
+
+
+def elementwise(inputs: int) -> Examples:
+    def examples(rng: np.random.Generator) -> Iterator[Example]:
+        for rows, width in zip(ROWS, WIDTHS, strict=True):
+            values = tuple(_normal(rng, rows, width, spread=3.0) for _ in range(inputs))
+            yield Example(NoAttributes(), values)
+
+    return examples
+
+
+def linear(rng: np.random.Generator) -> Iterator[Example]:
+    for rows in ROWS:
+        for out, width in ((16, 32), (33, 70), (100, 64)):
+            matrix = _normal(rng, out, width, spread=0.1)
+            yield Example(NoAttributes(), (_normal(rng, rows, width),), (matrix,))
+            yield Example(NoAttributes(), (_normal(rng, rows, width),), (matrix, _normal(rng, out)))
+
+
+def rms_norm(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        yield Example(Normalize(1e-5), (_normal(rng, rows, width),), (_normal(rng, width),))
+
+
+def layer_norm(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        for count in (1, 2):
+            weights = tuple(_normal(rng, width) for _ in range(count))
+            yield Example(Normalize(1e-5), (_normal(rng, rows, width) + 2,), weights)
+
+
+def head_norm(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
+        yield Example(
+            HeadNorm(heads, size, 1e-6), (_normal(rng, rows, heads * size),), (_normal(rng, size),)
+        )
+
+
+def rope(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
+        for dim in (size, size // 2):
+            x = _normal(rng, rows, heads * size)
+            yield Example(Rope(heads, size, dim), (x, *_turns(rng, rows, dim)))
+
+
+def columns(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        yield Example(Columns(width // 4, width // 2), (_normal(rng, rows, width),))
+
+
+def gather_rows(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        picked = np.arange(0, rows, 2, dtype=np.int32)
+        yield Example(NoAttributes(), (_normal(rng, rows, width), picked))
+
+
+def kv_write(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, (_, kv_heads, size) in zip(ROWS, HEADS, strict=True):
+        cache = np.zeros((4, BLOCK, 2, kv_heads, size), np.float32)
+        keys, values = (_normal(rng, rows, kv_heads * size) for _ in range(2))
+        yield Example(KvWrite(0, kv_heads, size), (cache, keys, values, _slots(rng, rows)))
+
+
+def attention(rng: np.random.Generator) -> Iterator[Example]:
+    """Three sequences: one query at its end, a whole prompt, the later chunk of a prompt."""
+    for heads, kv_heads, size in HEADS:
+        for window in (None, 7):
+            positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)
+            row_of = np.repeat(np.arange(3, dtype=np.int32), (1, 19, 13))
+            cache = _normal(rng, 9, BLOCK, 2, kv_heads, size)
+            tables = rng.permutation(9).astype(np.int32).reshape(3, 3)
+            queries = _normal(rng, len(positions), heads * size)
+            yield Example(
+                Attention(0, heads, kv_heads, size, size**-0.5, window),
+                (queries, cache, positions, row_of, tables),
+            )
+
+
+def projection(rng: np.random.Generator) -> Iterator[Example]:
+    plain, gate = Projection(), Projection(parts=2, activation="silu", gated=True)
+    everything = Projection(3, "layer", norm_bias=True, eps=1e-5, has_bias=True, residual=True)
+    for attributes, sizes in (
+        (plain, (33,)),
+        (gate, (24, 24)),
+        (everything, (16, 8, 8)),
+        (Projection(norm="rms", eps=1e-6, activation="gelu_tanh"), (40,)),
+    ):
+        for rows in ROWS:
+            width, out = 48, sizes[0] if attributes.gated else sum(sizes)
+            inputs: tuple[Array, ...] = (_normal(rng, rows, width),)
+            if attributes.residual:
+                inputs += (_normal(rng, rows, out),)
+            weights = [_normal(rng, width) for _ in range(attributes.norm_weights)]
+            weights += [_normal(rng, size, width, spread=0.1) for size in sizes]
+            weights += [_normal(rng, size) for size in sizes if attributes.has_bias]
+            yield Example(attributes, inputs, tuple(weights))
+
+
+def rope_write(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, (heads, kv_heads, size) in zip(ROWS, HEADS, strict=True):
+        for dim, normed in ((size, True), (size // 2, False), (0, False)):
+            qkv = _normal(rng, rows, (heads + 2 * kv_heads) * size)
+            cache = np.zeros((4, BLOCK, 2, kv_heads, size), np.float32)
+            turns = _turns(rng, rows, dim) if dim else ()
+            norms = (_normal(rng, size), _normal(rng, size)) if normed else ()
+            attributes = RopeWrite(0, heads, kv_heads, size, dim, normed, normed, 1e-6)
+            yield Example(attributes, (qkv, *turns, cache, _slots(rng, rows)), norms)
+
+
+def _normal(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> F32:
+    return rng.normal(0, spread, shape).astype(np.float32)
+
+
+def _turns(rng: np.random.Generator, rows: int, dim: int) -> tuple[F32, F32]:
+    angles = rng.uniform(0, 300, (rows, dim // 2))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _slots(rng: np.random.Generator, rows: int) -> Array:
+    return rng.permutation(4 * BLOCK)[:rows].astype(np.int64)

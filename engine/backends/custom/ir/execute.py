@@ -1,0 +1,169 @@
+"""Runs plans and graphs in numpy over a paged cache: the oracle for every other executor.
+
+The plan's executor keeps buffers in the places that the plan gave them and fills what is free with
+NaN, so a buffer that is read before it is written, or written while it is needed, shows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.custom.ir import reference
+from engine.backends.custom.ir.families import decoder
+from engine.backends.custom.ir.graph import Graph
+from engine.backends.custom.ir.ops import OPS
+from engine.backends.custom.ir.plan import (
+    AttentionStep,
+    EmbedStep,
+    ExecutionPlan,
+    GatherStep,
+    LinearStep,
+    Norm,
+    RopeWriteStep,
+)
+from engine.backends.custom.ir.reference import F32, I32, Integers
+from engine.backends.custom.ir.types import Array
+
+Weights = Mapping[str, F32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens, in any order; those of a sequence may be a chunk of its prompt."""
+
+    token_ids: I32  # (T,)
+    positions: I32  # (T,)
+    write_slots: Integers  # (T,) block * tokens of a block + offset
+    row_of: I32  # (T,) which sequence
+    tables: I32  # (S, B) blocks of each sequence
+    logit_tokens: I32  # (R,) tokens whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What outlives a step."""
+
+    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
+    turns: tuple[F32, F32] | None  # cosines and sines, (positions, dim / 2) each
+
+    def turns_at(self, positions: I32) -> tuple[F32, F32] | None:
+        if self.turns is None:
+            return None
+        return self.turns[0][positions], self.turns[1][positions]
+
+
+def run_graph(graph: Graph, weights: Weights, batch: Batch, state: State) -> F32:
+    """Evaluates node after node by the table's references; gives the first output."""
+    values: dict[str, Array] = {
+        decoder.TOKEN_IDS: batch.token_ids,
+        decoder.POSITIONS: batch.positions,
+        decoder.WRITE_SLOTS: batch.write_slots,
+        decoder.ROW_OF: batch.row_of,
+        decoder.TABLES: batch.tables,
+        decoder.LOGIT_TOKENS: batch.logit_tokens,
+    }
+    turns = state.turns_at(batch.positions)
+    if turns is not None:
+        values[decoder.COSINES], values[decoder.SINES] = turns
+    values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
+    for node in graph.nodes:
+        values[node.name] = OPS[node.op].reference(
+            node.attributes,
+            [values[name] for name in node.inputs],
+            [weights[name] for name in node.weights],
+        )
+    return values[graph.outputs[0]]
+
+
+def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> F32:
+    """Executes step after step; gives a copy of the output's rows."""
+    run = _Run(plan, weights, batch, state)
+    for step in plan.steps:
+        match step:
+            case EmbedStep():
+                run.embed(step)
+            case LinearStep():
+                run.linear(step)
+            case RopeWriteStep():
+                run.rope_write(step)
+            case AttentionStep():
+                run.attention(step)
+            case GatherStep():
+                run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
+    return run.buffers[plan.output].copy()
+
+
+class _Run:
+    """One execution: the arena, and a method for each kind of step."""
+
+    def __init__(self, plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> None:
+        counts = {"token": len(batch.token_ids), "logit": len(batch.logit_tokens)}
+        room = {"token": plan.capacity.tokens, "logit": plan.capacity.logits}
+        if any(counts[kind] > room[kind] for kind in room):
+            raise ValueError(f"a step of {counts} rows exceeds the plan's {plan.capacity}")
+        kinds = {buffer.place: buffer.per for buffer in plan.buffers}
+        arena = [
+            np.full((counts[kinds[place]], width), np.nan, np.float32)
+            for place, width in enumerate(plan.places)
+        ]
+        self.buffers = [arena[buffer.place][:, : buffer.width] for buffer in plan.buffers]
+        self._matrices = {matrix.name: matrix for matrix in plan.matrices}
+        self._weights, self._batch, self._state = weights, batch, state
+        self._turns = state.turns_at(batch.positions)
+
+    def embed(self, step: EmbedStep) -> None:
+        (table,) = self._matrices[step.table].parts
+        rows = reference.embed(self._weights[table], self._batch.token_ids)
+        if step.positions is not None:
+            rows = rows + reference.embed(self._weights[step.positions], self._batch.positions)
+        self.buffers[step.out][:] = rows
+
+    def linear(self, step: LinearStep) -> None:
+        matrix = self._matrices[step.matrix]
+        x = self._normed(self.buffers[step.source], step.norm)
+        parts = [self._weights[name] for name in matrix.parts]
+        biases = [self._weights[name] for name in matrix.biases] if step.has_bias else []
+        product = reference.projection(x, parts, biases, step.activation, step.gated)
+        out = self.buffers[step.out][:, step.column : step.column + product.shape[1]]
+        if step.residual:
+            out += product
+        elif step.multiply:
+            out *= product
+        else:
+            out[:] = product
+
+    def rope_write(self, step: RopeWriteStep) -> None:
+        norms = [
+            None if name is None else self._weights[name] for name in (step.q_norm, step.k_norm)
+        ]
+        qkv = self.buffers[step.qkv]
+        qkv[:] = reference.rope_write(
+            qkv,
+            step.heads,
+            self._state.caches[step.layer],
+            self._batch.write_slots,
+            self._turns if step.rope_dim else None,
+            (norms[0], norms[1]),
+            step.eps,
+        )
+
+    def attention(self, step: AttentionStep) -> None:
+        self.buffers[step.out][:] = reference.paged_attention(
+            self.buffers[step.qkv][:, : step.heads * step.head_dim],
+            self._state.caches[step.layer],
+            self._batch.positions,
+            self._batch.row_of,
+            self._batch.tables,
+            step.scale,
+            step.window,
+        )
+
+    def _normed(self, x: F32, norm: Norm | None) -> F32:
+        if norm is None:
+            return x
+        weight = self._weights[norm.weight]
+        if norm.kind == "rms":
+            return reference.rms_norm(x, weight, norm.eps)
+        bias = None if norm.bias is None else self._weights[norm.bias]
+        return reference.layer_norm(x, weight, bias, norm.eps)

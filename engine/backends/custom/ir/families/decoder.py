@@ -1,0 +1,173 @@
+"""What the decoders share: the names of their weights and the pieces of a block."""
+
+from collections.abc import Callable
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.ir.attributes import (
+    Attention,
+    Columns,
+    HeadNorm,
+    KvWrite,
+    Normalize,
+    Rope,
+)
+from engine.backends.custom.ir.graph import Graph, GraphBuilder
+
+TOKEN_IDS = "token_ids"
+POSITIONS = "positions"
+WRITE_SLOTS = "write_slots"  # block * tokens of a block + offset
+ROW_OF = "row_of"  # which sequence a token belongs to
+TABLES = "tables"  # blocks of each sequence
+LOGIT_TOKENS = "logit_tokens"
+COSINES = "cosines"
+SINES = "sines"
+
+
+def cache_name(layer: int) -> str:
+    return f"cache.{layer}"
+
+
+class DecoderBuilder:
+    """A graph under construction whose weights have the names of `architectures/`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.graph = GraphBuilder()
+        self.graph.input(TOKEN_IDS, ("T",), "i32")
+        self.graph.input(POSITIONS, ("T",), "i32")
+        self.graph.input(WRITE_SLOTS, ("T",), "i64")
+        self.graph.input(ROW_OF, ("T",), "i32")
+        self.graph.input(TABLES, ("S", "B"), "i32")
+        self.graph.input(LOGIT_TOKENS, ("R",), "i32")
+        if config.rope is not None:
+            self.graph.input(COSINES, ("T", config.rope.dim // 2))
+            self.graph.input(SINES, ("T", config.rope.dim // 2))
+
+    def embed(self) -> str:
+        config = self.config
+        table = self.graph.weight("embed.weight", config.vocab_size, config.hidden_size)
+        tokens = self.graph.add("embed", "embed", [TOKEN_IDS], [table])
+        if config.rope is not None:
+            return tokens
+        table = self.graph.weight("position.weight", config.max_position, config.hidden_size)
+        places = self.graph.add("position_embed", "position", [POSITIONS], [table])
+        return self.add("embed_sum", tokens, places)
+
+    def norm(self, x: str, name: str) -> str:
+        size, kind = self.config.hidden_size, self.config.norm
+        weights = [self.graph.weight(f"{name}.weight", size)]
+        if kind == "layer":
+            weights.append(self.graph.weight(f"{name}.bias", size))
+        attributes = Normalize(self.config.norm_eps)
+        return self.graph.add(f"{kind}_norm", name, [x], weights, attributes)
+
+    def linear(self, x: str, name: str, rows: int, columns: int, has_bias: bool) -> str:
+        weights = [self.graph.weight(f"{name}.weight", rows, columns)]
+        if has_bias:
+            weights.append(self.graph.weight(f"{name}.bias", rows))
+        return self.graph.add("linear", name, [x], weights)
+
+    def add(self, name: str, first: str, second: str) -> str:
+        return self.graph.add("add", name, [first, second])
+
+    def split_qkv(self, x: str, layer: int) -> str:
+        """Attention with a matrix each for queries, keys and values; gives the heads' outputs."""
+        config, name = self.config, f"layers.{layer}.attn"
+        q, k, v = (
+            self.linear(
+                x, f"{name}.{part}", heads * config.head_dim, config.hidden_size, config.qkv_bias
+            )
+            for part, heads in (
+                ("q", config.num_heads),
+                ("k", config.num_kv_heads),
+                ("v", config.num_kv_heads),
+            )
+        )
+        return self.attention(layer, q, k, v)
+
+    def fused_qkv(self, x: str, layer: int) -> str:
+        """Attention whose queries, keys and values are the rows of one matrix."""
+        config, name = self.config, f"layers.{layer}.attn"
+        sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+        bounds = (0, sizes[0], sum(sizes), sum(sizes) + sizes[1])
+        qkv = self.linear(x, f"{name}.qkv", bounds[-1], config.hidden_size, config.qkv_bias)
+        q, k, v = (
+            self.graph.add("columns", f"{name}.{part}", [qkv], (), Columns(*bounds[i : i + 2]))
+            for i, part in enumerate("qkv")
+        )
+        return self.attention(layer, q, k, v)
+
+    def attention(self, layer: int, q: str, k: str, v: str) -> str:
+        config, name = self.config, f"layers.{layer}.attn"
+        kv_heads, size = config.num_kv_heads, config.head_dim
+        q = self._heads(q, f"{name}.q", config.num_heads)
+        k = self._heads(k, f"{name}.k", kv_heads)
+        cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
+        written = self.graph.add(
+            "kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), KvWrite(layer, kv_heads, size)
+        )
+        return self.graph.add(
+            "attention",
+            f"{name}.heads",
+            [q, written, POSITIONS, ROW_OF, TABLES],
+            (),
+            Attention(layer, config.num_heads, kv_heads, size, size**-0.5, config.sliding_window),
+        )
+
+    def _heads(self, x: str, name: str, heads: int) -> str:
+        """Queries or keys as attention wants them: normed and turned where the model does so."""
+        config = self.config
+        if config.qk_norm:
+            weight = self.graph.weight(f"{name}_norm.weight", config.head_dim)
+            attributes = HeadNorm(heads, config.head_dim, config.norm_eps)
+            x = self.graph.add("head_norm", f"{name}_norm", [x], [weight], attributes)
+        if config.rope is not None:
+            turn = Rope(heads, config.head_dim, config.rope.dim)
+            x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), turn)
+        return x
+
+    def gated_mlp(self, x: str, layer: int) -> str:
+        """activation(gate) * up, without the product that leads back."""
+        config, name = self.config, f"layers.{layer}.mlp"
+        inner, hidden = config.intermediate_size, config.hidden_size
+        gate = self.linear(x, f"{name}.gate", inner, hidden, config.mlp_bias)
+        gate = self.graph.add(config.activation, f"{name}.activation", [gate])
+        up = self.linear(x, f"{name}.up", inner, hidden, config.mlp_bias)
+        return self.graph.add("mul", f"{name}.gated", [gate, up])
+
+    def plain_mlp(self, x: str, layer: int) -> str:
+        config, name = self.config, f"layers.{layer}.mlp"
+        up = self.linear(
+            x, f"{name}.up", config.intermediate_size, config.hidden_size, config.mlp_bias
+        )
+        return self.graph.add(config.activation, f"{name}.activation", [up])
+
+    def logits(self, x: str) -> Graph:
+        """Ends the graph: the final norm and the head, of the wanted tokens only."""
+        config = self.config
+        x = self.graph.add("gather_rows", "wanted", [x, LOGIT_TOKENS])
+        x = self.norm(x, "norm")
+        name = "embed.weight" if config.tie_embeddings else "head.weight"
+        head = self.graph.weight(name, config.vocab_size, config.hidden_size)
+        return self.graph.build(self.graph.add("linear", "logits", [x], [head]))
+
+
+# Half of a block without its norm and without the product that leads back to the hidden size.
+Half = Callable[[DecoderBuilder, str, int], str]
+
+
+def pre_norm_decoder(config: ModelConfig, attend: Half, feed: Half) -> Graph:
+    """Blocks of two halves, each of which norms what it reads and adds what it makes."""
+    builder, hidden = DecoderBuilder(config), config.hidden_size
+    x = builder.embed()
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        heads = attend(builder, builder.norm(x, f"{name}.attn_norm"), layer)
+        width = config.num_heads * config.head_dim
+        out = builder.linear(heads, f"{name}.attn.o", hidden, width, config.out_bias)
+        x = builder.add(f"{name}.attn_sum", x, out)
+        inner = feed(builder, builder.norm(x, f"{name}.mlp_norm"), layer)
+        width = config.intermediate_size
+        out = builder.linear(inner, f"{name}.mlp.down", hidden, width, config.mlp_bias)
+        x = builder.add(f"{name}.mlp_sum", x, out)
+    return builder.logits(x)

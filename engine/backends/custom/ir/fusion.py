@@ -1,0 +1,313 @@
+"""Fusions: each pass turns a pattern of nodes into fewer nodes that compute the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.backends.custom.ir.attributes import (
+    Attention,
+    Columns,
+    NoAttributes,
+    Normalize,
+    Projection,
+    RopeWrite,
+)
+from engine.backends.custom.ir.graph import Graph, Node
+from engine.backends.custom.ir.plan import Activation
+from engine.backends.custom.ir.rewrite import Rewrite
+
+_PRODUCTS = ("linear", "projection")
+_NORMS = ("rms_norm", "layer_norm")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+}
+
+
+def fuse(graph: Graph) -> Graph:
+    for fusion in PASSES:
+        graph = fusion(graph)
+    return graph
+
+
+def fuse_positions(graph: Graph) -> Graph:
+    """embed + position_embed -> embed_positions"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "add":
+            continue
+        tokens, places = (edit.made_by.get(name) for name in node.inputs)
+        if tokens is None or places is None:
+            continue
+        if tokens.op == "position_embed":
+            tokens, places = places, tokens
+        pair = (tokens.op, places.op) == ("embed", "position_embed")
+        if pair and edit.private(tokens.name) and edit.private(places.name):
+            parts = (tokens, places)
+            inputs = tokens.inputs + places.inputs
+            weights = tokens.weights + places.weights
+            fused = edit.node(
+                "embed_positions", node.name, inputs, weights, NoAttributes(), (*parts, node)
+            )
+            edit.drop(parts)
+            edit.put(node, fused)
+    return edit.done()
+
+
+def fuse_norms(graph: Graph) -> Graph:
+    """linear(norm(x)) -> projection(x), where nothing but products reads the norm"""
+    edit = Rewrite(graph)
+    for norm in graph.nodes:
+        if norm.op not in _NORMS or norm.name in graph.outputs:
+            continue
+        users = edit.users.get(norm.name, [])
+        if not users or any(user.op != "linear" for user in users):
+            continue
+        assert isinstance(norm.attributes, Normalize)
+        for user in users:
+            attributes = replace(
+                as_projection(user),
+                norm="rms" if norm.op == "rms_norm" else "layer",
+                norm_bias=len(norm.weights) > 1,
+                eps=norm.attributes.eps,
+            )
+            weights = norm.weights + user.weights
+            fused = edit.node(
+                "projection", user.name, norm.inputs, weights, attributes, (norm, user)
+            )
+            edit.put(user, fused)
+        edit.drop([norm])
+    return edit.done()
+
+
+def fuse_qkv(graph: Graph) -> Graph:
+    """Products that become the queries, keys and values of one attention -> one product"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "attention":
+            continue
+        write = edit.maker(node.inputs[1], "kv_write")
+        if write is None:
+            continue
+        chains = [_chain(edit, name) for name in (node.inputs[0], *write.inputs[1:3])]
+        products = [chain[-1] for chain in chains if chain and chain[-1].op in _PRODUCTS]
+        if len(products) != 3 or not _stackable(edit, products):
+            continue
+        joined = joined_name([product.name for product in products])
+        fused = _stack(edit, joined, products, products)
+        pieces, start = [], 0
+        for product in products:
+            stop = start + _width(product)
+            pieces.append(
+                edit.node("columns", product.name, [joined], (), Columns(start, stop), ())
+            )
+            start = stop
+        edit.drop(products)
+        edit.put(edit.first(products), fused, *pieces)
+    return edit.done()
+
+
+def fuse_activations(graph: Graph) -> Graph:
+    """activation(product) -> product"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op not in _ACTIVATIONS:
+            continue
+        product = edit.maker(node.inputs[0], *_PRODUCTS)
+        if product is None or not edit.private(product.name) or not _is_bare(product):
+            continue
+        attributes = replace(as_projection(product), activation=_ACTIVATIONS[node.op])
+        fused = edit.node(
+            "projection", node.name, product.inputs, product.weights, attributes, (product, node)
+        )
+        edit.drop([product])
+        edit.put(node, fused)
+    return edit.done()
+
+
+def fuse_gates(graph: Graph) -> Graph:
+    """activation(x @ gate) * (x @ up) -> one gated product"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "mul":
+            continue
+        sides = [edit.maker(name, *_PRODUCTS) for name in node.inputs]
+        products = [side for side in sides if side is not None]
+        products.sort(key=lambda product: as_projection(product).activation == "none")  # gate first
+        if len(products) != 2 or as_projection(products[0]).activation == "none":
+            continue
+        gate, up = products
+        if not _is_bare(up) or not _stackable(edit, products, up):
+            continue
+        fused = _stack(edit, node.name, products, (*products, node), gated=True)
+        edit.drop(products)
+        edit.put(node, fused)
+    return edit.done()
+
+
+def fuse_rope_writes(graph: Graph) -> Graph:
+    """Norm and turn of the heads of q and k, and the write of k and v -> rope_write"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "attention":
+            continue
+        write = edit.maker(node.inputs[1], "kv_write")
+        if write is None or not edit.private(write.name):
+            continue
+        chains = [_chain(edit, name) for name in (node.inputs[0], *write.inputs[1:3])]
+        attributes = _rope_write(node.attributes, chains)
+        if attributes is None:
+            continue
+        turn = next((each for each in chains[0] if each.op == "rope"), None)
+        inputs = chains[0][-1].inputs + (turn.inputs[1:] if turn else ())
+        inputs += (write.inputs[0], write.inputs[3])
+        norms = [each.weights[0] for chain in chains for each in chain if each.op == "head_norm"]
+        replaced = [each for chain in chains for each in chain]
+        name = f"{write.name}_rope"
+        fused = edit.node("rope_write", name, inputs, norms, attributes, (*replaced, write))
+        reads = (name, write.inputs[0], *node.inputs[2:])
+        attend = edit.node("attention", node.name, reads, (), node.attributes, (node,))
+        edit.drop(replaced)
+        edit.put(write, fused)
+        edit.put(node, attend)
+    return edit.done()
+
+
+def fuse_residuals(graph: Graph) -> Graph:
+    """x + product -> a product that is added to x in place, where nothing reads x afterwards"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "add":
+            continue
+        for kept, name in (node.inputs, node.inputs[::-1]):
+            product = edit.maker(name, *_PRODUCTS)
+            if product is None or not edit.private(name) or not _is_bare(product):
+                continue
+            if kept in graph.inputs or edit.last_user(kept) is not node:
+                continue
+            attributes = replace(as_projection(product), residual=True)
+            inputs = (*product.inputs, kept)
+            fused = edit.node(
+                "projection", node.name, inputs, product.weights, attributes, (product, node)
+            )
+            edit.drop([product])
+            edit.put(node, fused)
+            break
+    return edit.done()
+
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    fuse_positions,
+    fuse_norms,
+    fuse_qkv,
+    fuse_activations,
+    fuse_gates,
+    fuse_rope_writes,
+    fuse_residuals,
+)
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """layers.0.attn.q, layers.0.attn.k -> layers.0.attn.q_k"""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(each) > common + 1 and each[common] == parts[0][common] for each in parts):
+        common += 1
+    return ".".join((*parts[0][:common], "_".join(".".join(each[common:]) for each in parts)))
+
+
+def as_projection(node: Node) -> Projection:
+    """The attributes of a product, whichever of the two ops it is."""
+    if isinstance(node.attributes, Projection):
+        return node.attributes
+    return Projection(has_bias=len(node.weights) > 1)
+
+
+def _is_bare(product: Node) -> bool:
+    """Whether nothing follows the product inside its node."""
+    attributes = as_projection(product)
+    return not (attributes.gated or attributes.residual or attributes.activation != "none")
+
+
+def _width(product: Node) -> int:
+    width = product.value.shape[1]
+    assert isinstance(width, int), product
+    return width
+
+
+def _stackable(edit: Rewrite, products: Sequence[Node], like: Node | None = None) -> bool:
+    """Whether the products read the same rows in the same way, each for one user."""
+    model = like or products[0]
+    kind = replace(as_projection(model), parts=1, activation="none")
+    norms = kind.norm_weights
+    return all(
+        edit.private(product.name)
+        and product.inputs == model.inputs
+        and product.weights[:norms] == model.weights[:norms]
+        and replace(as_projection(product), activation="none") == kind
+        for product in products
+    )
+
+
+def _stack(
+    edit: Rewrite,
+    name: str,
+    products: Sequence[Node],
+    replaces: Sequence[Node],
+    gated: bool = False,
+) -> Node:
+    """One product of the rows of all their matrices, with the activation of the first."""
+    first = products[0]
+    norms = as_projection(first).norm_weights
+    matrices = tuple(product.weights[norms] for product in products)
+    biases = tuple(bias for product in products for bias in product.weights[norms + 1 :])
+    attributes = replace(as_projection(first), parts=len(products), gated=gated)
+    weights = first.weights[:norms] + matrices + biases
+    return edit.node("projection", name, first.inputs, weights, attributes, replaces)
+
+
+def _chain(edit: Rewrite, name: str) -> list[Node]:
+    """The nodes that make a head's value, last first, down to a product or a part of one."""
+    chain: list[Node] = []
+    while (node := edit.maker(name, "rope", "head_norm", "columns", *_PRODUCTS)) is not None:
+        if not edit.private(name):
+            return []
+        chain.append(node)
+        if node.op in ("columns", *_PRODUCTS):
+            break
+        name = node.inputs[0]
+    return chain
+
+
+def _rope_write(attend: Attention, chains: Sequence[list[Node]]) -> RopeWrite | None:
+    """The attributes of the fused node, or None where the chains are not of its form."""
+    q_size, kv_size = attend.heads * attend.head_dim, attend.kv_heads * attend.head_dim
+    wanted = (0, q_size, q_size + kv_size, q_size + 2 * kv_size)
+    if any(not chain or chain[-1].op != "columns" for chain in chains):
+        return None
+    found = [chain[-1].attributes for chain in chains]
+    if found != [Columns(*wanted[i : i + 2]) for i in range(3)]:
+        return None
+    if len({chain[-1].inputs for chain in chains}) != 1:
+        return None
+    orders = [[each.op for each in chain[:-1]] for chain in chains]
+    allowed: tuple[list[str], ...] = ([], ["rope"], ["head_norm"], ["rope", "head_norm"])
+    turns = {each.inputs[1:] for chain in chains for each in chain if each.op == "rope"}
+    if any(order not in allowed for order in orders) or orders[2] or len(turns) > 1:
+        return None
+    if ("rope" in orders[0]) != ("rope" in orders[1]):
+        return None
+    dims = {each.attributes.dim for chain in chains for each in chain if each.op == "rope"}
+    eps = {each.attributes.eps for chain in chains for each in chain if each.op == "head_norm"}
+    if len(dims) > 1 or len(eps) > 1:
+        return None
+    return RopeWrite(
+        attend.layer,
+        attend.heads,
+        attend.kv_heads,
+        attend.head_dim,
+        rope_dim=dims.pop() if dims else 0,
+        q_norm="head_norm" in orders[0],
+        k_norm="head_norm" in orders[1],
+        eps=eps.pop() if eps else 0.0,
+    )

@@ -1,0 +1,93 @@
+"""Which buffers may share memory: those whose lives do not overlap."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.backends.custom.ir.plan import (
+    AttentionStep,
+    EmbedStep,
+    GatherStep,
+    LinearStep,
+    RopeWriteStep,
+    RowKind,
+    Step,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """The first and the last step that touch a buffer."""
+
+    first: int
+    last: int
+
+    def overlaps(self, other: "Life") -> bool:
+        """A step that reads one buffer and writes another needs both."""
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a buffer needs of its place."""
+
+    width: int
+    per: RowKind
+
+
+def touched(step: Step) -> tuple[int, ...]:
+    """The buffers that a step reads or writes."""
+    match step:
+        case EmbedStep():
+            return (step.out,)
+        case LinearStep() | GatherStep():
+            return (step.source, step.out)
+        case RopeWriteStep():
+            return (step.qkv,)
+        case AttentionStep():
+            return (step.qkv, step.out)
+
+
+def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, ...]:
+    """The life of each buffer; that of the output lasts to the end."""
+    first, last = [len(steps)] * num_buffers, [0] * num_buffers
+    for index, step in enumerate(steps):
+        for buffer in touched(step):
+            first[buffer] = min(first[buffer], index)
+            last[buffer] = index
+    last[output] = len(steps) - 1
+    return tuple(map(Life, first, last))
+
+
+def assign_places(
+    rooms: Sequence[Room], spans: Sequence[Life]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A place for each buffer and the width of each place.
+
+    In the order of birth, each buffer takes the free place that has to grow least, then the one
+    that wastes least. Tokens and wanted tokens are different in number and never share.
+    """
+    widths: list[int] = []
+    kinds: list[RowKind] = []
+    free_from: list[int] = []  # the first step at which a place is free
+    chosen = [0] * len(rooms)
+    for index in sorted(range(len(rooms)), key=lambda each: spans[each].first):
+        room, span = rooms[index], spans[index]
+        free = [
+            place
+            for place, when in enumerate(free_from)
+            if when <= span.first and kinds[place] == room.per
+        ]
+        if not free:
+            free = [len(widths)]
+            widths.append(0)
+            kinds.append(room.per)
+            free_from.append(0)
+        place = min(free, key=lambda each: _fit(room.width, widths[each]))
+        widths[place] = max(widths[place], room.width)
+        free_from[place] = span.last + 1
+        chosen[index] = place
+    return tuple(chosen), tuple(widths)
+
+
+def _fit(needed: int, width: int) -> tuple[int, int]:
+    return max(0, needed - width), max(0, width - needed)

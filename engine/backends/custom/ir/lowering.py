@@ -1,0 +1,245 @@
+"""From a fused graph to steps: a step or a few for each node, over buffers not yet placed."""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from engine.backends.custom.ir.attributes import Attention, Projection, RopeWrite
+from engine.backends.custom.ir.fusion import as_projection, joined_name
+from engine.backends.custom.ir.graph import Graph, GraphError, Node
+from engine.backends.custom.ir.liveness import Room
+from engine.backends.custom.ir.plan import (
+    PANEL_ROWS,
+    AttentionStep,
+    Capacity,
+    EmbedStep,
+    GatherStep,
+    LinearStep,
+    Machine,
+    Norm,
+    PackedMatrix,
+    RopeWriteStep,
+    RowKind,
+    Step,
+)
+
+LayoutOf = Callable[[str], Hashable]
+
+# A claim costs about 0.1 us; this much work, in multiplications, takes some 2 us.
+_CLAIM_WORK = 1 << 16
+# Each thread gets this many claims at least, so that the last one to finish is not waited for long.
+_CLAIMS = 4
+_KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
+
+
+@dataclass
+class Lowering:
+    """Steps under construction."""
+
+    graph: Graph
+    capacity: Capacity
+    machine: Machine
+    layout_of: LayoutOf
+    steps: list[Step] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of the buffers
+    rooms: list[Room] = field(default_factory=list)
+    buffer_of: dict[str, int] = field(default_factory=dict)  # by the value that it holds
+    matrices: dict[str, PackedMatrix] = field(default_factory=dict)
+    vectors: dict[str, None] = field(default_factory=dict)
+
+    def run(self) -> None:
+        lower = {
+            "embed": self._embed,
+            "embed_positions": self._embed,
+            "linear": self._product,
+            "projection": self._product,
+            "rope_write": self._rope_write,
+            "attention": self._attention,
+            "gather_rows": self._gather,
+        }
+        for node in self.graph.nodes:
+            if node.op not in lower:
+                raise GraphError(node.name, f"{node.op}: is part of no fusion, and no step does it")
+            lower[node.op](node)
+
+    def _embed(self, node: Node) -> None:
+        table = self._matrix(node.weights[:1], (), interleaved=False)
+        positions = self._vector(node.weights[1]) if len(node.weights) > 1 else None
+        self.steps.append(EmbedStep(node.origin, self._new_buffer(node), table.name, positions))
+
+    def _gather(self, node: Node) -> None:
+        source = self._buffer(node, 0)
+        self.steps.append(GatherStep(node.origin, source, self._new_buffer(node)))
+
+    def _rope_write(self, node: Node) -> None:
+        attributes: RopeWrite = node.attributes
+        norms = [self._vector(name) for name in node.weights]
+        qkv = self.buffer_of[node.name] = self._buffer(node, 0)
+        self.steps.append(
+            RopeWriteStep(
+                node.origin,
+                qkv,
+                attributes.layer,
+                attributes.heads,
+                attributes.kv_heads,
+                attributes.head_dim,
+                attributes.rope_dim,
+                q_norm=norms[0] if attributes.q_norm else None,
+                k_norm=norms[-1] if attributes.k_norm else None,
+                eps=attributes.eps,
+            )
+        )
+
+    def _attention(self, node: Node) -> None:
+        attributes: Attention = node.attributes
+        self.steps.append(
+            AttentionStep(
+                node.origin,
+                self._buffer(node, 0),
+                self._new_buffer(node),
+                attributes.layer,
+                attributes.heads,
+                attributes.kv_heads,
+                attributes.head_dim,
+                attributes.scale,
+                attributes.window,
+            )
+        )
+
+    def _product(self, node: Node) -> None:
+        attributes = as_projection(node)
+        source = self._buffer(node, 0)
+        if attributes.residual:
+            out = self.buffer_of[node.name] = self._buffer(node, 1)
+        else:
+            out = self._new_buffer(node)
+        count, norms = attributes.parts, attributes.norm_weights
+        parts = node.weights[norms : norms + count]
+        biases = node.weights[norms + count :]
+        norm = self._norm(node, attributes)
+        runs = self._runs(parts)
+        if attributes.gated and len(runs) > 1:
+            self._split_gate(node, source, out, norm, attributes)
+            return
+        column = 0
+        for run in runs:
+            matrix = self._matrix(
+                parts[run.start : run.stop], biases[run.start : run.stop], attributes.gated
+            )
+            self._linear(node, source, out, norm, matrix, attributes, column=column)
+            column += matrix.rows
+
+    def _split_gate(
+        self, node: Node, source: int, out: int, norm: Norm | None, attributes: Projection
+    ) -> None:
+        """Gate and up are stored in different forms, so each has a step of its own."""
+        norms = attributes.norm_weights
+        for index, activation in enumerate((attributes.activation, "none")):
+            bias = norms + 2 + index
+            matrix = self._matrix(
+                node.weights[norms + index : norms + index + 1],
+                node.weights[bias : bias + 1],
+                interleaved=False,
+            )
+            single = Projection(has_bias=attributes.has_bias, activation=activation)
+            self._linear(node, source, out, norm, matrix, single, multiply=index == 1)
+
+    def _linear(
+        self,
+        node: Node,
+        source: int,
+        out: int,
+        norm: Norm | None,
+        matrix: PackedMatrix,
+        attributes: Projection,
+        column: int = 0,
+        multiply: bool = False,
+    ) -> None:
+        per = self.rooms[source].per
+        rows = self.capacity.tokens if per == "token" else self.capacity.logits
+        self.steps.append(
+            LinearStep(
+                node.origin,
+                source,
+                out,
+                norm,
+                matrix.name,
+                attributes.activation,
+                attributes.gated,
+                attributes.residual,
+                attributes.has_bias,
+                grain(matrix, attributes.gated, rows, self.machine),
+                column,
+                multiply,
+            )
+        )
+
+    def _runs(self, parts: Sequence[str]) -> list[range]:
+        """Neighbours of one layout, which can be one matrix."""
+        found = []
+        for _, group in groupby(range(len(parts)), key=lambda each: self.layout_of(parts[each])):
+            indices = list(group)
+            found.append(range(indices[0], indices[-1] + 1))
+        return found
+
+    def _norm(self, node: Node, attributes: Projection) -> Norm | None:
+        if attributes.norm == "none":
+            return None
+        names = [self._vector(name) for name in node.weights[: attributes.norm_weights]]
+        bias = names[1] if attributes.norm_bias else None
+        return Norm(attributes.norm, names[0], bias, attributes.eps)
+
+    def _matrix(
+        self, parts: Sequence[str], biases: Sequence[str], interleaved: bool
+    ) -> PackedMatrix:
+        values = [self.graph.weights[part] for part in parts]
+        shapes = [(int(value.shape[0]), int(value.shape[1])) for value in values]
+        name = parts[0]
+        if len(parts) > 1:
+            name = joined_name([part.removesuffix(".weight") for part in parts]) + ".weight"
+        matrix = PackedMatrix(
+            name,
+            tuple(parts),
+            tuple(biases),
+            interleaved,
+            rows=sum(rows for rows, _ in shapes),
+            columns=shapes[0][1],
+        )
+        known = self.matrices.setdefault(name, matrix)
+        if (known.parts, known.interleaved) != (matrix.parts, matrix.interleaved):
+            raise GraphError(name, "is the name of two different matrices")
+        return known
+
+    def _vector(self, name: str) -> str:
+        self.vectors[name] = None
+        return name
+
+    def _buffer(self, node: Node, index: int) -> int:
+        name = node.inputs[index]
+        if name not in self.buffer_of:
+            raise GraphError(node.name, f"{node.op}: '{name}' lies in no buffer")
+        return self.buffer_of[name]
+
+    def _new_buffer(self, node: Node) -> int:
+        rows, width = node.value.shape
+        assert isinstance(rows, str) and isinstance(width, int), node
+        self.buffer_of[node.name] = len(self.names)
+        self.names.append(node.name)
+        self.rooms.append(Room(width, _KINDS[rows]))
+        return self.buffer_of[node.name]
+
+
+def grain(matrix: PackedMatrix, gated: bool, rows: int, machine: Machine) -> int:
+    """How many units a thread claims at once: enough work to be worth it, enough claims to share.
+
+    It says who computes what, never how: results do not depend on it.
+    """
+    panels = 2 if gated else 1
+    units = math.ceil(matrix.rows / (panels * PANEL_ROWS))
+    if machine.threads == 1:
+        return units
+    unit_work = panels * PANEL_ROWS * matrix.columns * rows
+    worthwhile = math.ceil(_CLAIM_WORK / unit_work)
+    shared = units // (machine.threads * _CLAIMS)
+    return max(1, min(worthwhile, shared))

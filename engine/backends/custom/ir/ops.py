@@ -1,0 +1,208 @@
+"""The op table. A row is an op's specification, its reference and its test generator at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from engine.backends.custom.ir import attributes as attrs
+from engine.backends.custom.ir import examples, reference, shapes
+from engine.backends.custom.ir.types import (
+    Array,
+    Cost,
+    Counts,
+    Examples,
+    Infer,
+    Numerics,
+    Op,
+    Price,
+    Reference,
+    Tolerance,
+    Value,
+)
+
+Arrays = Sequence[Array]
+Values = Sequence[Value]
+
+# Float arithmetic whatever the weights and the cache are stored in.
+_FLOAT: Mapping[Numerics, Tolerance] = {
+    "f32": Tolerance(2e-5),
+    "int8": Tolerance(2e-5),
+    "bf16": Tolerance(2e-5),
+}
+# Products: 8 bits with one scale for 32 activations; 8 significant bits of both factors.
+_PRODUCT: Mapping[Numerics, Tolerance] = {
+    "f32": Tolerance(5e-5),
+    "int8": Tolerance(5e-2),
+    "bf16": Tolerance(2e-2),
+}
+# Stored keys and values: each is off by half a step, 1/254 of the largest or 2 ** -9 of itself.
+_STORED: Mapping[Numerics, Tolerance] = {
+    "f32": Tolerance(0.0),
+    "int8": Tolerance(2e-2),
+    "bf16": Tolerance(2e-2),
+}
+_ATTENDED: Mapping[Numerics, Tolerance] = {
+    "f32": Tolerance(5e-5),
+    "int8": Tolerance(8e-2),
+    "bf16": Tolerance(3e-2),
+}
+
+
+def _moved(inputs: Values, weights: Values, out: Value, counts: Counts) -> int:
+    """Bytes of everything that is read and written, in float32."""
+    return 4 * sum(map(counts.size, (*inputs, *weights, out)))
+
+
+def _per_value(infer: Infer, flops: int) -> Price:
+    """Cost of an op that does the same to each element of its first input."""
+
+    def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
+        out = infer(attributes, inputs, weights)
+        return Cost(flops * counts.size(inputs[0]), _moved(inputs, weights, out, counts))
+
+    return cost
+
+
+def _lookup(infer: Infer) -> Price:
+    """Cost of copying rows of tables: only the rows that are asked for are read."""
+
+    def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
+        out = infer(attributes, inputs, weights)
+        size = counts.size(out)
+        return Cost(
+            (len(weights) - 1) * size if weights else 0, 4 * (max(1, len(weights)) + 1) * size
+        )
+
+    return cost
+
+
+def _product(infer: Infer) -> Price:
+    def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
+        out = infer(attributes, inputs, weights)
+        matrices = [weight for weight in weights if len(weight.shape) == 2]
+        flops = 2 * counts.size(Value(inputs[0].shape[:1])) * sum(map(counts.size, matrices))
+        return Cost(flops, _moved(inputs, weights, out, counts))
+
+    return cost
+
+
+def _written(attributes: attrs.KvWrite, _: Values, __: Values, counts: Counts) -> Cost:
+    return Cost(0, 16 * counts.tokens * attributes.kv_heads * attributes.head_dim)
+
+
+def _rope_written(attributes: attrs.RopeWrite, _: Values, __: Values, counts: Counts) -> Cost:
+    width = (attributes.heads + attributes.kv_heads) * attributes.head_dim
+    stored = 2 * attributes.kv_heads * attributes.head_dim
+    flops = 3 * (attributes.heads + attributes.kv_heads) * attributes.rope_dim
+    return Cost(counts.tokens * flops, 4 * counts.tokens * (2 * width + 2 * stored))
+
+
+def _attended(attributes: attrs.Attention, _: Values, __: Values, counts: Counts) -> Cost:
+    width = attributes.heads * attributes.head_dim
+    seen = min(counts.context, attributes.window or counts.context)
+    known = 2 * counts.sequences * seen * attributes.kv_heads * attributes.head_dim
+    return Cost(4 * counts.tokens * seen * width, 4 * (2 * counts.tokens * width + known))
+
+
+def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) -> Array:
+    norms, parts = attributes.norm_weights, attributes.parts
+    x = inputs[0]
+    if attributes.norm == "rms":
+        x = reference.rms_norm(x, weights[0], attributes.eps)
+    elif attributes.norm == "layer":
+        bias = weights[1] if attributes.norm_bias else None
+        x = reference.layer_norm(x, weights[0], bias, attributes.eps)
+    matrices, biases = weights[norms : norms + parts], weights[norms + parts :]
+    out = reference.projection(x, matrices, biases, attributes.activation, attributes.gated)
+    return out + inputs[1] if attributes.residual else out
+
+
+def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) -> Array:
+    norms = list(weights)
+    q_norm = norms.pop(0) if attributes.q_norm else None
+    k_norm = norms.pop(0) if attributes.k_norm else None
+    turns = (inputs[1], inputs[2]) if attributes.rope_dim else None
+    cache, slots = inputs[-2:]
+    return reference.rope_write(
+        inputs[0], attributes.heads, cache, slots, turns, (q_norm, k_norm), attributes.eps
+    )
+
+
+def _attend(attributes: attrs.Attention, inputs: Arrays, _: Arrays) -> Array:
+    queries = inputs[0][:, : attributes.heads * attributes.head_dim]
+    cache, positions, row_of, tables = inputs[1:]
+    scale, window = attributes.scale, attributes.window
+    return reference.paged_attention(queries, cache, positions, row_of, tables, scale, window)
+
+
+def _activation(name: str, flops: int) -> Op:
+    apply = reference.ACTIVATIONS[name]
+    return _plain(name, shapes.same, lambda _, x, w: apply(x[0]), examples.elementwise(1), flops)
+
+
+def _plain(
+    name: str,
+    infer: Callable[[Any, Values, Values], Value],
+    compute: Reference,
+    generate: Examples,
+    flops: int,
+    kind: type = attrs.NoAttributes,
+) -> Op:
+    return Op(name, kind, infer, compute, _FLOAT, generate, _per_value(infer, flops))
+
+
+def _row(
+    name: str,
+    infer: Callable[[Any, Values, Values], Value],
+    compute: Reference,
+    generate: Examples,
+    price: Price,
+    tolerances: Mapping[Numerics, Tolerance] = _FLOAT,
+    kind: type = attrs.NoAttributes,
+) -> Op:
+    return Op(name, kind, infer, compute, tolerances, generate, price)
+
+
+# fmt: off
+_ROWS = (
+    _row("embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
+         examples.embed, _lookup(shapes.embed)),
+    _row("position_embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
+         examples.embed, _lookup(shapes.embed)),
+    _plain("add", shapes.pair, lambda _, x, w: x[0] + x[1], examples.elementwise(2), 1),
+    _plain("mul", shapes.pair, lambda _, x, w: x[0] * x[1], examples.elementwise(2), 1),
+    _activation("silu", 4),
+    _activation("gelu", 4),
+    _activation("gelu_tanh", 8),
+    _row("linear", shapes.linear, lambda _, x, w: reference.linear(x[0], *w),
+         examples.linear, _product(shapes.linear), _PRODUCT),
+    _plain("rms_norm", shapes.rms_norm, lambda a, x, w: reference.rms_norm(x[0], w[0], a.eps),
+           examples.rms_norm, 4, attrs.Normalize),
+    _plain("layer_norm", shapes.normalize,
+           lambda a, x, w: reference.layer_norm(x[0], w[0], w[1] if len(w) > 1 else None, a.eps),
+           examples.layer_norm, 7, attrs.Normalize),
+    _plain("head_norm", shapes.head_norm,
+           lambda a, x, w: reference.head_norm(x[0], w[0], a.eps, a.head_dim),
+           examples.head_norm, 4, attrs.HeadNorm),
+    _plain("rope", shapes.rope, lambda a, x, w: reference.rope_rows(x[0], x[1], x[2], a.head_dim),
+           examples.rope, 3, attrs.Rope),
+    _plain("columns", shapes.columns, lambda a, x, w: x[0][:, a.start : a.stop],
+           examples.columns, 0, attrs.Columns),
+    _row("kv_write", shapes.kv_write, lambda a, x, w: reference.kv_write(*x),
+         examples.kv_write, _written, _STORED, attrs.KvWrite),
+    _row("attention", shapes.attention, _attend, examples.attention, _attended, _ATTENDED,
+         attrs.Attention),
+    _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
+         examples.gather_rows, _lookup(shapes.gather_rows)),
+    # Made by fusion alone; see fusion.py.
+    _row("embed_positions", shapes.embed_positions,
+         lambda _, x, w: reference.embed(w[0], x[0]) + reference.embed(w[1], x[1]),
+         examples.embed_positions, _lookup(shapes.embed_positions)),
+    _row("projection", shapes.projection, _projected, examples.projection,
+         _product(shapes.projection), _PRODUCT, attrs.Projection),
+    _row("rope_write", shapes.rope_write, _rope_wrote, examples.rope_write, _rope_written,
+         kind=attrs.RopeWrite),
+)
+# fmt: on
+
+OPS: Mapping[str, Op] = MappingProxyType({op.name: op for op in _ROWS})

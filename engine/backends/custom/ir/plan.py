@@ -1,0 +1,164 @@
+"""What an executor runs: steps over numbered buffers, with every decision already taken.
+
+A buffer holds one row of `width` floats for each token, or for each token whose logits are wanted.
+Buffers that are never alive together share a place of the arena; all buffers of a place have the
+same kind of rows. A step's `nodes` are the graph's nodes that it does the work of.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
+RowKind = Literal["token", "logit"]
+
+PANEL_ROWS = 16  # rows of a matrix that a kernel computes together
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most rows that a plan serves; a step may have fewer."""
+
+    tokens: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Of the rows that a product reads."""
+
+    kind: Literal["rms", "layer"]
+    weight: str
+    bias: str | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Weights that are one matrix to a kernel: the rows of its parts, one part after the other.
+
+    `interleaved`: panels of 16 rows alternate between the two parts instead (gate, up, gate, ...),
+    each part's last panel padded. `biases` has one name for each part, or none at all.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    biases: tuple[str, ...]
+    interleaved: bool
+    rows: int  # of all parts, without padding
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    name: str
+    width: int  # floats of a row
+    per: RowKind
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedStep:
+    """out = table[token], plus positions[position] where there is such a table."""
+
+    nodes: tuple[str, ...]
+    out: int
+    table: str  # a matrix
+    positions: str | None  # a vector: (max positions, width) floats
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStep:
+    """out[:, column:] = activation(norm(source) @ matrix.T + bias), or one of its variants.
+
+    gated     the matrix interleaves gate and up: activation(gate) * up
+    residual  the product is added to what `out` holds
+    multiply  what `out` holds is multiplied by the product
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+    norm: Norm | None
+    matrix: str
+    activation: Activation
+    gated: bool
+    residual: bool
+    has_bias: bool
+    grain: int  # units that a thread claims at once: panels, or pairs of them when gated
+    column: int = 0
+    multiply: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RopeWriteStep:
+    """Norms and turns the heads of q and k in place, then writes k and v to the cache.
+
+    Columns of `qkv`: `heads` heads of q, `kv_heads` of k, `kv_heads` of v.
+    """
+
+    nodes: tuple[str, ...]
+    qkv: int
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_dim: int  # values of a head that are turned; 0: none
+    q_norm: str | None
+    k_norm: str | None
+    eps: float  # of those norms
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """out = attention of the queries of `qkv` over the cache."""
+
+    nodes: tuple[str, ...]
+    qkv: int
+    out: int
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # a token sees this many, itself included
+
+
+@dataclass(frozen=True, slots=True)
+class GatherStep:
+    """Rows of the tokens whose logits are wanted."""
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+
+
+Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | GatherStep
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    steps: tuple[Step, ...]
+    buffers: tuple[Buffer, ...]
+    places: tuple[int, ...]  # floats of a row, by place
+    matrices: tuple[PackedMatrix, ...]
+    vectors: tuple[str, ...]  # weights that stay as floats: norms, the table of positions
+    output: int  # the buffer of the logits
+    capacity: Capacity
+    machine: Machine
+    weights: tuple[str, ...]  # every weight, in the order of first use
+
+    def floats_per(self, kind: RowKind) -> int:
+        """Width of the arena, in floats for each row of this kind."""
+        kinds = {buffer.place: buffer.per for buffer in self.buffers}
+        return sum(self.places[place] for place, per in kinds.items() if per == kind)
+
+    @property
+    def arena_floats(self) -> int:
+        """The arena's size when every row that the plan has room for is used."""
+        tokens = self.capacity.tokens * self.floats_per("token")
+        return tokens + self.capacity.logits * self.floats_per("logit")

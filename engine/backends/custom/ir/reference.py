@@ -1,0 +1,177 @@
+"""What each operation means, in numpy and float32: every kernel is tested against these.
+
+Letters: T tokens, D hidden size, N heads, K kv heads, H head size, L length of a sequence,
+C blocks of the cache, P tokens of a block.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+Integers = NDArray[np.int32] | NDArray[np.int64]
+
+
+def _f32(values: NDArray[Any]) -> F32:
+    return values.astype(np.float32)
+
+
+def embed(table: F32, token_ids: I32) -> F32:
+    """(V, D), (T,) -> (T, D)"""
+    return table[token_ids]
+
+
+def linear(x: F32, weight: F32, bias: F32 | None = None) -> F32:
+    """(T, in), (out, in), (out,) -> (T, out)"""
+    product: F32 = x @ weight.T
+    return product if bias is None else product + bias
+
+
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    mean = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
+    return _f32(x / np.sqrt(mean + eps)) * weight
+
+
+def layer_norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
+    centred = x - x.mean(axis=-1, keepdims=True, dtype=np.float64)
+    variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+    scaled = _f32(centred / np.sqrt(variance + eps)) * weight
+    return scaled if bias is None else scaled + bias
+
+
+def rope(x: F32, cosines: F32, sines: F32) -> F32:
+    """(T, N, H), (T, dim / 2) twice; value i of a head pairs with i + dim / 2, the rest stays."""
+    half = cosines.shape[1]
+    first, second, rest = np.split(x, (half, 2 * half), axis=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
+    return np.concatenate(turned, axis=-1)
+
+
+def silu(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return _f32(x / (1 + np.exp(-x.astype(np.float64))))
+
+
+def gelu(x: F32) -> F32:
+    wide = x.astype(np.float64).ravel()
+    erf = np.fromiter((math.erf(value / math.sqrt(2)) for value in wide), np.float64, wide.size)
+    return (0.5 * wide * (1 + erf)).reshape(x.shape).astype(np.float32)
+
+
+def gelu_tanh(x: F32) -> F32:
+    wide = x.astype(np.float64)
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    return _f32(0.5 * wide * (1 + np.tanh(inner)))
+
+
+def attention(
+    q: F32, k: F32, v: F32, positions: I32, scale: float, window: int | None = None
+) -> F32:
+    """One sequence: (T, N, H) queries at `positions` over (L, K, H) keys and values -> (T, N, H).
+
+    A query sees keys at its own and earlier positions, the last `window` of them.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("tnh,lnh->ntl", q, keys, dtype=np.float64) * scale
+    at = np.arange(len(k))
+    seen = at <= positions[:, None]
+    if window is not None:
+        seen &= at > positions[:, None] - window
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return _f32(np.einsum("ntl,lnh->tnh", weights, values))
+
+
+ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
+    "none": lambda x: x,
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+}
+
+
+def head_norm(x: F32, weight: F32, eps: float, head_dim: int) -> F32:
+    """(T, N * H), (H,) -> (T, N * H): each head is normed by itself."""
+    return rms_norm(x.reshape(-1, head_dim), weight, eps).reshape(x.shape)
+
+
+def rope_rows(x: F32, cosines: F32, sines: F32, head_dim: int) -> F32:
+    """`rope` of rows of heads, (T, N * H)."""
+    return rope(x.reshape(len(x), -1, head_dim), cosines, sines).reshape(x.shape)
+
+
+def kv_write(cache: F32, keys: F32, values: F32, slots: Integers) -> F32:
+    """Writes (T, K * H) keys and values into the (C, P, 2, K, H) cache, in place.
+
+    A slot is block * P + offset.
+    """
+    kv_heads, head_dim = cache.shape[3:]
+    blocks, offsets = np.divmod(slots, cache.shape[1])
+    cache[blocks, offsets, 0] = keys.reshape(-1, kv_heads, head_dim)
+    cache[blocks, offsets, 1] = values.reshape(-1, kv_heads, head_dim)
+    return cache
+
+
+def paged_attention(
+    q: F32,
+    cache: F32,
+    positions: I32,
+    row_of: I32,
+    tables: I32,
+    scale: float,
+    window: int | None = None,
+) -> F32:
+    """(T, N * H) queries of several sequences over the cache; token t belongs to row_of[t]."""
+    kv_heads, head_dim = cache.shape[3:]
+    heads = q.reshape(len(q), -1, head_dim)
+    out = np.empty_like(heads)
+    for row in np.unique(row_of):
+        tokens = np.flatnonzero(row_of == row)
+        length = int(positions[tokens].max()) + 1
+        blocks = tables[row, : -(-length // cache.shape[1])]
+        known = cache[blocks].reshape(-1, 2, kv_heads, head_dim)[:length]
+        out[tokens] = attention(
+            heads[tokens], known[:, 0], known[:, 1], positions[tokens], scale, window
+        )
+    return out.reshape(q.shape)
+
+
+def projection(
+    x: F32, parts: Sequence[F32], biases: Sequence[F32], activation: str, gated: bool
+) -> F32:
+    """Products with several matrices side by side; gated: activation(first) * second."""
+    products = [
+        linear(x, part, biases[index] if biases else None) for index, part in enumerate(parts)
+    ]
+    if gated:
+        gate, up = products
+        return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](np.concatenate(products, axis=1))
+
+
+def rope_write(
+    qkv: F32,
+    heads: int,
+    cache: F32,
+    slots: Integers,
+    turns: tuple[F32, F32] | None,
+    norms: tuple[F32 | None, F32 | None],
+    eps: float,
+) -> F32:
+    """Norms and turns the heads of q and k, writes k and v to the cache, gives all three."""
+    kv_heads, head_dim = cache.shape[3:]
+    middle, last = heads * head_dim, (heads + kv_heads) * head_dim
+    turned = []
+    for x, norm in zip((qkv[:, :middle], qkv[:, middle:last]), norms, strict=True):
+        if norm is not None:
+            x = head_norm(x, norm, eps, head_dim)
+        turned.append(x if turns is None else rope_rows(x, *turns, head_dim))
+    kv_write(cache, turned[1], qkv[:, last:], slots)
+    return np.concatenate((*turned, qkv[:, last:]), axis=1)

@@ -1,0 +1,111 @@
+"""Rotary tables: the cosine and sine of every position, by the model's scaling rule."""
+
+import math
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import RopeConfig
+from engine.backends.custom.architectures.rope import YARN_BETA_FAST, YARN_BETA_SLOW
+from engine.backends.custom.ir.reference import F32
+from engine.core.errors import ModelFormatError
+
+Number = TypeVar("Number", int, float)
+
+
+def rotary_tables(
+    rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
+) -> tuple[F32, F32]:
+    """Cosines and sines, (max_seq_len, dim / 2) each; `factors` is the weight "rope.factors"."""
+    frequencies, scale = rope_frequencies(rope, max_seq_len, factors)
+    angles = np.arange(max_seq_len, dtype=np.float32)[:, None] * frequencies
+    return np.cos(angles) * np.float32(scale), np.sin(angles) * np.float32(scale)
+
+
+def rope_frequencies(
+    rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
+) -> tuple[F32, float]:
+    """Radians per position, (dim / 2,), and what cosines and sines are multiplied by."""
+    frequencies = inverse_frequencies(rope, max_seq_len)
+    if rope.kind == "factors":
+        if factors is None or factors.shape != frequencies.shape:
+            raise ModelFormatError(
+                f"the model needs a 'rope.factors' weight of {frequencies.size} values"
+            )
+        frequencies = frequencies / factors
+    return frequencies, attention_factor(rope)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """Yarn scales cos and sin to keep attention's entropy; the other rules do not."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+
+def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:
+    """(dim / 2,) radians per position by the model's rule ("factors" divides them later)."""
+    match rope.kind:
+        case "linear":
+            return _plain(rope.theta, rope.dim) / np.float32(rope.factor)
+        case "dynamic":
+            return _dynamic(rope, max_seq_len)
+        case "llama3":
+            return _llama3(rope)
+        case "yarn":
+            return _yarn(rope)
+        case "default" | "factors":
+            return _plain(rope.theta, rope.dim)
+
+
+def _plain(theta: float, dim: int) -> F32:
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return np.float32(1) / np.float32(theta) ** exponents
+
+
+def _dynamic(rope: RopeConfig, max_seq_len: int) -> F32:
+    original = _required(rope.original_max_position, "original_max_position", rope)
+    length = max(max_seq_len, original)
+    stretch = rope.factor * length / original - (rope.factor - 1)
+    return _plain(rope.theta * stretch ** (rope.dim / (rope.dim - 2)), rope.dim)
+
+
+def _llama3(rope: RopeConfig) -> F32:
+    """Keep short wavelengths, divide long ones by the factor, blend in between."""
+    original = _required(rope.original_max_position, "original_max_position", rope)
+    low = _required(rope.low_freq_factor, "low_freq_factor", rope)
+    high = _required(rope.high_freq_factor, "high_freq_factor", rope)
+    frequencies = _plain(rope.theta, rope.dim)
+    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return _blend(frequencies, keep, rope.factor)
+
+
+def _yarn(rope: RopeConfig) -> F32:
+    """Keep dimensions that turn often within the original context, stretch those that hardly do."""
+    original = _required(rope.original_max_position, "original_max_position", rope)
+    beta_fast = YARN_BETA_FAST if rope.beta_fast is None else rope.beta_fast
+    beta_slow = YARN_BETA_SLOW if rope.beta_slow is None else rope.beta_slow
+
+    def dimension_turning(turns: float) -> float:
+        return rope.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension_turning(beta_fast)), 0)
+    high = min(math.ceil(dimension_turning(beta_slow)), rope.dim - 1)
+    ramp = np.arange(rope.dim // 2, dtype=np.float32) - low
+    stretched = np.clip(ramp / max(high - low, 0.001), 0, 1)
+    return _blend(_plain(rope.theta, rope.dim), 1 - stretched, rope.factor)
+
+
+def _blend(frequencies: F32, keep: NDArray[Any], factor: float) -> F32:
+    blended: NDArray[Any] = keep * frequencies + (1 - keep) * frequencies / factor
+    return blended.astype(np.float32)
+
+
+def _required(value: Number | None, name: str, rope: RopeConfig) -> Number:
+    if value is None:
+        raise ModelFormatError(f"rope scaling '{rope.kind}' needs {name}")
+    return value

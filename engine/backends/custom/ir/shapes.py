@@ -1,0 +1,232 @@
+"""Shape inference: the value that an op makes of its inputs and weights, or why it cannot."""
+
+from collections.abc import Sequence
+
+from engine.backends.custom.ir.attributes import (
+    Attention,
+    Columns,
+    HeadNorm,
+    KvWrite,
+    NoAttributes,
+    Normalize,
+    Projection,
+    Rope,
+    RopeWrite,
+)
+from engine.backends.custom.ir.types import Dim, ShapeError, Value
+
+Values = Sequence[Value]
+
+
+def embed(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    (ids,), (table,) = _take(inputs, 1), _take(weights, 1, "weights")
+    _need_integers(ids, 1, "ids")
+    return Value((ids.shape[0], _table_width(table)))
+
+
+def embed_positions(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    (ids, positions), (table, places) = _take(inputs, 2), _take(weights, 2, "weights")
+    out = embed(NoAttributes(), (ids,), (table,))
+    _need_same(out, embed(NoAttributes(), (positions,), (places,)))
+    return out
+
+
+def same(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    (value,) = _take(inputs, 1)
+    _take(weights, 0, "weights")
+    _rows(value)
+    return value
+
+
+def pair(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    first, second = _take(inputs, 2)
+    _take(weights, 0, "weights")
+    _rows(first)
+    _need_same(first, second)
+    return first
+
+
+def linear(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    (source,) = _take(inputs, 1)
+    if len(weights) not in (1, 2):
+        raise ShapeError(f"takes a matrix and perhaps a bias, found {len(weights)} weights")
+    rows, width = _rows(source)
+    out = _matrix(weights[0], width)
+    for bias in weights[1:]:
+        _need_vector(bias, out, "bias")
+    return Value((rows, out))
+
+
+def normalize(_: Normalize, inputs: Values, weights: Values) -> Value:
+    """RMS norms have one weight, layer norms may have a bias as well."""
+    (source,) = _take(inputs, 1)
+    if len(weights) not in (1, 2):
+        raise ShapeError(f"takes a weight and perhaps a bias, found {len(weights)} weights")
+    for weight in weights:
+        _need_vector(weight, _rows(source)[1], "norm")
+    return source
+
+
+def rms_norm(attributes: Normalize, inputs: Values, weights: Values) -> Value:
+    _take(weights, 1, "weights")
+    return normalize(attributes, inputs, weights)
+
+
+def head_norm(attributes: HeadNorm, inputs: Values, weights: Values) -> Value:
+    (source,), (weight,) = _take(inputs, 1), _take(weights, 1, "weights")
+    _need_width(source, attributes.heads * attributes.head_dim, "heads")
+    _need_vector(weight, attributes.head_dim, "norm")
+    return source
+
+
+def rope(attributes: Rope, inputs: Values, weights: Values) -> Value:
+    source, cosines, sines = _take(inputs, 3)
+    _take(weights, 0, "weights")
+    _need_width(source, attributes.heads * attributes.head_dim, "heads")
+    _need_turns(source, cosines, sines, attributes.dim, attributes.head_dim)
+    return source
+
+
+def columns(attributes: Columns, inputs: Values, weights: Values) -> Value:
+    (source,) = _take(inputs, 1)
+    _take(weights, 0, "weights")
+    rows, width = _rows(source)
+    if not 0 <= attributes.start < attributes.stop <= width:
+        raise ShapeError(f"columns [{attributes.start}, {attributes.stop}) are not within {width}")
+    return Value((rows, attributes.stop - attributes.start))
+
+
+def kv_write(attributes: KvWrite, inputs: Values, weights: Values) -> Value:
+    cache, keys, values, slots = _take(inputs, 4)
+    _take(weights, 0, "weights")
+    _need_cache(cache, attributes.kv_heads, attributes.head_dim)
+    _need_width(keys, attributes.kv_heads * attributes.head_dim, "kv heads")
+    _need_same(keys, values)
+    _need_slots(slots, keys)
+    return cache
+
+
+def attention(attributes: Attention, inputs: Values, weights: Values) -> Value:
+    """Queries are the first columns of their input, which may have more."""
+    queries, cache, positions, row_of, tables = _take(inputs, 5)
+    _take(weights, 0, "weights")
+    rows, width = _rows(queries)
+    needed = attributes.heads * attributes.head_dim
+    if width < needed:
+        raise ShapeError(f"{attributes.heads} heads need {needed} columns, found {queries}")
+    if attributes.heads % attributes.kv_heads:
+        raise ShapeError(f"{attributes.kv_heads} kv heads do not divide {attributes.heads} heads")
+    _need_cache(cache, attributes.kv_heads, attributes.head_dim)
+    for each, what in ((positions, "positions"), (row_of, "sequences")):
+        _need_integers(each, 1, what)
+        if each.shape[0] != rows:
+            raise ShapeError(f"{what} {each} are not one for each row of {queries}")
+    _need_integers(tables, 2, "block tables")
+    return Value((rows, needed))
+
+
+def gather_rows(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    source, rows = _take(inputs, 2)
+    _take(weights, 0, "weights")
+    _need_integers(rows, 1, "row numbers")
+    return Value((rows.shape[0], _rows(source)[1]))
+
+
+def projection(attributes: Projection, inputs: Values, weights: Values) -> Value:
+    inputs = _take(inputs, 1 + attributes.residual)
+    parts, norms = attributes.parts, attributes.norm_weights
+    weights = _take(weights, norms + parts * (1 + attributes.has_bias), "weights")
+    rows, width = _rows(inputs[0])
+    for weight in weights[:norms]:
+        _need_vector(weight, width, "norm")
+    matrices, biases = weights[norms : norms + parts], weights[norms + parts :]
+    sizes = [_matrix(matrix, width) for matrix in matrices]
+    for bias, size in zip(biases, sizes, strict=False):
+        _need_vector(bias, size, "bias")
+    if attributes.gated and (parts != 2 or sizes[0] != sizes[1]):
+        raise ShapeError(f"gate and up must be two matrices of one size, found {sizes} rows")
+    out = Value((rows, sizes[0] if attributes.gated else sum(sizes)))
+    if attributes.residual:
+        _need_same(out, inputs[1])
+    return out
+
+
+def rope_write(attributes: RopeWrite, inputs: Values, weights: Values) -> Value:
+    inputs = _take(inputs, 5 if attributes.rope_dim else 3)
+    weights = _take(weights, attributes.q_norm + attributes.k_norm, "weights")
+    qkv, cache, slots = inputs[0], inputs[-2], inputs[-1]
+    width = (attributes.heads + 2 * attributes.kv_heads) * attributes.head_dim
+    _need_width(qkv, width, "heads of q, k and v")
+    _need_cache(cache, attributes.kv_heads, attributes.head_dim)
+    _need_slots(slots, qkv)
+    if attributes.rope_dim:
+        _need_turns(qkv, inputs[1], inputs[2], attributes.rope_dim, attributes.head_dim)
+    for weight in weights:
+        _need_vector(weight, attributes.head_dim, "norm")
+    return qkv
+
+
+def _take(values: Values, count: int, what: str = "inputs") -> Values:
+    if len(values) != count:
+        raise ShapeError(f"takes {count} {what}, found {len(values)}")
+    return values
+
+
+def _rows(value: Value) -> tuple[Dim, int]:
+    """Rows and width of float rows."""
+    if len(value.shape) == 2 and value.dtype == "f32":
+        rows, width = value.shape
+        if isinstance(width, int):
+            return rows, width
+    raise ShapeError(f"needs float rows of a known width, found {value}")
+
+
+def _matrix(weight: Value, columns: int) -> int:
+    rows, found = _rows(weight)
+    if found != columns or not isinstance(rows, int):
+        raise ShapeError(f"the matrix {weight} does not take rows of {columns}")
+    return rows
+
+
+def _table_width(table: Value) -> int:
+    return _rows(table)[1]
+
+
+def _need_same(first: Value, second: Value) -> None:
+    if first != second:
+        raise ShapeError(f"{first} and {second} differ")
+
+
+def _need_vector(weight: Value, size: int, what: str) -> None:
+    if weight != Value((size,)):
+        raise ShapeError(f"the {what} must be {Value((size,))}, found {weight}")
+
+
+def _need_width(value: Value, width: int, what: str) -> None:
+    if _rows(value)[1] != width:
+        raise ShapeError(f"{what} need {width} columns, found {value}")
+
+
+def _need_integers(value: Value, dims: int, what: str) -> None:
+    if value.dtype not in ("i32", "i64") or len(value.shape) != dims:
+        raise ShapeError(f"{what} must be integers of {dims} dimensions, found {value}")
+
+
+def _need_slots(slots: Value, rows: Value) -> None:
+    _need_integers(slots, 1, "slots")
+    if slots.shape[0] != rows.shape[0]:
+        raise ShapeError(f"slots {slots} are not one for each row of {rows}")
+
+
+def _need_cache(cache: Value, kv_heads: int, head_dim: int) -> None:
+    """(blocks, tokens of a block, keys and values, kv heads, head size)"""
+    if len(cache.shape) != 5 or cache.shape[2:] != (2, kv_heads, head_dim) or cache.dtype != "f32":
+        raise ShapeError(f"the cache {cache} does not hold {kv_heads} kv heads of {head_dim}")
+
+
+def _need_turns(rows: Value, cosines: Value, sines: Value, dim: int, head_dim: int) -> None:
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ShapeError(f"cannot turn {dim} values of heads of {head_dim}")
+    _need_same(cosines, sines)
+    if cosines != Value((rows.shape[0], dim // 2)):
+        raise ShapeError(f"cosines {cosines} do not fit {rows} and {dim} turned values")
