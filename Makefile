@@ -6,12 +6,12 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-LEVELS := unit property security parity e2e
+LEVELS := unit native property security parity e2e
 CODE := engine tests benchmarks
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow lint format bench clean
+.PHONY: help serve test test-slow test-native lint format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,18 @@ test-slow: $(VENV)/.dev ## Run the long tests
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
 
+# The sanitizers' runtimes must be there before Python; Python itself leaks at exit by design.
+SANITIZED := build/sanitized
+PRELOAD = $(shell g++ -print-file-name=libasan.so):$(shell g++ -print-file-name=libubsan.so)
+test-native: $(VENV)/.dev ## Test the kernels under AddressSanitizer and UBSan
+	$(call step,Building the kernels with sanitizers)
+	@cmake -S . -B $(SANITIZED) -DENGINE_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	@cmake --build $(SANITIZED) --parallel 2
+	$(call step,tests/native)
+	@ENGINE_NATIVE_DIR=$(SANITIZED) LD_PRELOAD=$(PRELOAD) ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		$(BIN)/python -m pytest --timeout 1200 tests/native
+
 lint: $(VENV)/.dev ## Check style, format and types
 	$(call step,ruff check)
 	@$(BIN)/ruff check $(CODE)
@@ -49,10 +61,9 @@ format: $(VENV)/.dev ## Rewrite the code in house format
 	@$(BIN)/ruff check --fix $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
-# Transformers has the weights as bfloat16, so the engine computes in bfloat16 too.
-bench: $(VENV)/.dev ## Measure this engine beside Transformers
+bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--quick)
 	@$(BIN)/engine pull $(MODEL)
-	@$(BIN)/python -m benchmarks.run --serve-args "--dtype bfloat16" $(ARGS)
+	@$(BIN)/python -m benchmarks.run --model $(MODEL) $(ARGS)
 
 clean: ## Remove the virtual environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -67,13 +78,14 @@ $(VENV)/.created:
 	@touch $@
 
 # The development install holds all that serving needs, so a fresh one of it is enough to serve.
-$(VENV)/.serve: pyproject.toml | $(VENV)/.created
-	@[ $(VENV)/.dev -nt pyproject.toml ] || { \
-		printf '\n==> Installing the engine with PyTorch\n'; \
-		$(BIN)/python -m pip install --editable '.[torch]'; }
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.serve: $(SOURCES) | $(VENV)/.created
+	@newest=$$(ls -t $(SOURCES) | head -1); [ $(VENV)/.dev -nt "$$newest" ] || { \
+		printf '\n==> Installing the engine and building its kernels\n'; \
+		$(BIN)/python -m pip install --editable .; }
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/.created
+$(VENV)/.dev: $(SOURCES) | $(VENV)/.created
 	$(call step,Installing the engine with PyTorch and the development tools)
 	@$(BIN)/python -m pip install --editable '.[torch,transformers,dev]'
 	@touch $@

@@ -1,0 +1,84 @@
+"""Rates of the matrix kernels on one thread, beside what the machine allows in the same process.
+
+Reading is compared with numpy's maximum over the bytes of the weights, which streams them once with
+vector instructions. For arithmetic numpy's rate with small float32 matrices is given: a scale, not
+a roof, since products of 8-bit numbers may be four times as fast as those of floats.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.native.conftest import load_native
+from tests.native.panels import LAYOUTS, QUANTIZED, aligned, random_panels
+
+COLUMNS, MIN_BYTES, TOKENS = 576, 48 << 20, (1, 8, 32, 128)
+NUMERICS = ("f32", "int8", "bf16")
+
+
+def fastest(function: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the fastest of some calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def float_rate() -> float:
+    """GFLOP/s of float32 products in numpy, of a size that it computes on one thread."""
+    count, size = 64, 64
+    matrices = np.ones((count, size, size), np.float32)
+    return 2 * count * size**3 / fastest(lambda: matrices @ matrices) / 1e9
+
+
+def streamed_weights(layout: str) -> tuple[NDArray[np.uint8], int]:
+    """Weights larger than the second-level cache, and their rows."""
+    part, _ = random_panels(np.random.default_rng(0), layout, 512, COLUMNS)
+    copies = -(-MIN_BYTES // part.size)
+    return aligned(np.tile(part, copies)), 512 * copies
+
+
+def numerics_of(native: ModuleType, isa: str, layout: str) -> list[int]:
+    quantized = [1] if layout in QUANTIZED else []
+    return [0, *quantized, *([2] if native.has_bf16(isa) else [])]
+
+
+def report(
+    native: ModuleType, isa: str, layout: str, weights: NDArray[np.uint8], rows: int
+) -> None:
+    number = LAYOUTS.index(layout)
+    for numerics in numerics_of(native, isa, layout):
+        for tokens in TOKENS:
+            repeats = 5 if tokens < 32 and isa != "generic" else 2
+            took = native.bench_matmul(
+                isa, numerics, number, weights, rows, COLUMNS, tokens, repeats
+            )
+            share = 100 * fastest(weights.max) / took
+            read = weights.nbytes / took / 1e9
+            rate = 2 * rows * COLUMNS * tokens / took / 1e9
+            what = f"{isa:8} {layout:6} {NUMERICS[numerics]:5} {tokens:6}"
+            print(f"{what} {read:8.1f} {share:7.0f} % {rate:9.0f}", flush=True)
+
+
+def main() -> None:
+    native = load_native()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--isa", nargs="*", default=native.instruction_sets())
+    parser.add_argument("--layout", nargs="*", default=LAYOUTS, choices=LAYOUTS)
+    options = parser.parse_args()
+    print(f"float32 product in numpy: {float_rate():.0f} GFLOP/s")
+    print("isa      layout sums   tokens     GB/s  of read    GFLOP/s")
+    for layout in options.layout:
+        weights, rows = streamed_weights(layout)
+        for isa in options.isa:
+            report(native, isa, layout, weights, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+// Attention in AVX2 vectors.
+#include "attention_float.h"
+#include "dispatch.h"
+
+namespace engine {
+
+void fill_attention_avx2(Kernels& table) { table.attend = attend_float; }
+
+}  // namespace engine

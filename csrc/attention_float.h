@@ -1,0 +1,245 @@
+// Attention in float arithmetic over every type of cache, in the vectors of the including file.
+//
+// Scores have the 16 tokens of a tile as lanes, weighted values have the dimensions. Each query is computed
+// by the same operations in the same order whatever queries are beside it in the registers.
+#pragma once
+#include <utility>
+
+#include "attention_parts.h"
+#include "attention_vectors.h"
+
+namespace engine {
+namespace {
+
+constexpr int kBatch = 48;  // queries whose scores are held at a time
+
+// Four columns of keys [column, column + 4) for lanes [lane, lane + kLanes).
+template <KvType type>
+ENGINE_INLINE void decode_keys(const uint8_t* tile, int column, int lane, Floats (&keys)[4]) {
+    if constexpr (type == KvType::F32) {
+        const float* from = reinterpret_cast<const float*>(tile) + column * 16 + lane;
+        for (int i = 0; i < 4; i++) keys[i] = load(from + 16 * i);
+    } else if constexpr (type == KvType::BF16) {
+        for (int i = 0; i < 4; i += 2)
+            decode_pairs(tile + (column + i) * 32 + lane * 4, keys[i], keys[i + 1]);
+    } else {
+        Words words = load_words(tile + column * 16 + lane * 4);
+        for (int i = 0; i < 4; i++)
+            keys[i] = __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
+    }
+}
+
+// Values of tokens 2 * pair and 2 * pair + 1 in columns [column, column + kLanes).
+template <KvType type>
+ENGINE_INLINE void decode_values(const uint8_t* tile, int dim, int pair, int column, Floats& even,
+                                 Floats& odd) {
+    if constexpr (type == KvType::F32) {
+        const float* from = reinterpret_cast<const float*>(tile) + 2 * pair * dim + column;
+        even = load(from);
+        odd = load(from + dim);
+    } else if constexpr (type == KvType::BF16) {
+        decode_pairs(tile + (pair * dim + column) * 4, even, odd);
+    } else {
+        const int8_t* from = reinterpret_cast<const int8_t*>(tile) + 2 * pair * dim + column;
+        even = widen(from);
+        odd = widen(from + dim);
+    }
+}
+
+template <int... I, class F>
+ENGINE_INLINE void unroll(std::integer_sequence<int, I...>, F&& f) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N>
+using Indices = std::make_integer_sequence<int, N>;
+
+// scores[query][0:16] for `N` queries over one tile; `next` is fetched meanwhile.
+template <KvType type, int N>
+ENGINE_INLINE void score_tile(const uint8_t* tile, const uint8_t* next, const float* queries, int dim,
+                              float* scores) {
+    constexpr int kBytes = type == KvType::F32 ? 256 : type == KvType::BF16 ? 128 : 64;  // of four columns
+    for (int lane = 0; lane < 16; lane += kLanes) {
+        Floats even[N] = {}, odd[N] = {};
+        for (int column = 0; column < dim; column += 4) {
+            if (lane == 0)
+                for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(next + column / 4 * kBytes + i);
+            Floats keys[4];
+            decode_keys<type>(tile, column, lane, keys);
+            unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+                const float* query = queries + n * dim + column;
+                even[n] = fused(keys[0], all(query[0]), even[n]);
+                odd[n] = fused(keys[1], all(query[1]), odd[n]);
+                even[n] = fused(keys[2], all(query[2]), even[n]);
+                odd[n] = fused(keys[3], all(query[3]), odd[n]);
+            });
+        }
+        unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+            Floats sum = even[n] + odd[n];
+            if constexpr (type == KvType::INT8)
+                sum *= load(reinterpret_cast<const float*>(tile + dim * 16) + lane);
+            store(scores + n * kChunk + lane, sum);
+        });
+    }
+}
+
+template <KvType type, int N>
+void score_queries(const uint8_t* tile, const uint8_t* next, const float* queries, int count, int dim,
+                   float* scores) {
+    for (; count >= N; count -= N, queries += N * dim, scores += N * kChunk)
+        score_tile<type, N>(tile, next, queries, dim, scores);
+    if constexpr (N > 1)
+        if (count > 0) score_queries<type, N - 1>(tile, next, queries, count, dim, scores);
+}
+
+// sums[query][column : column + C * kLanes] for `N` queries over the tiles of a chunk.
+template <KvType type, int N, int C>
+ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, int dim, int column,
+                                 float* sums) {
+    constexpr int kBytes = type == KvType::F32 ? 8 : type == KvType::BF16 ? 4 : 2;  // of a pair's column
+    Floats sum[N][C] = {};
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+        const uint8_t* values = tiles.values[tile];
+        const uint8_t* next = tiles.values[tile + kTilesAhead];
+        for (int pair = 0; pair < 8; pair++) {
+            const float* weight = weights + tile * 16 + pair * 2;
+            for (int i = 0; i < C * kLanes * kBytes; i += 64)
+                __builtin_prefetch(next + (pair * dim + column) * kBytes + i);
+            unroll(Indices<C>(), [&](auto c) __attribute__((always_inline)) {
+                Floats even, odd;
+                decode_values<type>(values, dim, pair, column + c * kLanes, even, odd);
+                unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+                    sum[n][c] = fused(even, all(weight[n * kChunk]), sum[n][c]);
+                    sum[n][c] = fused(odd, all(weight[n * kChunk + 1]), sum[n][c]);
+                });
+            });
+        }
+    }
+    unroll(Indices<N * C>(), [&](auto i) __attribute__((always_inline)) {
+        store(sums + i / C * dim + column + i % C * kLanes, sum[i / C][i % C]);
+    });
+}
+
+template <KvType type, int N>
+void weigh_queries(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
+    for (; count >= N; count -= N, weights += N * kChunk, sums += N * dim) {
+        int column = 0;
+        for (; column + kColumns * kLanes <= dim; column += kColumns * kLanes)
+            weigh_columns<type, N, kColumns>(tiles, weights, dim, column, sums);
+        for (; column < dim; column += 2 * kLanes)
+            weigh_columns<type, N, 2>(tiles, weights, dim, column, sums);
+    }
+    if constexpr (N > 1)
+        if (count > 0) weigh_queries<type, N - 1>(tiles, weights, count, dim, sums);
+}
+
+// Turns one query's scores over the tiles of a chunk into weights; what it does not see weighs nothing.
+ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
+    if (seen.empty()) {
+        memset(scores + tiles.begin * 16, 0, size_t(tiles.end - tiles.begin) * 64);
+        return;
+    }
+    int begin = seen.begin / 16 * 16, end = round_up(seen.end, 16);
+    for (int i = begin; i < seen.begin; i++) scores[i] = -__builtin_inff();
+    for (int i = seen.end; i < end; i++) scores[i] = -__builtin_inff();
+    Floats largest = load(scores + begin);
+    for (int i = begin + kLanes; i < end; i += kLanes) largest = larger(largest, load(scores + i));
+    float max = largest_of(largest);
+    Floats sums = {};
+    for (int i = begin; i < end; i += kLanes) {
+        Floats weight = power_of_two(load(scores + i) - all(max));
+        store(scores + i, weight);
+        sums += weight;
+    }
+    max_sum[0] = max;
+    max_sum[1] = sum_of(sums);
+    memset(scores + tiles.begin * 16, 0, size_t(begin - tiles.begin * 16) * sizeof(float));
+    memset(scores + end, 0, size_t(tiles.end * 16 - end) * sizeof(float));
+}
+
+ENGINE_INLINE void scale_weights(float* weights, const ChunkTiles& tiles, int dim) {
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+        const float* scales = reinterpret_cast<const float*>(tiles.values[tile] + dim * 16);
+        for (int i = 0; i < 16; i += kLanes)
+            store(weights + tile * 16 + i, load(weights + tile * 16 + i) * load(scales + i));
+    }
+}
+
+struct FloatScratch {
+    float *queries, *state, *state_max_sum, *sums, *scores;
+    size_t floats;
+};
+
+ENGINE_INLINE FloatScratch float_scratch(const AttentionShape& shape, uint8_t* base) {
+    size_t dim = size_t(round_up(shape.head_dim, 32)), most = size_t(most_queries(shape));
+    float* at = reinterpret_cast<float*>(base);
+    FloatScratch scratch;
+    scratch.queries = at;
+    scratch.state = scratch.queries + most * dim;
+    scratch.state_max_sum = scratch.state + most * dim;
+    scratch.sums = scratch.state_max_sum + 2 * most;
+    scratch.scores = scratch.sums + kBatch * dim;
+    scratch.floats = size_t(scratch.scores + kBatch * kChunk - at);
+    return scratch;
+}
+
+ENGINE_INLINE size_t float_scratch_bytes(const AttentionShape& shape) {
+    return float_scratch(shape, nullptr).floats * sizeof(float);
+}
+
+ENGINE_INLINE void scale_queries(const Queries& queries, float* scaled) {
+    const AttentionShape& shape = *queries.job->shape;
+    int dim = queries.job->cache->dim();
+    float factor = shape.scale * kLog2E;
+    for (int query = 0; query < queries.count; query++, scaled += dim) {
+        const float* from = queries.floats(query);
+        for (int i = 0; i < shape.head_dim; i++) scaled[i] = from[i] * factor;
+        for (int i = shape.head_dim; i < dim; i++) scaled[i] = 0;
+    }
+}
+
+template <KvType type>
+void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch) {
+    const AttentionJob& job = *queries.job;
+    int dim = job.cache->dim();
+    ChunkTiles tiles = find_tiles(job, *queries.item, queries.kv_head, chunk);
+    for (int begin = 0; begin < queries.count; begin += kBatch) {
+        int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
+        const float* scaled = scratch.queries + begin * dim;
+        for (int tile = tiles.begin; tile < tiles.end; tile++)
+            score_queries<type, kQueries>(tiles.keys[tile], tiles.keys[tile + kTilesAhead], scaled, count,
+                                          dim, scratch.scores + tile * 16);
+        float max_sum[2 * kBatch];
+        for (int i = 0; i < count; i++) {
+            float* scores = scratch.scores + i * kChunk;
+            Range seen = visible_in_chunk(job, queries.token(begin + i), chunk);
+            soften(scores, tiles, seen, max_sum + 2 * i);
+            if constexpr (type == KvType::INT8) scale_weights(scores, tiles, dim);
+        }
+        float* sums = queries.room(begin, chunk, scratch.sums);
+        weigh_queries<type, kQueries>(tiles, scratch.scores, count, dim, sums);
+        for (int i = 0; i < count; i++) queries.add(begin + i, chunk, {sums + i * dim, max_sum + 2 * i});
+    }
+}
+
+template <KvType type>
+void attend_item(const Queries& queries, const FloatScratch& scratch) {
+    const AttentionItem& item = *queries.item;
+    for (int i = 0; i < item.chunks; i++) attend_chunk<type>(queries, item.chunk + i, scratch);
+    queries.write_out();
+}
+
+void attend_float(const AttentionJob& job, int index, int kv_head, uint8_t* base) {
+    FloatScratch scratch = float_scratch(*job.shape, base);
+    Queries queries = item_queries(job, job.batch->items[index], kv_head);
+    queries.state = scratch.state;
+    queries.state_max_sum = scratch.state_max_sum;
+    scale_queries(queries, scratch.queries);
+    switch (job.cache->type) {
+        case KvType::F32: return attend_item<KvType::F32>(queries, scratch);
+        case KvType::BF16: return attend_item<KvType::BF16>(queries, scratch);
+        case KvType::INT8: return attend_item<KvType::INT8>(queries, scratch);
+    }
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,20 @@
+// What each file of kernels offers: it fills its part of a table.
+#pragma once
+#include "kernels.h"
+
+namespace engine {
+
+void fill_matmul_generic(Kernels& table);
+void fill_vector_generic(Kernels& table);
+void fill_attention_generic(Kernels& table);
+void fill_matmul_avx2(Kernels& table);
+void fill_vector_avx2(Kernels& table);
+void fill_attention_avx2(Kernels& table);
+void fill_matmul_avx512(Kernels& table);
+void fill_matmul_bf16_avx512(Kernels& table);
+void fill_vector_avx512(Kernels& table);
+void fill_attention_avx512(Kernels& table);
+void fill_matmul_amx(Kernels& table);
+void fill_attention_amx(Kernels& table);
+
+}  // namespace engine

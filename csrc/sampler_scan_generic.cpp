@@ -1,0 +1,7 @@
+#include "sampler_scan_body.h"
+
+namespace engine {
+
+const ScanKernels& scan_kernels_generic() { return kScanKernels; }
+
+}  // namespace engine

@@ -1,0 +1,9 @@
+// Norms, rotation and the scans of sampling in AVX2.
+#include "dispatch.h"
+#include "vector_kernels.h"
+
+namespace engine {
+
+void fill_vector_avx2(Kernels& table) { fill_vector(table); }
+
+}  // namespace engine

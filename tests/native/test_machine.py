@@ -1,0 +1,16 @@
+"""The measurement that `engine doctor` shows: quick, and in the range of real machines."""
+
+import time
+
+from engine.backends.custom.frameworks.native.machine import measure
+
+
+def test_speeds_are_plausible(native):
+    start = time.perf_counter()
+    speed = measure(native, 2)
+    assert time.perf_counter() - start < 10  # well below 1 s on an idle machine
+    isa = native.instruction_sets()[-1]
+    assert (speed.instruction_sets[-1], speed.threads) == (isa, 2)
+    assert 1e8 < speed.read_bytes_per_s < 1e12
+    assert 1e9 < speed.int8_ops_per_s < 1e14
+    assert (speed.bf16_ops_per_s is not None) == native.has_bf16(isa)
