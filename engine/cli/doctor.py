@@ -1,17 +1,21 @@
 """`engine doctor`: what this machine has, which backends can run on it, and what is missing.
 
-Versions come from package metadata and GPUs from the driver, so that no framework is imported: a
-broken one must not break the command that says what is wrong.
+Versions come from package metadata, GPUs from the driver and speeds from a process of its own, so
+that no framework is imported: a broken one must not break the command that says what is wrong.
 """
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import typer
@@ -22,6 +26,12 @@ from engine.core.errors import EngineError
 
 _GIB = 2**30
 _GPU_QUERY_TIMEOUT_S = 10.0
+_MEASURE_TIMEOUT_S = 30.0
+_NATIVE = "engine.backends.custom.frameworks.native"
+_NATIVE_FIX = (
+    "install a C++ compiler (for example: apt-get install g++) and install the engine again, "
+    "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
+)
 # Packages that a built-in backend needs, and the extra that installs them.
 _BACKEND_NEEDS = {"torch": (("torch",), "torch")}
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
@@ -51,12 +61,11 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         *_software(),
         *_hardware(),
         *gpus,
+        *_kernels(),
         *_backends(has_gpu),
         *_settings_and_model(config),
     ]
     if as_json:
-        import json
-
         print(json.dumps([asdict(each) for each in findings]))
     else:
         _print_table(findings)
@@ -129,11 +138,63 @@ def _gpus() -> list[Finding]:
     return [Finding("hardware", f"GPU {index}", row, True) for index, row in enumerate(rows)]
 
 
+def _kernels() -> list[Finding]:
+    """What the native kernels would use here, and how fast they were just now."""
+    if not _has_native_kernels():
+        return [Finding("kernels", "native kernels", "not built", False, _NATIVE_FIX)]
+    try:
+        speed = _measured_speed()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        detail = f"built, but measuring them failed: {error}"
+        return [Finding("kernels", "native kernels", detail, False, _NATIVE_FIX)]
+    return _speeds(speed)
+
+
+def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
+    from engine.core.utils.catalogue import CATALOGUE, DEFAULT_MODEL
+
+    *lesser, best = speed["instruction_sets"]
+    versions = f"{best}; also here: {', '.join(lesser)}" if lesser else best
+    threads = f"{speed['threads']}, unless performance.threads says otherwise"
+    rates = [f"{speed['int8_ops_per_s'] / 1e12:.2f} TOPS int8"]
+    if speed["bf16_ops_per_s"] is not None:
+        rates.append(f"{speed['bf16_ops_per_s'] / 1e12:.2f} TFLOPS bfloat16")
+    found = [
+        Finding("kernels", "native kernels", versions, True),
+        Finding("kernels", "threads", threads),
+        Finding("kernels", "weights read", f"{speed['read_bytes_per_s'] / 1e9:.1f} GB/s"),
+        Finding("kernels", "matrix products", ", ".join(rates)),
+    ]
+    size = CATALOGUE[DEFAULT_MODEL].size
+    if size is not None:
+        # Every weight is read once for each token of a lone request.
+        bound = speed["read_bytes_per_s"] / size
+        detail = f"up to about {bound:.0f} tokens/s for one request ({size / 1e6:.0f} MB a token)"
+        found.append(Finding("kernels", DEFAULT_MODEL, detail))
+    return found
+
+
+def _has_native_kernels() -> bool:
+    return find_spec(f"{_NATIVE}._native") is not None
+
+
+def _measured_speed() -> dict[str, Any]:
+    """Raises `SubprocessError` or `ValueError` when the kernels cannot be run."""
+    command = [sys.executable, "-m", f"{_NATIVE}.machine"]
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S, check=True
+    )
+    return json.loads(answer.stdout)
+
+
 def _backends(has_gpu: bool) -> list[Finding]:
     from engine.core.registry.backend_registry import backend_names
 
     found = []
     for name in backend_names():
+        if name == "native":
+            found.append(_native_backend())
+            continue
         packages, extra = _BACKEND_NEEDS.get(name, ((), ""))
         missing = [each for each in packages if _installed_version(each) is None]
         if missing:
@@ -146,6 +207,12 @@ def _backends(has_gpu: bool) -> list[Finding]:
             detail += "; this build cannot use the GPU"
         found.append(Finding("backend", name, detail, True))
     return found
+
+
+def _native_backend() -> Finding:
+    if _has_native_kernels():
+        return Finding("backend", "native", "can run on the CPU", True)
+    return Finding("backend", "native", "its kernels were not built", False, _NATIVE_FIX)
 
 
 def _settings_and_model(config: Path | None) -> list[Finding]:

@@ -1,17 +1,44 @@
 """`engine pull`, `engine list` and `engine inspect`: model files on this machine."""
 
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from engine.cli.console import JsonOption, messages, output
+from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from engine.backends.custom.weights.model import ModelSource
     from engine.core.utils.catalogue import CatalogueEntry
     from engine.core.utils.model_store import StoredModel
 
+GRAPH_CONTEXT = 128  # tokens of a sequence, unless the user says
 _ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
+
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=1,
+        help="With --graph: generated tokens, one of each sequence, or a prompt's. Default: 1.",
+    ),
+]
+PromptOption = Annotated[
+    bool, typer.Option("--prompt", help="With --graph: the tokens are those of one prompt.")
+]
+TimeOption = Annotated[
+    bool, typer.Option("--time", help="With --graph: load the model and time each step.")
+]
+FormOption = Annotated[
+    Literal["text", "json", "dot", "svg"] | None,
+    typer.Option("--format", help="With --graph. Default: text."),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="PATH", help="With --graph: a file to write it to."),
+]
 
 
 def pull(
@@ -74,23 +101,66 @@ def inspect(
     ] = False,
     context: Annotated[
         int | None,
-        typer.Option("--context", min=1, help="Tokens per sequence. Default: the model's limit."),
+        typer.Option(
+            "--context",
+            min=1,
+            help="Tokens per sequence. Default: the model's limit; with --graph 128, or those of "
+            "the prompt.",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 1,
+    graph: Annotated[
+        bool,
+        typer.Option("--graph", help="Show the model's graph, the plan that runs it and its cost."),
+    ] = False,
+    tokens: TokensOption = None,
+    prompt: PromptOption = False,
+    timed: TimeOption = False,
+    form: FormOption = None,
+    out: OutputOption = None,
 ) -> None:
     """Show a model's hyperparameters, metadata and tensors, and the memory it takes."""
     from engine.backends.custom.weights.model import open_model
-    from engine.cli.model_report import describe, print_report
     from engine.core.utils.model_store import resolve_model
 
+    _check_inspect(graph, [tokens, prompt, timed, form, out], [tensors, batch != 1])
+    if as_json and form not in (None, "json"):
+        raise ConfigError(f"--json and --format {form} exclude each other")
     with closing(open_model(resolve_model(model))) as source:
-        report = describe(source, context or source.config.max_position, batch)
+        if not graph:
+            _print_model(source, context, batch, as_json=as_json, list_tensors=tensors)
+            return
+        from engine.cli.graph_facts import StepSize
+        from engine.cli.graph_output import write_graph
+        from engine.cli.graph_report import describe_graph
+
+        count = tokens or 1
+        usual = count if prompt else min(GRAPH_CONTEXT, source.config.max_position)
+        report = describe_graph(source, StepSize(count, context or usual, prompt), timed)
+    write_graph(report, form or ("json" if as_json else "text"), out)
+
+
+def _check_inspect(graph: bool, with_graph: list[Any], without: list[bool]) -> None:
+    if not graph and any(with_graph):
+        raise ConfigError(
+            "--tokens, --prompt, --time, --format and --output belong to --graph; add it"
+        )
+    if graph and any(without):
+        raise ConfigError("--tensors and --batch do not go with --graph; leave them out")
+
+
+def _print_model(
+    source: "ModelSource", context: int | None, batch: int, *, as_json: bool, list_tensors: bool
+) -> None:
+    from engine.cli.model_report import describe, print_report
+
+    report = describe(source, context or source.config.max_position, batch)
     if as_json:
         import json
 
         print(json.dumps(report, indent=2))
     else:
-        print_report(output(), report, list_tensors=tensors)
+        print_report(output(), report, list_tensors=list_tensors)
 
 
 def model_rows() -> list[dict[str, Any]]:

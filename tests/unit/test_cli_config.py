@@ -12,6 +12,13 @@ from engine.core.config_schema import setting_keys
 from engine.core.errors import ConfigError
 
 SECRET = "correct-horse-battery"
+SPEED = {
+    "instruction_sets": ["generic", "avx2"],
+    "threads": 6,
+    "read_bytes_per_s": 200 * 98_362_432.0,
+    "int8_ops_per_s": 1.25e12,
+    "bf16_ops_per_s": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +28,12 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("engine.cli.doctor._has_native_kernels", lambda: True)
+    monkeypatch.setattr("engine.cli.doctor._measured_speed", lambda: SPEED)
+
+
+def findings() -> list[dict[str, object]]:
+    return json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
 
 
 def test_config_show_lists_every_setting_with_its_origin(
@@ -84,16 +97,17 @@ def test_version() -> None:
 
 
 def test_doctor_reports_every_topic_and_the_missing_model() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--json"])
-    findings = json.loads(result.stdout)
-    assert {each["topic"] for each in findings} == {
+    found = findings()
+    assert {each["topic"] for each in found} == {
         "software",
         "hardware",
+        "kernels",
         "backend",
         "settings",
         "model",
     }
-    (model,) = [each for each in findings if each["name"] == "smollm2-135m-instruct"]
+    (model,) = [each for each in found if each["topic"] == "model" and each["name"] != "store"]
+    assert model["name"] == "smollm2-135m-instruct"
     assert model["ok"] is False
     assert "engine pull" in model["fix"]
 
@@ -102,6 +116,8 @@ def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "engine.cli.doctor._BACKEND_NEEDS", {"torch": (("absent-package",), "torch")}
     )
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0  # the native backend can run
+    monkeypatch.setattr("engine.cli.doctor._has_native_kernels", lambda: False)
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 1
     (backend,) = [
@@ -113,9 +129,45 @@ def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyP
     assert "engine[torch]" in backend["fix"]
 
 
+def test_doctor_tells_what_the_kernels_reach() -> None:
+    """The default model is 98,362,432 bytes, read once for each token."""
+    kernels = {each["name"]: each["detail"] for each in findings() if each["topic"] == "kernels"}
+    assert kernels == {
+        "native kernels": "avx2; also here: generic",
+        "threads": "6, unless performance.threads says otherwise",
+        "weights read": "19.7 GB/s",
+        "matrix products": "1.25 TOPS int8",
+        "smollm2-135m-instruct": "up to about 200 tokens/s for one request (98 MB a token)",
+    }
+
+
+def test_doctor_says_what_to_do_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cli.doctor._has_native_kernels", lambda: False)
+    monkeypatch.setattr("engine.core.registry.backend_registry.backend_names", lambda: ("native",))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    lacking = [each for each in json.loads(result.stdout) if "native" in each["name"]]
+    assert [each["topic"] for each in lacking] == ["kernels", "backend"]
+    for each in lacking:
+        assert each["ok"] is False
+        assert "C++ compiler" in each["fix"]
+        assert "pip install 'engine[torch]'" in each["fix"]
+
+
+def test_doctor_survives_kernels_that_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.cli.doctor._has_native_kernels", lambda: True)
+    monkeypatch.setattr("engine.cli.doctor._NATIVE", "absent_package")
+    (kernels,) = [each for each in findings() if each["topic"] == "kernels"]
+    assert kernels["ok"] is False
+    assert "measuring them failed" in str(kernels["detail"])
+
+
 def test_doctor_survives_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_ENGINE_PORT", "many")
-    findings = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    (settings,) = [each for each in findings if each["topic"] == "settings"]
+    (settings,) = [each for each in findings() if each["topic"] == "settings"]
     assert settings["ok"] is False
     assert "server.port" in settings["fix"]

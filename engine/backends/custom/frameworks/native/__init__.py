@@ -1,0 +1,1 @@
+"""The native CPU framework: kernels in C++ that keep weights quantized. Needs no tensor library."""

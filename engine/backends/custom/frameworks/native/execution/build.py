@@ -1,0 +1,190 @@
+"""From a model source and a configuration to a loaded runner."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.native.execution.program import (
+    LAYOUTS,
+    Arithmetic,
+    Numbered,
+    add_program,
+)
+from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.ir.families import build_graph
+from engine.backends.custom.ir.plan import ExecutionPlan, Machine
+from engine.backends.custom.ir.planner import plan_cache
+from engine.backends.custom.ir.rotary import rope_frequencies
+from engine.backends.custom.memory import MIB, MemoryNeeds
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.scheduler import MAX_SCORED
+from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+STORED = "stored"  # weights as their file has them, arithmetic to suit
+KV_TYPES = ("float32", "bfloat16", "int8")
+TILE_TOKENS = 16  # of the paged cache
+STEP_TOKENS = 512  # activations of more do not stay in a second-level cache
+USUAL_POOL_BYTES = 224 * MIB
+MIN_CACHED_BYTES = 32 * MIB  # less is packed sooner than a file is found
+
+
+def kernels() -> Any:
+    """The compiled module. Raises a `ConfigError` that says what to do when there is none."""
+    try:
+        from engine.backends.custom.frameworks.native import _native
+    except ImportError as error:
+        raise ConfigError(
+            "the native kernels were not built, for lack of a C++ compiler; install one "
+            "(for example: apt-get install g++) and install the engine again, or serve with "
+            "PyTorch: pip install 'engine[torch]' and --backend torch"
+        ) from error
+    return _native
+
+
+def find_device(device: str, dtype: str) -> DeviceInfo:
+    if device not in ("auto", "cpu"):
+        raise ConfigError(f"the native backend runs on the CPU; --device {device} needs another")
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"the native backend takes weights as they are stored; --dtype {dtype} needs "
+            "--backend torch, and --dtype float32 means float arithmetic throughout"
+        )
+    kernels()
+    free_bytes = psutil.virtual_memory().available
+    return DeviceInfo("cpu", STORED if dtype == "auto" else dtype, free_bytes)
+
+
+def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
+    config = source.config
+    kv_type = _kv_type(options.kv_dtype, device.dtype)
+    dim = -(-config.head_dim // 32) * 32
+    values = 2 * config.num_layers * config.num_kv_heads * dim
+    scales = 2 * config.num_layers * config.num_kv_heads * 4 if kv_type == "int8" else 0
+    value_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[kv_type]
+    return MemoryNeeds(source.size_bytes, values * value_bytes + scales, USUAL_POOL_BYTES)
+
+
+def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
+    """Map or repack the weights, hand plan and weights to the executor, allocate the cache."""
+    from engine.backends.custom.frameworks.native.machine import choose_cpus, default_threads
+    from engine.backends.custom.frameworks.native.weights.cache import PackedCache
+    from engine.backends.custom.frameworks.native.weights.loading import load_weights
+
+    native, model_config = kernels(), source.config
+    _check(model_config, config)
+    threads = config.num_threads or default_threads()
+    isa = native.instruction_sets()[-1]
+    plans = plans_for(source, config, threads)
+    packed = load_weights(
+        source,
+        plans[0].matrices,
+        plans[0].vectors,
+        threads=threads,
+        cache=PackedCache() if source.size_bytes >= MIN_CACHED_BYTES else None,
+        progress=_progress(source.path.name),
+    )
+    model = native.Model(isa, threads, choose_cpus(config.affinity, threads))
+    names = {matrix.name: matrix for matrix in plans[0].matrices}
+    weights = Numbered(
+        matrices={
+            name: model.add_matrix(panels.layout, names[name].rows, panels.columns, panels.data)
+            for name, panels in packed.matrices.items()
+        },
+        layouts={name: panels.layout for name, panels in packed.matrices.items()},
+        vectors={name: model.add_vector(values.reshape(-1)) for name, values in packed.vectors.items()},
+        biases={name: model.add_vector(values) for name, values in packed.biases.items()},
+    )
+    _set_memory(model, source, config, plans[-1])
+    arithmetic = Arithmetic(exact=config.dtype == "float32", has_bf16=native.has_bf16(isa))
+    model.set_fast(config.numerics == "fast")
+    for plan in plans:
+        add_program(model, plan, weights, arithmetic)
+    spec = RunnerSpec(
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_slots=config.max_slots,
+        max_seq_len=config.max_seq_len,
+        vocab_size=model_config.vocab_size,
+        depth=0,
+        most_step_tokens=STEP_TOKENS,
+    )
+    log.info("native: %s kernels on %d threads, layouts %s", isa, threads, _layouts(weights))
+    return NativeRunner(model, spec, model_config.hidden_size)
+
+
+def _check(model: ModelConfig, config: RunnerConfig) -> None:
+    if config.block_size % TILE_TOKENS:
+        raise ConfigError(
+            f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "
+            f"{config.block_size} must be a multiple of it"
+        )
+    if model.rope is None and config.max_seq_len > model.max_position:
+        raise ConfigError(
+            f"max_seq_len {config.max_seq_len} is beyond the model's {model.max_position} "
+            "learned positions; lower it"
+        )
+
+
+def plans_for(source: ModelSource, config: RunnerConfig, threads: int) -> list[ExecutionPlan]:
+    """One for each size class of a step; they differ in how work is split, in nothing else."""
+    layout_of = kernels().layout_of
+    max_tokens = max(config.max_batch_tokens, config.max_slots)
+    cache = plan_cache(
+        build_graph(source.config),
+        Machine(threads),
+        max_tokens,
+        min(max_tokens, config.max_slots + MAX_SCORED),
+        lambda name: layout_of(source.weights[name].tensor.dtype),
+    )
+    return [cache.get(each.tokens, each.logits) for each in cache.capacities()]
+
+
+def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: ExecutionPlan) -> None:
+    model_config = source.config
+    kinds = {buffer.place: buffer.per for buffer in plan.buffers}
+    model.set_arena(
+        [(width, kinds[place] == "logit") for place, width in enumerate(plan.places)],
+        [(buffer.place, buffer.width) for buffer in plan.buffers],
+        plan.capacity.tokens,
+        plan.capacity.logits,
+        plan.output,
+    )
+    model.set_cache(
+        KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype)),
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.block_size,
+        config.num_blocks,
+    )
+    if model_config.rope is not None:
+        factors = source.weights.get("rope.factors")
+        frequencies, scale = rope_frequencies(
+            model_config.rope, config.max_seq_len, None if factors is None else factors.numpy()
+        )
+        model.set_frequencies(list(map(float, frequencies)), scale)
+    model.set_sampler(model_config.vocab_size, config.max_slots, config.max_seq_len)
+
+
+def _kv_type(asked: str, dtype: str) -> str:
+    if asked != "auto":
+        return asked
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def _layouts(weights: Numbered) -> str:
+    return ", ".join(sorted({LAYOUTS[layout] for layout in weights.layouts.values()}))
+
+
+def _progress(name: str) -> Callable[[int, int], None]:
+    def tell(done: int, total: int) -> None:
+        log.info("packing %s: %d of %d MiB", name, done // MIB, total // MIB)
+
+    return tell

@@ -1,0 +1,99 @@
+"""`NativeRunner`: the seam's two calls, each of them one call into C++ with the GIL released."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.backends.custom.runtime.seam import (
+    DRAW,
+    FROM_DEVICE,
+    I32,
+    BatchInputs,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """What `sample` needs of a `forward`; the logits stay where they were computed."""
+
+    finite: np.ndarray  # (S,) bool
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step whose results are here already."""
+
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        return self.output
+
+
+class NativeRunner:
+    """`model` is the compiled module's `Model`, complete; `hidden_size` is that of its states."""
+
+    def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int) -> None:
+        self._model = model
+        self._spec = spec
+        self._hidden_size = hidden_size
+        self._last_token = np.zeros(spec.max_slots, np.int32)
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    def forward(self, inputs: BatchInputs) -> StepHandle:
+        finite = np.empty(len(inputs.slots), np.uint8)
+        self._model.forward(
+            self._token_ids(inputs),
+            inputs.positions,
+            inputs.write_slots,
+            inputs.query_start,
+            inputs.num_prompt,
+            inputs.block_tables,
+            inputs.logit_rows,
+            inputs.prefix_groups,
+            inputs.prefix_blocks,
+            finite,
+        )
+        return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
+
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
+        if not handle.num_logits:
+            return Finished(StepOutput(np.empty(0, np.int32), handle.finite))
+        tokens, *logprobs = self._model.sample(sampling)
+        drawn = sampling.forced == DRAW
+        self._last_token[sampling.slots[drawn]] = tokens[drawn]
+        return Finished(StepOutput(tokens, handle.finite, *logprobs, self._hidden(sampling)))
+
+    def logits(self, handle: StepHandle) -> np.ndarray:
+        """The last step's logits, (R, V); they are copied out only for who asks."""
+        rows = np.empty((handle.num_logits, self._spec.vocab_size), np.float32)
+        for index, row in enumerate(rows):
+            self._model.logits(index, row)
+        return rows
+
+    def close(self) -> None:
+        """Free the cache and let the weights go; the runner cannot be used again."""
+        del self._model
+
+    def _token_ids(self, inputs: BatchInputs) -> I32:
+        """FROM_DEVICE stands for the last token drawn for the row's slot."""
+        if inputs.token_ids.min(initial=0) >= 0:
+            return inputs.token_ids
+        slots = np.repeat(inputs.slots, np.diff(inputs.query_start))
+        known = inputs.token_ids != FROM_DEVICE
+        return np.where(known, inputs.token_ids, self._last_token[slots]).astype(np.int32)
+
+    def _hidden(self, sampling: SamplingInputs) -> np.ndarray | None:
+        if not len(sampling.hidden_rows):
+            return None
+        states = np.empty((len(sampling.hidden_rows), self._hidden_size), np.float32)
+        for state, row in zip(states, sampling.hidden_rows, strict=True):
+            self._model.hidden(int(row), state)
+        return states

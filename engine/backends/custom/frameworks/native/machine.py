@@ -1,0 +1,227 @@
+"""What the kernels have to work with: cores, NUMA nodes, the container's share, and their speed.
+
+Run as a program it measures the machine and prints `Speed` as JSON; `engine doctor` does so in a
+process of its own, which a broken build may take down.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.errors import ConfigError
+
+_SYS = Path("/sys")
+_CGROUP_OF_SELF = Path("/proc/self/cgroup")
+_INT8, _BF16 = 1, 2  # the kernels' numerics
+_TOKENS, _SIDE = 128, 1024  # of the product that is timed
+_READ_BYTES = 128 * 2**20  # beyond the caches of most machines, and still quick to fill
+_READ_BYTES_PER_THREAD = 16 * 2**20
+_PIECE_BYTES = 2 * 2**20
+_PERIOD = 4096  # bytes of random weights, repeated
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A physical core: those of its CPUs that this process may use, ascending."""
+
+    node: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Measured with all threads together."""
+
+    instruction_sets: tuple[str, ...]  # of the kernels, best last
+    threads: int
+    read_bytes_per_s: float  # weights streamed by a product with one token
+    int8_ops_per_s: float
+    bf16_ops_per_s: float | None  # None: the kernels have no such product here
+
+
+def default_threads() -> int:
+    """One per physical core that this process may use, within the container's share of time."""
+    quota = cpu_quota()
+    cores = len(usable_cores())
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def choose_cpus(affinity: str, threads: int) -> list[int]:
+    """The CPU that each thread is bound to; empty: none is. `affinity` is "auto", "off" or a list.
+
+    By itself it takes one CPU per physical core, as many on each NUMA node, the threads of a node
+    next to each other. It leaves threads alone if there are more of them than cores, or if others
+    share the cores (a quota): the system's scheduler then does better.
+    """
+    if affinity == "off":
+        return []
+    if affinity == "auto":
+        cores, quota = usable_cores(), cpu_quota()
+        is_shared = quota is not None and quota < len(cores)
+        return [] if threads > len(cores) or is_shared else _spread(cores, threads)
+    cpus = parse_cpus(affinity)
+    absent = sorted(set(cpus) - os.sched_getaffinity(0))
+    if absent:
+        raise ConfigError(
+            f"performance.affinity {affinity!r}: this process may not use CPU {absent[0]}"
+        )
+    if len(cpus) < threads:
+        raise ConfigError(
+            f"performance.affinity {affinity!r} names {len(cpus)} CPUs for {threads} threads; "
+            "name more, or lower performance.threads"
+        )
+    return cpus[:threads]
+
+
+def usable_cores(sys_root: Path = _SYS, mask: set[int] | None = None) -> list[Core]:
+    """Physical cores with a CPU in this process's affinity mask, by NUMA node and number."""
+    usable = os.sched_getaffinity(0) if mask is None else mask
+    nodes = _cpu_nodes(sys_root)
+    cores = set()
+    for cpu in usable:
+        topology = sys_root / "devices/system/cpu" / f"cpu{cpu}" / "topology"
+        siblings = _read(topology / "thread_siblings_list")
+        together = set(parse_cpus(siblings)) & usable if siblings else {cpu}
+        cores.add(Core(nodes.get(cpu, 0), tuple(sorted(together))))
+    return sorted(cores, key=lambda core: (core.node, core.cpus))
+
+
+def cpu_quota(sys_root: Path = _SYS, cgroup_file: Path = _CGROUP_OF_SELF) -> float | None:
+    """How many CPUs' worth of time the control groups of this process allow; None: no limit."""
+    mount = sys_root / "fs/cgroup"
+    quotas = []
+    for line in (_read(cgroup_file) or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            quotas += [_quota_v2(folder) for folder in _with_parents(mount, path)]
+        elif "cpu" in controllers.split(","):
+            quotas += [_quota_v1(folder) for folder in _with_parents(mount / "cpu", path)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def parse_cpus(text: str) -> list[int]:
+    """The numbers of a list such as "0-3,8", in its order."""
+    cpus: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return list(dict.fromkeys(cpus))
+
+
+def measure(native: Any, threads: int) -> Speed:
+    """Time the best kernels of the compiled module; takes well below a second."""
+    rng = np.random.default_rng(0)
+    # Quants and, read as half precision, small scales.
+    quants = rng.integers(1, 0x30, _PERIOD, np.uint8)
+    floats = rng.standard_normal(_PERIOD // 2, np.float32).view(np.uint16)[1::2].copy()
+    operations = 2 * _TOKENS * _SIDE * _SIDE
+    isa = native.instruction_sets()[-1]
+    with ThreadPoolExecutor(threads) as pool:
+
+        def together(time_one: Callable[[int], float]) -> float:
+            """Of all threads, how often a second the work is done that one does in its time."""
+            return max(
+                sum(1 / each for each in pool.map(time_one, range(threads))) for _ in range(2)
+            )
+
+        int8 = together(lambda _: _product_time(native, _INT8, "Q8_0", quants)) * operations
+        bf16 = None
+        if native.has_bf16(isa):
+            halves = floats.view(np.uint8)
+            bf16 = together(lambda _: _product_time(native, _BF16, "BF16", halves)) * operations
+        size = max(_READ_BYTES // threads, _READ_BYTES_PER_THREAD)
+        room = list(pool.map(lambda _: _aligned(size, quants), range(threads)))
+        panel = native.panel_bytes(native.layout_of("Q8_0"), _SIDE)
+        piece = _PIECE_BYTES // panel * panel
+        read = together(lambda thread: _read_time(native, room[thread], piece // panel)) * piece
+    return Speed(tuple(native.instruction_sets()), threads, read, int8, bf16)
+
+
+def _product_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
+    """Seconds of the fastest product with a small matrix, on this thread."""
+    layout, isa = native.layout_of(stored), native.instruction_sets()[-1]
+    weights = _aligned(_SIDE // 16 * native.panel_bytes(layout, _SIDE), period)
+    return native.bench_matmul(isa, numerics, layout, weights, _SIDE, _SIDE, _TOKENS, 6)
+
+
+def _read_time(native: Any, weights: NDArray[np.uint8], panels: int) -> float:
+    """Seconds in which this thread usually goes through so many panels, none of them in its cache.
+
+    Pieces are small, so that few of them are interrupted when other work wants the core too.
+    """
+    layout, isa = native.layout_of("Q8_0"), native.instruction_sets()[-1]
+    piece = panels * native.panel_bytes(layout, _SIDE)
+    return median(
+        native.bench_matmul(
+            isa, _INT8, layout, weights[start : start + piece], panels * 16, _SIDE, 1, 1
+        )
+        for start in range(0, len(weights) - piece + 1, piece)
+    )
+
+
+def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The period again and again, on a 64-byte boundary, as kernels want weights."""
+    room = np.empty(-(-size // _PERIOD) * _PERIOD + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    room[start : len(room) - 64 + start].reshape(-1, _PERIOD)[:] = period
+    return room[start : start + size]
+
+
+def _spread(cores: list[Core], threads: int) -> list[int]:
+    """As many on each node as possible; the first nodes take what is left over."""
+    nodes: dict[int, list[int]] = {}
+    for core in cores:
+        nodes.setdefault(core.node, []).append(core.cpus[0])
+    shares = dict.fromkeys(nodes, 0)
+    while sum(shares.values()) < threads:
+        emptiest = min(
+            (node for node in nodes if shares[node] < len(nodes[node])), key=shares.__getitem__
+        )
+        shares[emptiest] += 1
+    return [cpu for node, cpus in nodes.items() for cpu in cpus[: shares[node]]]
+
+
+def _cpu_nodes(sys_root: Path) -> dict[int, int]:
+    nodes = {}
+    for folder in (sys_root / "devices/system/node").glob("node[0-9]*"):
+        for cpu in parse_cpus(_read(folder / "cpulist") or ""):
+            nodes[cpu] = int(folder.name.removeprefix("node"))
+    return nodes
+
+
+def _with_parents(mount: Path, path: str) -> list[Path]:
+    """Those that exist: a container may see its host's path beside a mount of its own."""
+    folder = mount / path.lstrip("/")
+    inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
+    return [each for each in inside if each.is_dir()]
+
+
+def _quota_v2(folder: Path) -> float | None:
+    fields = (_read(folder / "cpu.max") or "max").split()
+    return None if fields[0] == "max" else int(fields[0]) / int(fields[1])
+
+
+def _quota_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    from engine.backends.custom.frameworks.native import _native
+
+    print(json.dumps(asdict(measure(_native, default_threads()))))

@@ -1,0 +1,146 @@
+"""Where each packed weight lies in one stretch of memory, known before a byte of it is read.
+
+The places follow from the model's shapes and storage types alone. So a file of packed weights
+needs no table of contents, and nothing that a file says is ever taken for an offset.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.frameworks.native import _native
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.errors import ModelFormatError
+
+PANEL_ROWS = 16
+_ALIGNMENT = 64
+
+
+class MatrixParts(Protocol):
+    """Weights that are one matrix to a kernel; `biases` has one name for each part, or none."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+    @property
+    def biases(self) -> tuple[str, ...]: ...
+    @property
+    def interleaved(self) -> bool: ...
+
+
+class Panels(NamedTuple):
+    """A matrix in panels. `rows` counts the padding between interleaved parts, not the last one."""
+
+    layout: int
+    rows: int
+    columns: int
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlace:
+    offset: int
+    num_bytes: int
+    layout: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPlace:
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * prod(self.shape)
+
+
+Place = TypeVar("Place", MatrixPlace, VectorPlace)
+
+
+@dataclass(slots=True)
+class ArenaPlan:
+    """Places by name; a bias has the name of its matrix."""
+
+    matrices: dict[str, MatrixPlace] = field(default_factory=dict)
+    biases: dict[str, VectorPlace] = field(default_factory=dict)
+    vectors: dict[str, VectorPlace] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def add(self, place: Place) -> Place:
+        """Count the place in; the next one begins on the boundary after it."""
+        self.num_bytes = _round_up(place.offset + place.num_bytes, _ALIGNMENT)
+        return place
+
+    def floats(self, arena: NDArray[np.uint8], place: VectorPlace) -> NDArray[np.float32]:
+        raw = arena[place.offset : place.offset + place.num_bytes]
+        return raw.view(np.float32).reshape(place.shape)
+
+    def bytes_of(self, arena: NDArray[np.uint8], place: MatrixPlace) -> NDArray[np.uint8]:
+        return arena[place.offset : place.offset + place.num_bytes]
+
+
+def plan_arena(
+    source: ModelSource, matrices: Sequence[MatrixParts], vectors: Sequence[str]
+) -> ArenaPlan:
+    """Vectors first, then matrices in the order given, each with its bias before it."""
+    plan = ArenaPlan()
+    for name in vectors:
+        plan.vectors[name] = plan.add(VectorPlace(plan.num_bytes, source.weights[name].spec.shape))
+    for matrix in matrices:
+        if matrix.biases:
+            rows = _padded_rows(source, matrix)
+            plan.biases[matrix.name] = plan.add(VectorPlace(plan.num_bytes, (rows,)))
+        place = _matrix_place(source, matrix, plan.num_bytes)
+        plan.matrices[matrix.name] = plan.add(place)
+    return plan
+
+
+def stacked_bias(source: ModelSource, matrix: MatrixParts) -> NDArray[np.float32]:
+    """The parts' biases in the order of the matrix's rows, zero where rows are padding."""
+    parts = [source.weights[name].numpy() for name in matrix.biases]
+    stacked = np.zeros(_padded_rows(source, matrix), np.float32)
+    if matrix.interleaved:
+        panels = stacked.reshape(-1, len(parts), PANEL_ROWS)
+        for index, part in enumerate(parts):
+            rows = np.zeros(panels.shape[0] * PANEL_ROWS, np.float32)
+            rows[: part.size] = part
+            panels[:, index] = rows.reshape(-1, PANEL_ROWS)
+    else:
+        whole = np.concatenate(parts)
+        stacked[: whole.size] = whole
+    return stacked
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _rows(source: ModelSource, matrix: MatrixParts) -> int:
+    rows = [source.weights[name].spec.shape[0] for name in matrix.parts]
+    return sum(_round_up(count, PANEL_ROWS) for count in rows) if matrix.interleaved else sum(rows)
+
+
+def _padded_rows(source: ModelSource, matrix: MatrixParts) -> int:
+    return _round_up(_rows(source, matrix), PANEL_ROWS)
+
+
+def _matrix_place(source: ModelSource, matrix: MatrixParts, offset: int) -> MatrixPlace:
+    weights = [source.weights[name] for name in matrix.parts]
+    layouts = {_native.layout_of(weight.tensor.dtype) for weight in weights}
+    columns = {weight.spec.shape[1] for weight in weights}
+    if len(layouts) != 1 or len(columns) != 1:
+        raise ModelFormatError(
+            f"{source.path.name}: the parts of '{matrix.name}' differ in layout or columns: "
+            + ", ".join(f"{weight.tensor.dtype} {weight.spec.shape}" for weight in weights)
+        )
+    (layout,), (width,) = layouts, columns
+    panels = _padded_rows(source, matrix) // PANEL_ROWS
+    num_bytes = panels * _native.panel_bytes(layout, width)
+    return MatrixPlace(offset, num_bytes, layout, _rows(source, matrix), width)

@@ -1,0 +1,153 @@
+"""Packed weights on disk: one file per model, found by what the model's files are, bounded in size.
+
+Nothing here is needed for serving: a disk that is full, slow or read-only costs a line in the log.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import __version__
+from engine.backends.custom.frameworks.native import _native
+from engine.backends.custom.frameworks.native.weights.arena import ArenaPlan, MatrixParts
+from engine.backends.custom.frameworks.native.weights.packed_file import (
+    HEADER_BYTES,
+    PART_SUFFIX,
+    PackedFileError,
+    map_packed,
+    write_packed,
+)
+from engine.backends.custom.weights.files import FileBytes
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.utils.model_store import store_directory
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".packed"
+_GIB = 1024**3
+# A writer that was killed leaves its file behind; none takes this long.
+_ABANDONED_SECONDS = 3600
+
+
+def cache_directory() -> Path:
+    """The folder beside the models of the store."""
+    return store_directory().parent / "packed"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCache:
+    """A directory of packed files. `free_share` bounds a new file by what the disk has left."""
+
+    directory: Path = field(default_factory=cache_directory)
+    max_bytes: int = 16 * _GIB
+    free_share: float = 0.1
+
+    def path_for(self, source: ModelSource) -> Path:
+        """Models at different places have different files; another version replaces the one."""
+        places = "\n".join(str(file.path.resolve()) for file in source.checkpoint.files)
+        digest = hashlib.sha256(places.encode()).hexdigest()[:16]
+        return self.directory / f"{source.path.stem[:64]}-{digest}{SUFFIX}"
+
+    def open(self, path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
+        """The arena, mapped; None when there is no such file or it cannot be trusted."""
+        try:
+            arena = map_packed(path, key, num_bytes)
+            os.utime(path)  # files used last are removed last
+        except FileNotFoundError:
+            return None
+        except (OSError, PackedFileError) as error:
+            log.info("packed weights in %s are not used and will be made again: %s", path, error)
+            return None
+        return arena
+
+    def write(self, path: Path, key: bytes, arena: NDArray[np.uint8]) -> bool:
+        """Keep an arena, removing the files used least recently where it takes too much room."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            size = HEADER_BYTES + arena.size
+            free = shutil.disk_usage(self.directory).free
+            if size > self.max_bytes or size > free * self.free_share:
+                log.warning(
+                    "packed weights are not kept: %d MB is too much for %s", size >> 20, path.parent
+                )
+                return False
+            self._make_room(path, size)
+            write_packed(path, key, arena)
+        except OSError as error:
+            log.warning("packed weights are not kept in %s: %s", path.parent, error)
+            return False
+        return True
+
+    def _make_room(self, path: Path, size: int) -> None:
+        others = []
+        for file in self.directory.glob(f"*{SUFFIX}"):
+            if file != path and (status := _status(file)) is not None:
+                others.append((status.st_mtime_ns, status.st_size, file))
+        total = size + sum(num_bytes for _, num_bytes, _ in others)
+        for _, num_bytes, file in sorted(others):
+            if total <= self.max_bytes:
+                break
+            file.unlink(missing_ok=True)
+            total -= num_bytes
+        os.utime(self.directory)
+        now = self.directory.stat().st_mtime
+        for file in self.directory.glob(f"*{PART_SUFFIX}"):
+            status = _status(file)
+            if status is not None and now - status.st_mtime > _ABANDONED_SECONDS:
+                file.unlink(missing_ok=True)
+
+
+def cache_key(
+    source: ModelSource, matrices: Sequence[MatrixParts], plan: ArenaPlan
+) -> bytes | None:
+    """A digest of the files' identity, of how weights are stored and of where they are packed.
+
+    Reads headers only. None when a file is no longer the one that was opened.
+    """
+    files = [_identity(source, file) for file in source.checkpoint.files]
+    if None in files:
+        return None
+    stored = [
+        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, weight.transform)
+        for weight in source.weights.values()
+    ]
+    facts = {
+        "version": (__version__, _native.LAYOUT_VERSION),
+        "files": files,
+        "stored": stored,
+        "head_dim": source.config.head_dim,
+        "matrices": [(m.name, m.parts, m.biases, m.interleaved) for m in matrices],
+        "places": [
+            [(name, astuple(place)) for name, place in places.items()]
+            for places in (plan.matrices, plan.biases, plan.vectors)
+        ],
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).digest()
+
+
+def _identity(source: ModelSource, file: FileBytes) -> tuple[str, int, int, str] | None:
+    """Path, size, time of change, and a digest of all that comes before the first tensor."""
+    status = _status(file.path)
+    if status is None or status.st_size != file.size:
+        return None
+    whole = file.view(0, file.size)
+    start, end = whole.ctypes.data, whole.ctypes.data + file.size
+    places = (tensor.raw().ctypes.data for tensor in source.checkpoint.tensors.values())
+    first = min((place for place in places if start <= place < end), default=end)
+    header = hashlib.sha256(whole[: first - start].data).hexdigest()
+    return (str(file.path.resolve()), file.size, status.st_mtime_ns, header)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None

@@ -1,0 +1,115 @@
+"""One file of packed weights: a page of header, then the arena as it lies in memory.
+
+The header's last bytes are a digest of the rest of it. A file counts only if that digest, the key
+and the file's size are right; the digest of the data is there for `verify`, which reads all of it.
+"""
+
+import hashlib
+import io
+import mmap
+import os
+import stat
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER_BYTES = 4096
+PART_SUFFIX = ".part"
+_MAGIC = b"ENGPACK1"
+_FIELDS = struct.Struct("<8s32sQ32s")  # magic, key, bytes of data, digest of data
+_DIGEST_BYTES = 32
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+class PackedFileError(Exception):
+    """The file is damaged, or is none of ours, or holds something else; its text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    key: bytes
+    num_bytes: int
+    data_digest: bytes
+
+    def encode(self) -> bytes:
+        fields = _FIELDS.pack(_MAGIC, self.key, self.num_bytes, self.data_digest)
+        page = fields.ljust(HEADER_BYTES - _DIGEST_BYTES, b"\0")
+        return page + hashlib.sha256(page).digest()
+
+
+def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
+    """The arena of a file that has this key, mapped read-only and shared; no data is read."""
+    with _open(path) as file:
+        header = _read_header(file)
+        if header.key != key or header.num_bytes != num_bytes:
+            raise PackedFileError("it holds other weights")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, np.uint8, num_bytes, HEADER_BYTES)
+
+
+def verify(path: Path) -> None:
+    """Read the whole file and raise `PackedFileError` unless its data is what was written."""
+    with _open(path) as file:
+        header = _read_header(file)
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    if digest.digest() != header.data_digest:
+        raise PackedFileError("its data has changed since it was written")
+
+
+def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
+    """Write beside `path` and rename when the data is safely on disk; no half file is ever seen."""
+    handle, name = tempfile.mkstemp(PART_SUFFIX, f"{path.name}.", path.parent)
+    try:
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            digest = hashlib.sha256()
+            file.seek(HEADER_BYTES)
+            for start in range(0, arena.size, _CHUNK_BYTES):
+                chunk = arena[start : start + _CHUNK_BYTES].data
+                digest.update(chunk)
+                _write_all(file, chunk)
+            file.seek(0)
+            _write_all(file, memoryview(Header(key, arena.size, digest.digest()).encode()))
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _write_all(file: io.FileIO, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[file.write(chunk) :]
+
+
+def _open(path: Path) -> BinaryIO:
+    """Only a plain file of our own that nobody else may write to."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    file = os.fdopen(handle, "rb")
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise PackedFileError("it is not a plain file")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        file.close()
+        raise PackedFileError("others may have written to it")
+    return file
+
+
+def _read_header(file: BinaryIO) -> Header:
+    page = file.read(HEADER_BYTES)
+    if len(page) != HEADER_BYTES or page[: len(_MAGIC)] != _MAGIC:
+        raise PackedFileError("it is not a file of packed weights")
+    body = page[:-_DIGEST_BYTES]
+    if hashlib.sha256(body).digest() != page[-_DIGEST_BYTES:]:
+        raise PackedFileError("its header is damaged")
+    _, key, num_bytes, data_digest = _FIELDS.unpack_from(body)
+    if os.fstat(file.fileno()).st_size != HEADER_BYTES + num_bytes:
+        raise PackedFileError("its size is not what its header says")
+    return Header(key, num_bytes, data_digest)

@@ -1,0 +1,145 @@
+"""The native runner with float activations beside Transformers, and beside itself: the tokens and
+logits of a sequence are the same to the last bit whatever shares its steps.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.native.execution.build import build_runner
+from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.errors import ConfigError
+from tests.parity import tiny_models
+from tests.parity.seam_driver import SeamDriver, Track
+
+# Float sums in another order over three small layers.
+TOLERANCE = 1e-4
+LENGTHS = (tiny_models.TEXT_LENGTH, 5, 17, 1, 33)
+
+
+def runner_for(source: ModelSource, dtype: str = "float32", **changes) -> NativeRunner:
+    settings = {
+        "device": "cpu",
+        "dtype": dtype,
+        "block_size": 16,
+        "num_blocks": 128,
+        "max_slots": 16,
+        "max_seq_len": tiny_models.MAX_POSITION,
+        "num_threads": 2,
+    }
+    return build_runner(source, RunnerConfig(**settings | changes))
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    _, path = tiny_models.save(request.param, tmp_path_factory.mktemp("tiny"))
+    source = open_model(path)
+    yield source
+    source.close()
+
+
+def last_logits(driver: SeamDriver, work: list[tuple[Track, int]]) -> np.ndarray:
+    runner = driver.runner
+    logits = runner.logits(runner.forward(driver.inputs(work)))
+    for track, count in work:
+        track.num_computed += count
+    return logits
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
+    theirs, path = tiny_models.save(name, tmp_path)
+    tokens = tiny_models.text()
+    source = open_model(path)
+    driver = SeamDriver(runner_for(source))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+    track = driver.add(tokens[:1])
+    for position, token in enumerate(tokens):
+        ours = last_logits(driver, [(track, 1)])[0]
+        np.testing.assert_allclose(ours, expected[position], atol=TOLERANCE, rtol=0)
+        track.tokens.append(tokens[position + 1] if position + 1 < len(tokens) else token)
+    whole = driver.add(tokens)
+    np.testing.assert_allclose(
+        last_logits(driver, [(whole, len(tokens))])[0], expected[-1], atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 29])
+def test_chunked_is_whole_to_the_last_bit(source: ModelSource, chunk: int) -> None:
+    driver = SeamDriver(runner_for(source))
+    tokens = tiny_models.text()
+    whole = driver.add(tokens)
+    expected = last_logits(driver, [(whole, len(tokens))])
+    track = driver.add(tokens)
+    while track.num_computed + chunk < len(tokens):
+        last_logits(driver, [(track, chunk)])
+    logits = last_logits(driver, [(track, len(tokens) - track.num_computed)])
+    np.testing.assert_array_equal(logits, expected)
+
+
+def test_batched_is_alone_to_the_last_bit(source: ModelSource) -> None:
+    """Prompts, later chunks and single tokens in one step, rows in no helpful order."""
+    texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
+    driver = SeamDriver(runner_for(source))
+    tracks = [driver.add(text) for text in texts]
+    last_logits(driver, [(tracks[0], 39), (tracks[4], 20)])
+    last_logits(driver, [(tracks[1], 4)])
+    work = [(tracks[0], 1), (tracks[2], 17), (tracks[1], 1), (tracks[4], 13), (tracks[3], 1)]
+    logits = last_logits(driver, work)
+    for row, index in enumerate((0, 2, 1, 4, 3)):
+        alone = SeamDriver(runner_for(source))
+        track = alone.add(texts[index])
+        np.testing.assert_array_equal(logits[row], last_logits(alone, [(track, LENGTHS[index])])[0])
+
+
+def test_shared_blocks_are_cold_ones_to_the_last_bit(source: ModelSource) -> None:
+    driver = SeamDriver(runner_for(source))
+    prefix = tiny_models.text()
+    first = driver.add(prefix)
+    driver.step([(first, len(prefix))])
+    texts = [prefix[:32] + tiny_models.text(length, seed=7) for length in (9, 1)]
+    tracks = [driver.add(text, prefix=first, shared=2) for text in texts]
+    logits = last_logits(driver, [(tracks[0], 9), (tracks[1], 1)])
+    for row, text in zip(logits, texts, strict=True):
+        cold = SeamDriver(runner_for(source))
+        track = cold.add(text)
+        np.testing.assert_array_equal(row, last_logits(cold, [(track, len(text))])[0])
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_narrow_cache_stays_near_the_model(source: ModelSource, kv_dtype: str) -> None:
+    exact, narrow = (SeamDriver(runner_for(source, kv_dtype=each)) for each in ("auto", kv_dtype))
+    tokens = tiny_models.text()
+    expected, found = (
+        last_logits(driver, [(driver.add(tokens), len(tokens))])[0] for driver in (exact, narrow)
+    )
+    assert not np.array_equal(found, expected)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < {"bfloat16": 0.02, "int8": 0.05}[kv_dtype]
+
+
+def test_a_row_that_is_not_finite_harms_no_other(source: ModelSource) -> None:
+    driver = SeamDriver(runner_for(source))
+    good, bad = driver.add(tiny_models.text(9)), driver.add(tiny_models.text(9, seed=1))
+    driver.step([(good, 9), (bad, 9)])
+    model = driver.runner._model
+    block = bad.blocks[0]
+    model.poison(block * 16)
+    output = driver.step([(good, 1), (bad, 1)])
+    assert output.finite.tolist() == [True, False]
+    alone = SeamDriver(runner_for(source))
+    assert alone.generate([alone.add(tiny_models.text(9))], 2) == [good.tokens[9:]]
+
+
+def test_settings_that_it_cannot_serve_are_refused_by_name(source: ModelSource) -> None:
+    with pytest.raises(ConfigError, match="block_size 8 must be a multiple"):
+        runner_for(source, block_size=8)
+    if source.config.rope is None:
+        with pytest.raises(ConfigError, match="learned positions"):
+            runner_for(source, max_seq_len=tiny_models.MAX_POSITION + 1)
