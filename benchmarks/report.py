@@ -1,110 +1,219 @@
-"""Figures of several servers side by side: one row per figure, the ratio to the first server last.
+"""Figures of several servers side by side: one row per figure, with the ratio to the best peer.
 
-A ratio above 1 says that the first server is better, whichever way the figure points.
+The ratio is the engine's figure over the best peer's, so a rate should be above 1 and a time below.
+A bar is a limit of that ratio, or of the engine's figure itself.
 """
 
-import statistics
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.figures import spread
+from benchmarks.peers import OURS, OURS_FAST
 
-Rounds = list[dict[str, Any]]  # one server's figures of one scenario, per round
+MIN_CHUNKS_PER_TOKEN = 0.95  # fewer: tokens are sent in lumps, and latencies say little
+MIN_REUSE_RATIO = 5.0  # how much sooner the first token of a known prefix must come
+MAX_OTHERS_CORES = 0.2  # more of them busy with something else: distrust the figures
+
+Figures = dict[str, Any]
+Results = dict[str, dict[str, Figures]]  # server -> scenario label -> figures
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    limit: float
+    times_best: bool = True  # of the ratio to the best peer; else of the figure
+
+    def text(self, higher_is_better: bool) -> str:
+        sign = ">=" if higher_is_better else "<="
+        return f"{sign} {self.limit:g}{'x best' if self.times_best else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     label: str
+    scenario: str  # label of the scenario
     path: tuple[str, ...]  # keys down to a number, or to a spread whose median counts
     higher_is_better: bool
     digits: int = 1
+    bar: Bar | None = None
+    server: str = OURS  # whose figure is compared with the peers'
+
+    def meets(self, own: float | None, best: float | None) -> bool | None:
+        """None: there is no bar, or nothing to judge by."""
+        if self.bar is None or own is None:
+            return None
+        value = own if not self.bar.times_best else own / best if best else None
+        if value is None:
+            return None
+        return value >= self.bar.limit if self.higher_is_better else value <= self.bar.limit
 
 
-COLD_ROWS = (
-    Row("process start to ready, s", ("ready_s",), False, 2),
-    Row("process start to first completion, s", ("first_completion_s",), False, 2),
+_COLD = ("first_completion_s",)
+HEADLINE = (
+    Row("single stream decode, tok/s", "single", ("decode_tps",), True, bar=Bar(2)),
+    Row("prefill of 1,024 tokens, tok/s", "prefill", ("prefill_tps",), True, 0, Bar(1.3)),
+    Row("8 concurrent, output tok/s", "conc 8", ("output_tps",), True, bar=Bar(3)),
+    Row("32 concurrent, output tok/s", "conc 32", ("output_tps",), True, bar=Bar(2.5)),
+    Row(
+        "32 concurrent, --numerics fast",
+        "conc 32",
+        ("output_tps",),
+        True,
+        bar=Bar(3.5),
+        server=OURS_FAST,
+    ),
+    Row("32 sharing 1,024 tokens, 16 at once, s", "prefix", ("wall_s",), False, 2, Bar(0.5)),
+    Row("p99 ITL at 8 concurrent, ms", "conc 8", ("itl_ms", "p99"), False, bar=Bar(0.6)),
+    Row(
+        "start to first completion, no cache, s", "cold unpacked", _COLD, False, 2, Bar(1.2, False)
+    ),
+    Row("start to first completion, packed, s", "cold", _COLD, False, 2, Bar(0.8, False)),
+    Row("peak RSS, MB", "whole run", ("peak_rss_mb",), False, 0, Bar(600, False)),
+    Row(
+        "fewest chunks per token",
+        "whole run",
+        ("chunks_per_token",),
+        True,
+        2,
+        Bar(MIN_CHUNKS_PER_TOKEN, False),
+    ),
 )
-LOAD_ROWS = (
-    Row("output tok/s", ("output_tps",), True),
-    Row("TTFT p50, ms", ("ttft_ms", "p50"), False),
-    Row("ITL p50, ms", ("itl_ms", "p50"), False),
-    Row("peak RSS, MB", ("peak_rss_mb",), False, 0),
-)
-SCENARIO_ROWS = {
-    "cold": COLD_ROWS,
-    "single": (Row("decode tok/s", ("decode_tps",), True), *LOAD_ROWS[1:]),
-    "prefill": (Row("prefill tok/s", ("prefill_tps",), True),),
-    "conc": LOAD_ROWS,
-    "prefix": (
-        Row("TTFT cold, ms", ("ttft_cold_ms",), False),
-        Row("TTFT later, ms", ("ttft_later_ms",), False),
-        Row("cold / later", ("cold_over_later",), True),
-        Row("cached tokens, later", ("cached_tokens_later",), True, 0),
-        Row("output tok/s", ("output_tps",), True),
+# By the first word of a scenario's label, for scenarios that have no row above.
+MORE_ROWS = {
+    "conc": (
+        Row("output tok/s", "", ("output_tps",), True),
+        Row("TTFT p50, ms", "", ("ttft_ms", "p50"), False),
+        Row("ITL p50, ms", "", ("itl_ms", "p50"), False),
+    ),
+    "reuse": (
+        Row("TTFT cold, ms", "", ("ttft_cold_ms",), False),
+        Row("TTFT later, ms", "", ("ttft_later_ms",), False),
+        Row("cold / later", "", ("cold_over_later",), True),
     ),
     "chat": (
-        Row("TTFT first turn, ms", ("turns", "first", "ttft_ms"), False),
-        Row("TTFT last turn, ms", ("turns", "last", "ttft_ms"), False),
-        Row("cached tokens, last turn", ("turns", "last", "cached_tokens"), True, 0),
-        Row("computed tokens, last turn", ("turns", "last", "computed_tokens"), False, 0),
-        Row("output tok/s", ("output_tps",), True),
+        Row("TTFT first turn, ms", "", ("turns", "first", "ttft_ms"), False),
+        Row("TTFT last turn, ms", "", ("turns", "last", "ttft_ms"), False),
+        Row("computed tokens, last turn", "", ("turns", "last", "computed_tokens"), False, 0),
     ),
     "grammar": (
-        Row("decode tok/s, free", ("free_decode_tps",), True),
-        Row("decode tok/s, JSON schema", ("constrained_decode_tps",), True),
-        Row("JSON schema / free", ("constrained_over_free",), True, 3),
+        Row("decode tok/s, free", "", ("free_decode_tps",), True),
+        Row("decode tok/s, JSON schema", "", ("constrained_decode_tps",), True),
     ),
 }
 
 
-def value_at(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
+def rows_of(results: Results) -> list[Row]:
+    """The rows that the engine has figures for."""
+    rows = [row for row in HEADLINE if row.scenario in results.get(row.server, {})]
+    shown = {row.scenario for row in HEADLINE}
+    for label in results[OURS]:
+        if label not in shown:
+            more = MORE_ROWS.get(label.split()[0], ())
+            rows += [replace(row, label=f"{label}: {row.label}", scenario=label) for row in more]
+    return rows
+
+
+def value_at(figures: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
     """The number at a path; a list is entered by "first" or "last", a spread by its median."""
+    found = _found(figures, path)
+    return found.get("median") if isinstance(found, dict) else found
+
+
+def best_peer(results: Results, row: Row) -> float | None:
+    values = [
+        value_at(figures, row.path)
+        for name, scenarios in results.items()
+        if name not in (OURS, OURS_FAST) and (figures := _whole(scenarios, row.scenario))
+    ]
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return max(known) if row.higher_is_better else min(known)
+
+
+def bars_table(results: Results) -> Table:
+    """One row per figure: every server's, the engine's ratio to the best peer, and the bar."""
+    names = [OURS, *(name for name in results if name not in (OURS, OURS_FAST))]
+    table = Table("figure")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for title in ("to best", "bar", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows_of(results):
+        columns = [row.server, *names[1:]]
+        cells = [_cell(results[name], row) for name in columns]
+        own = value_at(_whole(results[row.server], row.scenario), row.path)
+        best = best_peer(results, row)
+        ratio = f"{own / best:.2f}x" if own is not None and best else "-"
+        bar = row.bar.text(row.higher_is_better) if row.bar else ""
+        verdict = {True: "met", False: "missed", None: ""}[row.meets(own, best)]
+        table.add_row(row.label, *cells, ratio, bar, verdict)
+    return table
+
+
+def whole_run(scenarios: Iterable[Figures], peak_rss_mb: float) -> Figures:
+    """What is one figure per server: memory, and how finely the worst scenario's tokens came."""
+    chunks = [figures["chunks_per_token"] for figures in scenarios if figures.get("ok")]
+    return {"peak_rss_mb": peak_rss_mb, "chunks_per_token": min(chunks, default=None)}
+
+
+def complaints(results: Results) -> list[str]:
+    """What makes the engine's own figures void; empty for a good run."""
+    found = []
+    for name in (OURS, OURS_FAST):
+        for label, figures in results.get(name, {}).items():
+            if figures.get("failed"):
+                reason = figures["first_error"]
+                found.append(f"{label}: {figures['failed']} requests to {name} failed: {reason}")
+        chunks = results.get(name, {}).get("whole run", {}).get("chunks_per_token")
+        if chunks is not None and chunks < MIN_CHUNKS_PER_TOKEN:
+            found.append(f"{name} sent {chunks} chunks per token, below {MIN_CHUNKS_PER_TOKEN}")
+    reuse = results[OURS].get("reuse")
+    if reuse is not None:
+        times = value_at(reuse, ("cold_over_later",))
+        if times is None or times < MIN_REUSE_RATIO:
+            found.append(f"reuse: cold / later is {times}, below {MIN_REUSE_RATIO}")
+    return found
+
+
+def remarks(results: Results) -> list[str]:
+    """What a reader should know before believing a figure."""
+    found = []
+    for name, scenarios in results.items():
+        for label, figures in scenarios.items():
+            others = ((figures.get("cores") or {}).get("others") or {}).get("max", 0.0)
+            if others > MAX_OTHERS_CORES:
+                found.append(f"{label} on {name}: other work used up to {others} cores")
+            if figures.get("short_outputs"):
+                found.append(f"{label} on {name}: {figures['short_outputs']} answers were short")
+            if figures.get("failed") and name not in (OURS, OURS_FAST):
+                found.append(f"{label} on {name}: {figures['failed']} requests failed")
+    return found
+
+
+def _found(figures: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     found: Any = figures
     for key in path:
         if isinstance(found, list):
             found = found[0 if key == "first" else -1] if found else None
         else:
             found = found.get(key) if isinstance(found, dict) else None
-    return found.get("median") if isinstance(found, dict) else found
+    return found
 
 
-def row_spread(rounds: Rounds, row: Row) -> dict[str, float] | None:
-    return spread((value_at(figures, row.path) for figures in rounds), 3)
+def _whole(scenarios: Mapping[str, Figures], label: str) -> Figures:
+    """The scenario's figures, or none where requests failed: rates of the others mislead."""
+    figures = scenarios.get(label, {})
+    return {} if figures.get("failed") else figures
 
 
-def ratio(first: Rounds, other: Rounds, row: Row) -> float | None:
-    """How many times better the first server is: the median of the rounds' own ratios."""
-    pairs = [
-        (value_at(one, row.path), value_at(two, row.path))
-        for one, two in zip(first, other, strict=False)
-    ]
-    ratios = [one / two if row.higher_is_better else two / one for one, two in pairs if one and two]
-    return statistics.median(ratios) if ratios else None
-
-
-def comparison_table(results: dict[str, dict[str, Rounds]]) -> Table:
-    """`results` maps server -> scenario label -> rounds; every server has every scenario."""
-    names = list(results)
-    table = Table("scenario", "figure")
-    for name in names:
-        table.add_column(name, justify="right")
-    for name in names[1:]:
-        table.add_column(f"{names[0]} vs {name}", justify="right")
-    for label in results[names[0]]:
-        table.add_section()
-        for position, row in enumerate(SCENARIO_ROWS[label.split()[0]]):
-            per_server = [results[name][label] for name in names]
-            cells = [_cell(row_spread(rounds, row), row.digits) for rounds in per_server]
-            ratios = [ratio(per_server[0], rounds, row) for rounds in per_server[1:]]
-            shown = ["-" if value is None else f"{value:.2f}x" for value in ratios]
-            table.add_row(label if position == 0 else "", row.label, *cells, *shown)
-    return table
-
-
-def _cell(values: dict[str, float] | None, digits: int) -> str:
-    if values is None:
-        return "-"
-    low, middle, high = (f"{values[key]:,.{digits}f}" for key in ("min", "median", "max"))
-    return middle if low == high else f"{middle} ({low}-{high})"
+def _cell(scenarios: Mapping[str, Figures], row: Row) -> str:
+    if scenarios.get(row.scenario, {}).get("failed"):
+        return "failed"
+    found = _found(_whole(scenarios, row.scenario), row.path)
+    if isinstance(found, dict):
+        low, middle, high = (f"{found[key]:,.{row.digits}f}" for key in ("min", "median", "max"))
+        return middle if low == high else f"{middle} ({low}-{high})"
+    return "-" if found is None else f"{found:,.{row.digits}f}"

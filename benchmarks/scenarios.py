@@ -3,8 +3,8 @@
     single   32 words in, 128 tokens out, one at a time
     prefill  1,024 in, 1 out, one at a time
     conc     128 in, 128 out, distinct prompts, `concurrency` at once
-    prefix   1,024 shared words and 32 distinct ones, 32 out: the first request alone (cold), then
-             the others, `concurrency` at once
+    prefix   1,024 shared words and 32 distinct ones, 32 out, `concurrency` at once from the start
+    reuse    the same, but the first request alone (it meets a cold prefix), then one at a time
     chat     conversations replayed turn by turn; each turn sends everything said so far
     grammar  128 in, 128 out by chat, `concurrency` at once: freely, and again under a JSON schema
 
@@ -42,6 +42,7 @@ class Scenario:
     concurrency: int = 1
     prefix_words: int = 0
     turns: int = 1
+    first_alone: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -56,7 +57,8 @@ SCENARIOS = {
     "single": Scenario("single", 4, 32, 128),
     "prefill": Scenario("prefill", 4, 1024, 1),
     "conc": Scenario("conc", None, 128, 128, concurrency=8),
-    "prefix": Scenario("prefix", 32, 32, 32, prefix_words=1024),
+    "prefix": Scenario("prefix", 32, 32, 32, concurrency=16, prefix_words=1024),
+    "reuse": Scenario("reuse", 32, 32, 32, prefix_words=1024, first_alone=True),
     "chat": Scenario("chat", 4, 48, 48, turns=10),
     "grammar": Scenario("grammar", None, 128, 128, concurrency=8),
 }
@@ -84,6 +86,62 @@ UNDER_SCHEMA = {
 }
 
 
+class Measurement:
+    """One scenario on one server: batches as they are made, and the figures of all of them."""
+
+    def __init__(self, scenario: Scenario, target: Target, pid: int | None = None) -> None:
+        self._scenario = scenario
+        self._target = target
+        self._pid = pid
+        self._batches: list[Batch] = []
+        self._free: list[Batch] = []  # grammar: the same without one
+        self._conversations: list[list[Sample]] = []
+
+    async def warm_up(self, session: aiohttp.ClientSession, seed: str, requests: int) -> None:
+        """Ask with prompts that nothing else uses."""
+        scenario = self._scenario
+        for number in range(requests):
+            length = scenario.prompt_words + scenario.prefix_words
+            prompt = words(length, seed, scenario.label, "warm", number)
+            await complete(session, self._target, prompt, min(8, scenario.output_tokens))
+
+    async def add_batch(self, session: aiohttp.ClientSession, seed: str) -> Batch:
+        """Ask everything once. The same seed again would meet the server's prefix cache."""
+        scenario, target, pid = self._scenario, self._target, self._pid
+        key = f"{seed}/{scenario.label}"
+        if scenario.name == "chat":
+            batch, replayed = await _replay(session, target, scenario, key, pid)
+            self._conversations += replayed
+        elif scenario.name == "grammar":
+            self._free.append(await _chats(session, target, scenario, f"{key}/free", pid, {}))
+            batch = await _chats(session, target, scenario, key, pid, UNDER_SCHEMA)
+        else:
+            batch = await _run_batch(session, target, scenario, key, pid)
+        self._batches.append(batch)
+        return batch
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON can hold them: rates as median over batches, latencies pooled over all."""
+        scenario = self._scenario
+        figures = {
+            "scenario": scenario.name,
+            "model": self._target.model,
+            "concurrency": scenario.concurrency,
+            "requests": scenario.num_requests,
+            "repeat": len(self._batches),
+            **summarize(self._batches, scenario.output_tokens),
+        }
+        if scenario.first_alone:
+            figures |= prefix_figures(self._batches)
+        if scenario.name == "chat":
+            figures["turns"] = turn_figures(self._conversations)
+        if scenario.name == "grammar":
+            figures |= grammar_figures(self._free, self._batches)
+        if self._pid is not None:
+            figures["peak_rss_mb"] = peak_rss_mb(self._pid)
+        return figures
+
+
 async def measure(
     scenario: Scenario,
     target: Target,
@@ -94,43 +152,13 @@ async def measure(
     pid: int | None = None,
     timeout: float = 600,
 ) -> dict[str, Any]:
-    """Run the scenario `repeat` times; its figures as JSON can hold them."""
-    batches: list[Batch] = []
-    free: list[Batch] = []  # grammar: the same without one
-    conversations: list[list[Sample]] = []
+    """Run the scenario `repeat` times on one server."""
+    measurement = Measurement(scenario, target, pid)
     async with new_session(timeout) as session:
-        for number in range(warmup):  # prompts that nothing else uses
-            prompt = words(scenario.prompt_words + scenario.prefix_words, seed, "warm", number)
-            await complete(session, target, prompt, min(8, scenario.output_tokens))
+        await measurement.warm_up(session, seed, warmup)
         for number in range(repeat):
-            key = f"{seed}/{scenario.label}/{number}"
-            if scenario.name == "chat":
-                batch, replayed = await _replay(session, target, scenario, key, pid)
-                conversations += replayed
-            elif scenario.name == "grammar":
-                free.append(await _chats(session, target, scenario, f"{key}/free", pid, {}))
-                batch = await _chats(session, target, scenario, key, pid, UNDER_SCHEMA)
-            else:
-                batch = await _run_batch(session, target, scenario, key, pid)
-            batches.append(batch)
-    figures = {
-        "scenario": scenario.name,
-        "model": target.model,
-        "concurrency": scenario.concurrency,
-        "requests": scenario.num_requests,
-        "repeat": repeat,
-        "seed": seed,
-        **summarize(batches, scenario.output_tokens),
-    }
-    if scenario.name == "prefix":
-        figures |= prefix_figures(batches)
-    if scenario.name == "chat":
-        figures["turns"] = turn_figures(conversations)
-    if scenario.name == "grammar":
-        figures |= grammar_figures(free, batches)
-    if pid is not None:
-        figures["peak_rss_mb"] = peak_rss_mb(pid)
-    return figures
+            await measurement.add_batch(session, f"{seed}/{number}")
+    return {"seed": seed, **measurement.figures()}
 
 
 async def _run_batch(
@@ -146,7 +174,7 @@ async def _run_batch(
         return await complete(session, target, prompts[number], scenario.output_tokens)
 
     meter, started = CoresMeter(pid), time.perf_counter()
-    first = [await ask(0)] if scenario.prefix_words else []
+    first = [await ask(0)] if scenario.first_alone else []
     rest = await _at_most(scenario.concurrency, ask, range(len(first), len(prompts)))
     return Batch(time.perf_counter() - started, (*first, *rest), meter.read())
 

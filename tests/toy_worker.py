@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from engine.backends.custom import worker
 from engine.backends.custom.memory import MemoryPlan
@@ -32,7 +33,7 @@ class FragileToyRunner(SlowToyRunner):
         return super().forward(inputs)
 
 
-def load_runner(options: EngineOptions):
+def load_runner(source, options: EngineOptions):
     if options.model_path == "unloadable":
         raise ResourceError("it does not fit")
     if options.model_path == "broken":
@@ -53,7 +54,7 @@ def load_runner(options: EngineOptions):
     return runner(spec), config, plan
 
 
-worker.load_encoder = lambda options: None
+worker.open_model = lambda path, use_mmap: SimpleNamespace(config=SimpleNamespace(encoder=None))
 worker.load_runner = load_runner
 run_engine = worker.run_engine
 

@@ -5,9 +5,9 @@ The server, the CLI and the Python API hold an `InferenceBackend` and never ask 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
@@ -21,6 +21,8 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats
 
+EventSink: TypeAlias = Callable[[Event], None]
+
 
 @dataclass(frozen=True)
 class BackendConfig:
@@ -32,11 +34,23 @@ class BackendConfig:
     backend_args: dict[str, Any] = field(default_factory=dict)
 
 
+class EventFeed(AsyncIterator[Event]):
+    """A stream of events that can also be pushed, for a reader that is never behind: it need not
+    be woken for every one. A stream is either read or fed, and once.
+    """
+
+    @abstractmethod
+    async def feed(self, sink: EventSink) -> None:
+        """Call `sink` with each event as it comes. Returns after the last, raises what a reader
+        would be raised; cancelling it releases what the request held.
+        """
+
+
 class InferenceBackend(ABC):
     """A model, or several, that can be asked for text.
 
-    `chat` and `complete` return an iterator of events (see `core.interfaces.backend`); closing it
-    early, or cancelling the task that reads it, releases everything that the request held. They
+    `chat` and `complete` return an iterator of events (see `core.interfaces.backend`), which may be
+    an `EventFeed`; closing it early, or cancelling the task that reads it, releases everything that the request held. They
     raise an `EngineError` before the first event when the request can't be accepted.
     """
 

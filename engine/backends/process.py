@@ -12,19 +12,15 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from engine.core.utils.processes import die_with_parent as die_with_parent
 
 
 class ChildProcess:
-    """One run of a child. A new run is a new object."""
+    """One run of a child, which `start_child` started. A new run is a new object."""
 
-    def __init__(self, argv: Sequence[str], pass_fds: Sequence[int]) -> None:
-        self._process = subprocess.Popen(
-            argv, pass_fds=pass_fds, start_new_session=True, stdin=subprocess.DEVNULL
-        )
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
 
     @property
     def pid(self) -> int:

@@ -1,7 +1,9 @@
 """`engine serve`: a model behind an OpenAI-compatible API, until a signal ends it."""
 
+import gc
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.cli.console import (
     BackendOption,
     ConfigOption,
@@ -43,6 +46,16 @@ def serve(
         bool | None, typer.Option("--cache/--no-cache", help="Share common prefixes.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
+    affinity: Annotated[
+        str | None, typer.Option(help="CPUs to bind the native threads to: auto, off or 0-3,8.")
+    ] = None,
+    numerics: Annotated[
+        str | None,
+        typer.Option(help="invariant: answers never depend on batch mates; fast: they may."),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
     ] = None,
@@ -77,26 +90,54 @@ def serve(
         "performance.batch_size": batch_size,
         "performance.memory_pool_size_mb": memory_pool_size_mb,
         "performance.threads": threads,
+        "performance.affinity": affinity,
+        "performance.numerics": numerics,
+        "cache.kv_dtype": kv_dtype,
         "cache.enabled": cache,
         "logging.level": log_level,
         "logging.format": log_format,
     }
-    _run(load_cli_settings(config, flags).settings)
+    # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()  # until the server is ready: hardly anything that is made until then is garbage
+    process = EngineProcess()  # it gets ready while this process does
+    try:
+        settings = load_cli_settings(config, flags).settings
+        _begin(settings, process)
+        _run(settings, process)
+    except BaseException:
+        process.discard()
+        raise
+    finally:
+        gc.enable()
 
 
-def _run(settings: "Settings") -> None:
+def _begin(settings: "Settings", process: EngineProcess) -> None:
+    """Let the engine load, before the modules of this process are."""
+    from engine.backends.custom.engine_settings import backend_name, engine_options, has_engine
+    from engine.core.utils.model_store import resolve_model
+
+    name = backend_name(settings)
+    if has_engine(name):
+        path = resolve_model(settings.model.model_path)
+        process.begin(engine_options(settings, name, path))
+
+
+def _run(settings: "Settings", process: EngineProcess) -> None:
     from engine.backends.custom.app import build_server
     from engine.core.observability.logging import setup_logging
     from engine.servers.run import address_of, bind_socket, run_server
 
     setup_logging(settings.logging.level, settings.logging.format)
     sock = bind_socket(settings)
-    server = build_server(settings)
+    server = build_server(settings, process)
     url = address_of(sock)
     say = _speaker(settings.logging.format)
     say(f"Loading {server.model_id} ...")
 
     def announce(seconds: float) -> None:
+        gc.freeze()  # what is there now stays, and need not be looked at again
+        gc.enable()
         say(f"Ready in {seconds:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
             say(_first_request(url, server.model_id, settings.server.api_key is not None))

@@ -16,8 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import PydanticBaseSettingsSource
 
 from engine.core.config_schema import SECRET_KEYS, Settings, setting_keys
 from engine.core.errors import ConfigError
@@ -66,30 +64,6 @@ class _Value:
 _Layer = dict[str, _Value]
 
 
-class _LayerSource(PydanticBaseSettingsSource):
-    """A layer, as pydantic-settings merges it."""
-
-    def __init__(self, layer: _Layer) -> None:
-        super().__init__(Settings)
-        self._layer = layer
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        prefix = field_name + "."
-        values = {
-            key.removeprefix(prefix): item.value
-            for key, item in self._layer.items()
-            if key.startswith(prefix)
-        }
-        return values, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        sections = {
-            name: self.get_field_value(field, name)[0]
-            for name, field in Settings.model_fields.items()
-        }
-        return {name: values for name, values in sections.items() if values}
-
-
 def load_settings(
     config_path: Path | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
@@ -103,9 +77,12 @@ def load_settings(
     for layer in layers:
         _read_secret_files(layer)
         merged |= layer
-    sources = tuple(_LayerSource(layer) for layer in reversed(layers))
+    sections: dict[str, dict[str, Any]] = {}
+    for key, item in merged.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = item.value
     try:
-        settings = Settings(_build_sources=(sources, {}))
+        settings = Settings.model_validate(sections)
     except ValidationError as error:
         raise ConfigError(_explain(error, merged)) from None
     origins = {key: merged[key].origin if key in merged else "default" for key in setting_keys()}

@@ -21,7 +21,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
@@ -124,6 +123,7 @@ class CacheSettings(Section):
     max_sequences: int = Field(default=1000, ge=1, le=10**7)  # distinct cached sequences
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)  # None: no expiry
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of keys and values
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
         default=16, ge=1, le=256
     )
@@ -137,6 +137,10 @@ class PerformanceSettings(Section):
     use_mmap: bool = True
     threads: int | None = Field(default=None, ge=1, le=1024)  # None: the framework's choice
     attention: Name = "auto"
+    numerics: Literal["invariant", "fast"] = "invariant"  # fast: rounding may depend on batch mates
+    affinity: str = Field(  # which CPUs kernel threads are bound to: "0-3,8", "off"
+        default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
+    )
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> "PerformanceSettings":
@@ -189,10 +193,10 @@ class StorageSettings(Section):
         return Path(base) / "engine"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The whole configuration. `Settings()` is the defaults; `load_settings` reads the sources."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
@@ -201,18 +205,6 @@ class Settings(BaseSettings):
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
     storage: StorageSettings = StorageSettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Nothing is read from the process environment behind the caller's back."""
-        return (init_settings,)
 
 
 def setting_keys() -> list[str]:

@@ -1,13 +1,14 @@
 """The backend's work for one HTTP request: one or several event streams read as one.
 
-A pump task per prompt reads the backend whether or not the client keeps up, so what waits here is
-events, never formatted bytes, and no more of them than tokens were asked for. Whatever ends a
+A pump task per prompt reads the backend whether or not the client keeps up (or has it push), so what
+waits here is events, never formatted bytes, and no more of them than tokens were asked for. Whatever ends a
 request early (the client leaves, the drain runs out, the deadline passes, the backend fails) is one
 call of `fail`, which cancels the pumps; cancelling the reader of a backend's iterator releases what
 the request held there.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
@@ -17,6 +18,7 @@ from typing import Literal
 import msgspec
 from starlette.types import Receive
 
+from engine.backends.base import EventFeed
 from engine.core.errors import EngineError, RequestTimeoutError
 from engine.core.interfaces.backend import (
     Event,
@@ -59,7 +61,8 @@ class Generation:
         self._on_tokens = on_tokens
         self._pending: list[OutputEvent] = []
         self._open = len(sources)
-        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Future[None] | None = None  # done when there is something to take
         self._nudged = False
         self._tasks = [
             asyncio.create_task(self._pump(source, position * choices_per_source))
@@ -68,9 +71,7 @@ class Generation:
         self._deadline: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             late = RequestTimeoutError(f"The request took longer than {timeout_s:g} seconds.")
-            self._deadline = asyncio.get_running_loop().call_later(
-                timeout_s + DEADLINE_MARGIN_S, self.fail, late
-            )
+            self._deadline = self._loop.call_later(timeout_s + DEADLINE_MARGIN_S, self.fail, late)
 
     @property
     def is_complete(self) -> bool:
@@ -87,7 +88,7 @@ class Generation:
 
     async def accepted(self, patience_s: float) -> None:
         """Wait for the first event, but not long; raises what the backend refused with."""
-        timer = asyncio.get_running_loop().call_later(patience_s, self.nudge)
+        timer = self._loop.call_later(patience_s, self.nudge)
         await self._wait()
         timer.cancel()
         if self.failure is not None and not self._pending:
@@ -98,7 +99,7 @@ class Generation:
 
         Raises the failure that ended the stream, once all that came before it has been taken.
         """
-        if not await self._wait():
+        if not self._pending and not await self._wait():
             return None
         if self._pending:
             batch, self._pending = self._pending, []
@@ -110,7 +111,7 @@ class Generation:
     def nudge(self) -> None:
         """Wake whoever waits here, with nothing."""
         self._nudged = True
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: EngineError) -> None:
         """End everything with `error`; the first failure is the one that counts."""
@@ -118,7 +119,7 @@ class Generation:
             self.failure = error
             for task in self._tasks:
                 task.cancel()
-            self._wake.set()
+            self._wake()
 
     async def close(self) -> None:
         """Release everything; returns when the backend's iterators have been unwound."""
@@ -138,14 +139,24 @@ class Generation:
         while self._is_waiting:
             if self._nudged:
                 return False
-            self._wake.clear()
-            await self._wake.wait()
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         return True
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def _pump(self, source: AsyncIterator[Event], first_choice: int) -> None:
         try:
-            async for event in source:
-                self._accept(event, first_choice)
+            if isinstance(source, EventFeed):
+                await source.feed(functools.partial(self._accept, first_choice))
+            else:
+                async for event in source:
+                    self._accept(first_choice, event)
         except EngineError as error:
             self.fail(error)
         except Exception:
@@ -153,29 +164,32 @@ class Generation:
             self.fail(opaque_error())
         else:
             self._open -= 1
-            self._wake.set()
+            self._wake()
 
-    def _accept(self, event: Event, first_choice: int) -> None:
+    def _accept(self, first_choice: int, event: Event) -> None:
         if isinstance(event, UsageEvent):
             self.usage = add_usage(self.usage, event)
             return
+        if self.failure is not None:
+            return  # a feed goes on until its task has been cancelled
         if first_choice:
             event = msgspec.structs.replace(event, choice=event.choice + first_choice)
-        if isinstance(event, FinishEvent):
+        if isinstance(event, TextEvent):
+            if event.num_tokens:
+                self._time_tokens(event.choice, event.num_tokens)
+        elif isinstance(event, FinishEvent):
             self.finish_reasons[event.choice] = "length" if event.reason == "length" else "stop"
-        elif isinstance(event, TextEvent) and event.num_tokens:
-            self._time_tokens(event)
         self._pending.append(event)
-        self._wake.set()
+        self._wake()
 
-    def _time_tokens(self, event: TextEvent) -> None:
+    def _time_tokens(self, choice: int, num_tokens: int) -> None:
         now = time.monotonic()
-        if self.first_token_at is None:
+        if self.choice_tokens[choice]:
+            self._on_tokens(now - self._last_token_at[choice], num_tokens)
+        elif self.first_token_at is None:
             self.first_token_at = now
-        if self.choice_tokens[event.choice]:
-            self._on_tokens(now - self._last_token_at[event.choice], event.num_tokens)
-        self._last_token_at[event.choice] = now
-        self.choice_tokens[event.choice] += event.num_tokens
+        self._last_token_at[choice] = now
+        self.choice_tokens[choice] += num_tokens
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -14,7 +14,7 @@ Cursor = Annotated[str, Field(max_length=512)]  # the id of the last item that a
 class Query(BaseModel):
     """All values are text on the wire, so types are not strict here."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 Kind = TypeVar("Kind", bound=Query)

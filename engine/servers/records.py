@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import Send
+
 from engine.core.interfaces.backend import UsageEvent
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -26,6 +28,7 @@ class RequestRecord:
     usage: UsageEvent | None = None  # of an answer that was finished
     warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
     metadata: dict[str, str] | None = None  # what the client attached
+    send: Send | None = None  # the HTTP server's own, for what no layer has to see
 
     def work_fields(self) -> dict[str, Any]:
         """What the log says of the generation, as far as it is known."""

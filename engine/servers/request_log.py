@@ -35,7 +35,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(new_request_id(Headers(scope=scope).get("x-request-id")))
+        record = RequestRecord(new_request_id(Headers(scope=scope).get("x-request-id")), send=send)
         scope.setdefault("state", {})["record"] = record
         id_header = (b"x-request-id", record.request_id.encode())
 

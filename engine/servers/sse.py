@@ -52,26 +52,25 @@ class StalledClientError(ClientDisconnectedError):
 
 
 class _SilenceTimer:
-    """Calls back whenever `touch` was not called for `seconds`; a touch costs next to nothing."""
+    """Calls back whenever nothing was written for `seconds`."""
 
-    def __init__(self, seconds: float, callback: Callable[[], object]) -> None:
+    def __init__(self, writer: "_Writer", seconds: float, callback: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._writer = writer
         self._seconds = seconds
         self._callback = callback
-        self._touched = self._loop.time()
+        self._fired_at = self._loop.time()
         self._handle = self._loop.call_later(seconds, self._fire)
-
-    def touch(self) -> None:
-        self._touched = self._loop.time()
 
     def cancel(self) -> None:
         self._handle.cancel()
 
     def _fire(self) -> None:
-        left = self._touched + self._seconds - self._loop.time()
+        now = self._loop.time()
+        left = max(self._writer.written_at, self._fired_at) + self._seconds - now
         if left <= 0:
             self._callback()
-            self.touch()
+            self._fired_at = now
             left = self._seconds
         self._handle = self._loop.call_later(left, self._fire)
 
@@ -89,7 +88,12 @@ class EventStream(Response):
         self._format = format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send, self._generation)
+        # A task is resumed through everything that awaits in it: for each token, better not through
+        # all the layers of the application.
+        await asyncio.create_task(self._run(scope, send))
+
+    async def _run(self, scope: Scope, send: Send) -> None:
+        writer = _Writer(send, record_of(scope).send or send, self._generation)
         try:
             await self._respond(writer)
         except EngineError as error:
@@ -131,32 +135,39 @@ class EventStream(Response):
 
 
 class _Writer:
-    """Writes, asks for a comment when there was nothing to write, and notices a stuck client."""
+    """Writes, asks for a comment when there was nothing to write, and notices a stuck client.
 
-    def __init__(self, send: Send, generation: Generation) -> None:
+    `send_chunk` is for all but the head of the answer: the layers in between look at nothing else.
+    """
+
+    def __init__(self, send: Send, send_chunk: Send, generation: Generation) -> None:
         self._send = send
+        self._send_chunk = send_chunk
         self._task = asyncio.current_task()
         self._is_stuck = False
-        self._silence = _SilenceTimer(KEEP_ALIVE_S, generation.nudge)
+        self.written_at = 0.0  # when the last write began, by the event loop's clock
+        self._time = asyncio.get_running_loop().time
+        self._silence = _SilenceTimer(self, KEEP_ALIVE_S, generation.nudge)
         # Comments make a write begin often enough; when none does, one has been waiting all along.
-        self._stall = _SilenceTimer(STALL_S, self._give_up)
+        self._stall = _SilenceTimer(self, STALL_S, self._give_up)
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        await self._guarded({"type": "http.response.start", "status": 200, "headers": headers})
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await self._guarded(self._send, start)
 
     async def write(self, body: bytes, more: bool = True) -> None:
         if body:
-            await self._guarded({"type": "http.response.body", "body": body, "more_body": more})
+            chunk = {"type": "http.response.body", "body": body, "more_body": more}
+            await self._guarded(self._send_chunk, chunk)
 
     def close(self) -> None:
         self._silence.cancel()
         self._stall.cancel()
 
-    async def _guarded(self, message: Message) -> None:
-        self._silence.touch()
-        self._stall.touch()
+    async def _guarded(self, send: Send, message: Message) -> None:
+        self.written_at = self._time()
         try:
-            await self._send(message)
+            await send(message)
         except asyncio.CancelledError:
             if not self._is_stuck or self._task is None or self._task.uncancel() > 0:
                 raise

@@ -76,7 +76,7 @@ class TokenizeBody(EndOfPrompt):
 
 
 class DetokenizeBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     model: fields.ModelName | None = None
     tokens: Annotated[tuple[int, ...], PlainValidator(_parse_ids), WithJsonSchema(_IDS_SCHEMA)]

@@ -121,6 +121,7 @@ class SeamDriver:
             write_slots=np.array(slots, np.int64),
             query_start=np.array(starts, np.int32),
             seq_lens=np.array(lengths, np.int32),
+            num_prompt=np.array([track.num_prompt for track, _ in work], np.int32),
             block_tables=ragged(
                 [track.blocks for track, _ in work], max(len(t.blocks) for t, _ in work)
             ),

@@ -2,24 +2,34 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from aiohttp import web
 
-from benchmarks import peers
-from benchmarks.client import Failure, Sample, Target
+from benchmarks.client import Failure, Sample, Target, new_session
 from benchmarks.figures import Batch, percentile, prefix_figures, spread, summarize
-from benchmarks.process import ServerError, ServerProcess, ServerSpec
 from benchmarks.prompts import words
-from benchmarks.report import SCENARIO_ROWS, Row, comparison_table, ratio, value_at
-from benchmarks.run import free_port, judge
-from benchmarks.scenarios import SCENARIOS, measure
+from benchmarks.report import (
+    HEADLINE,
+    MORE_ROWS,
+    Bar,
+    Figures,
+    Results,
+    Row,
+    bars_table,
+    best_peer,
+    complaints,
+    remarks,
+    value_at,
+    whole_run,
+)
+from benchmarks.run import WAVES, chosen_scenarios, free_port
+from benchmarks.scenarios import SCENARIOS, Measurement, measure
+from benchmarks.sweeps import SWEEPS
 
 
 def sample(ttft: float, gaps: tuple[float, ...] = (), **changes: Any) -> Sample:
@@ -77,25 +87,111 @@ def test_prefix_figures_compare_the_first_request_with_the_others() -> None:
     assert prefix_figures([broken])["cold_over_later"] is None, "a later one passed for cold"
 
 
-def test_ratios_above_one_favour_the_first_server() -> None:
-    ours = [{"tps": {"median": 200.0}}, {"tps": {"median": 90.0}}, {"tps": {"median": 300.0}}]
-    theirs = [{"tps": {"median": 100.0}}, {"tps": {"median": 90.0}}, {"tps": {"median": 100.0}}]
-    assert ratio(ours, theirs, Row("", ("tps",), True)) == 2.0
-    assert ratio(ours, theirs, Row("", ("tps",), False)) == 0.5
-    assert ratio(ours, [{"tps": None}], Row("", ("tps",), True)) is None
+def load(rate: float, **changes: Any) -> Figures:
+    """Figures of a scenario that went well."""
+    rates = {"median": rate, "min": rate - 1, "max": rate + 1}
+    good: Figures = {"ok": 4, "failed": 0, "first_error": "500", "chunks_per_token": 1.0}
+    return {**good, "output_tps": rates, "itl_ms": {"p99": 1e3 / rate}, **changes}
+
+
+def cells(results: Results) -> dict[str, list[str]]:
+    """The table's rows by their first cell."""
+    columns = [list(column.cells) for column in bars_table(results).columns]
+    return {str(label): [str(cell) for cell in row] for label, *row in zip(*columns, strict=True)}
+
+
+def test_a_figure_is_found_by_its_path() -> None:
     turns = {"turns": [{"ttft_ms": {"median": 9.0}}, {"ttft_ms": {"median": 5.0}}]}
     assert value_at(turns, ("turns", "last", "ttft_ms")) == 5.0
     assert value_at({"turns": []}, ("turns", "last", "ttft_ms")) is None
+    assert value_at({"itl_ms": {"p50": 1.0, "p99": 7.0}}, ("itl_ms", "p99")) == 7.0
 
 
-def test_a_weak_prefix_cache_fails_the_run() -> None:
-    from rich.console import Console
+def test_ratios_are_to_the_best_peer_that_answered_everything() -> None:
+    results = {
+        "engine": {"conc 8": load(600.0)},
+        "slow": {"conc 8": load(100.0)},
+        "quick": {"conc 8": load(200.0)},
+        "broken": {"conc 8": load(5000.0, failed=1)},
+    }
+    rate = Row("", "conc 8", ("output_tps",), True)
+    assert best_peer(results, rate) == 200.0
+    assert best_peer(results, replace(rate, path=("itl_ms", "p99"), higher_is_better=False)) == 5.0
+    table = cells(results)
+    own = "600.0 (599.0-601.0)"
+    assert table["8 concurrent, output tok/s"][0] == own
+    assert table["8 concurrent, output tok/s"][3:] == ["failed", "3.00x", ">= 3x best", "met"]
+    assert table["p99 ITL at 8 concurrent, ms"][4:] == ["0.33x", "<= 0.6x best", "met"]
 
-    def verdict(times: float) -> bool:
-        figures = {"failed": 0, "cold_over_later": {"median": times}}
-        return all(judge({"engine": {"prefix": [figures]}}, Console(quiet=True)))
 
-    assert verdict(5.0) and not verdict(4.9)
+def test_bars_are_judged_in_the_direction_of_their_figure() -> None:
+    rate = Row("", "", (), True, bar=Bar(2.5))
+    assert [rate.meets(own, 100.0) for own in (250.0, 249.0)] == [True, False]
+    seconds = Row("", "", (), False, bar=Bar(0.5))
+    assert [seconds.meets(own, 4.0) for own in (2.0, 2.1)] == [True, False]
+    memory = Row("", "", (), False, bar=Bar(600, times_best=False))
+    assert [memory.meets(own, None) for own in (600.0, 601.0)] == [True, False]
+    assert rate.meets(250.0, None) is None, "judged without a peer"
+    assert rate.meets(None, 100.0) is None
+
+
+def test_the_fast_engine_has_a_row_of_its_own_and_is_no_peer() -> None:
+    results = {
+        "engine": {"conc 32": load(500.0)},
+        "engine fast": {"conc 32": load(650.0)},
+        "peer": {"conc 32": load(200.0)},
+    }
+    table = cells(results)
+    fast = table["32 concurrent, --numerics fast"]
+    assert fast[0].startswith("650.0") and fast[2:] == ["3.25x", ">= 3.5x best", "missed"]
+    assert table["32 concurrent, output tok/s"][2:] == ["2.50x", ">= 2.5x best", "met"]
+    del results["engine fast"], results["peer"]
+    alone = cells(results)
+    assert "32 concurrent, --numerics fast" not in alone
+    assert alone["32 concurrent, output tok/s"][1:] == ["-", ">= 2.5x best", ""]
+
+
+def test_every_scenario_has_its_rows() -> None:
+    barred = {row.scenario.split()[0] for row in HEADLINE}
+    assert barred | set(MORE_ROWS) == {*SCENARIOS, "cold", "whole"}
+    results: Results = {"engine": {"conc 2": load(10.0), "conc 8": load(20.0)}}
+    assert "conc 2: output tok/s" in cells(results) and "conc 8: output tok/s" not in cells(results)
+
+
+def test_failures_and_lumped_tokens_void_a_run() -> None:
+    good = load(10.0)
+    lumped = whole_run([good, load(10.0, chunks_per_token=0.94)], 500.0)
+    assert lumped == {"peak_rss_mb": 500.0, "chunks_per_token": 0.94}
+    assert complaints({"engine": {"single": good, "whole run": whole_run([good], 500.0)}}) == []
+    assert "0.94" in complaints({"engine": {"whole run": lumped}})[0]
+    assert "500" in complaints({"engine": {"single": load(1.0, failed=2)}})[0]
+    assert complaints({"engine": {}, "peer": {"whole run": lumped}}) == []
+
+
+def test_a_weak_prefix_cache_voids_a_run() -> None:
+    def found(times: float) -> list[str]:
+        return complaints({"engine": {"reuse": load(1.0, cold_over_later={"median": times})}})
+
+    assert not found(5.0) and found(4.9)
+
+
+def test_disturbed_and_short_runs_are_remarked() -> None:
+    quiet = load(1.0, cores={"others": {"median": 0.1, "max": 0.2}}, short_outputs=0)
+    busy = load(1.0, cores={"others": {"median": 0.1, "max": 0.5}}, short_outputs=3)
+    assert remarks({"engine": {"single": quiet}}) == []
+    assert remarks({"peer": {"single": busy}}) == [
+        "single on peer: other work used up to 0.5 cores",
+        "single on peer: 3 answers were short",
+    ]
+
+
+@pytest.mark.parametrize(("rounds", "at_eight"), [(1, 64), (2, 32), (3, 32)])
+def test_concurrent_requests_come_in_waves_and_suffice_for_a_p99(
+    rounds: int, at_eight: int
+) -> None:
+    single, eight, many = chosen_scenarios(["single", "conc"], [8, 32], rounds)
+    assert (single.requests, eight.requests, many.requests) == (4, at_eight, WAVES * 32)
+    assert eight.num_requests * rounds >= 64
 
 
 def test_prompts_depend_on_their_key_alone() -> None:
@@ -169,8 +265,31 @@ async def test_concurrent_load_is_bounded_and_counted(server: FakeServer) -> Non
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
 
 
-async def test_the_shared_prefix_is_met_cold_by_one_request(server: FakeServer) -> None:
-    scenario = replace(SCENARIOS["prefix"], requests=5, output_tokens=2, concurrency=4)
+async def test_latencies_are_pooled_over_batches_and_rates_are_medians(server: FakeServer) -> None:
+    scenario = replace(SCENARIOS["conc"], requests=4, output_tokens=3)
+    measurement = Measurement(scenario, server.target)
+    async with new_session(10) as session:
+        batches = [await measurement.add_batch(session, f"round-{number}") for number in range(3)]
+    figures = measurement.figures()
+    walls = sorted(batch.wall for batch in batches)
+    gaps = [gap for batch in batches for each in batch.samples for gap in each.gaps]
+    assert (figures["ok"], figures["repeat"]) == (12, 3)
+    assert figures["wall_s"]["median"] == pytest.approx(walls[1], abs=1e-3)
+    assert figures["itl_ms"]["p99"] == pytest.approx(1e3 * max(gaps), abs=0.01)
+    assert len({body["prompt"] for body in server.bodies}) == 12, "a round met the prefix cache"
+
+
+async def test_a_shared_prefix_is_asked_for_by_all_at_once(server: FakeServer) -> None:
+    scenario = replace(SCENARIOS["prefix"], requests=8, output_tokens=20, concurrency=4)
+    await measure(scenario, server.target, seed="s", repeat=1, warmup=0)
+    prompts = [body["prompt"].split() for body in server.bodies]
+    assert len({tuple(prompt[:1024]) for prompt in prompts}) == 1
+    assert [len(prompt) for prompt in prompts] == [1056] * 8
+    assert server.most_in_flight == 4
+
+
+async def test_a_reused_prefix_is_met_cold_by_one_request(server: FakeServer) -> None:
+    scenario = replace(SCENARIOS["reuse"], requests=5, output_tokens=2, concurrency=4)
     figures = await measure(scenario, server.target, seed="s", repeat=1, warmup=0)
     prompts = [body["prompt"].split() for body in server.bodies]
     assert len({tuple(prompt[:1024]) for prompt in prompts}) == 1
@@ -196,63 +315,21 @@ async def test_refused_requests_are_failures_and_not_samples(server: FakeServer)
     assert figures["output_tps"]["median"] == 0.0
 
 
-_TINY_SERVER = """
-import http.server, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, body):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-    def do_GET(self):
-        self.reply(b'{"data": [{"id": "tiny"}]}')
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.reply(b'data: {"choices": [{"text": "x", "finish_reason": null}]}\\n\\n')
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
+def test_sweeps_fit_into_what_servers_hold() -> None:
+    for sweep in SWEEPS.values():
+        for _, scenario in sweep.loads:
+            assert scenario.concurrency <= sweep.sequences
+            assert scenario.prompt_words + scenario.output_tokens <= sweep.context
 
 
-async def test_a_server_is_started_until_it_answers_and_stopped_whole(tmp_path: Path) -> None:
-    port = free_port()
-    command = (sys.executable, "-c", _TINY_SERVER, str(port))
-    process = ServerProcess(ServerSpec("tiny", command, port), tmp_path / "log")
-    running = await process.start(timeout=30)
-    tree = psutil.Process(running.pid).children()
-    process.stop()
-    assert running.target.model == "tiny"
-    assert 0 < running.ready_s <= running.first_completion_s
-    gone, alive = psutil.wait_procs(tree, timeout=5)
-    assert len(gone) == 1 and not alive
+def test_plots_are_drawn_from_the_points_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.machine import machine
+    from benchmarks.plots import draw
 
-
-async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "raise SystemExit('broken')")
-    process = ServerProcess(ServerSpec("dead", command, free_port()), tmp_path / "log")
-    with pytest.raises(ServerError, match="log"):
-        await process.start(timeout=30)
-    assert "broken" in (tmp_path / "log").read_text()
-
-
-def test_a_missing_peer_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setup = peers.Setup(Path("model.gguf"), tmp_path, threads=2, port=1)
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(peers.Unavailable, match="pip install"):
-        peers.transformers_serve(setup)
-    own = tmp_path / "transformers" / "bin" / "python"
-    own.parent.mkdir(parents=True)
-    own.touch()
-    (tmp_path / "checkpoints" / "model-bf16-no-eos").mkdir(parents=True)
-    spec = peers.transformers_serve(setup)
-    assert spec.command[0] == str(own.with_name("transformers"))
-    assert spec.model in spec.command and "ignore_eos" not in spec.extra_body
-
-
-def test_every_scenario_has_its_rows() -> None:
-    assert set(SCENARIO_ROWS) == {"cold", *SCENARIOS}
-    cold = {"ready_s": 1.0, "first_completion_s": 2.0}
-    table = comparison_table({"engine": {"cold": [cold]}, "peer": {"cold": [cold]}})
-    assert [column.header for column in table.columns][2:] == ["engine", "peer", "engine vs peer"]
-    assert table.row_count == 2
+    points = [{"x": 1, "y": 10.0}, {"x": 2, "y": 15.0}]
+    servers = {"engine": {"note": "", "points": points}, "peer": {"note": "n", "points": []}}
+    for name in SWEEPS:
+        document = {"sweep": name, "machine": machine(), "model": "m", "servers": servers}
+        picture = draw(json.loads(json.dumps(document)), tmp_path)
+        assert picture.read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from engine.cli.main import app
 
 @pytest.fixture(autouse=True)
 def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def build(settings: Any) -> SimpleNamespace:
+    def build(settings: Any, process: Any) -> SimpleNamespace:
         return SimpleNamespace(app=None, model_id=settings.model.model_path)
 
     def run(app: Any, sock: Any, on_ready: Callable[[float], None]) -> None:
@@ -24,6 +24,8 @@ def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLM_ENGINE_API_KEY", raising=False)
+    monkeypatch.setattr("engine.cli.serve.EngineProcess", SimpleNamespace)
+    monkeypatch.setattr("engine.cli.serve._begin", lambda settings, process: None)
     monkeypatch.setattr("engine.backends.custom.app.build_server", build)
     monkeypatch.setattr("engine.servers.run.run_server", run)
     root = logging.getLogger()

@@ -71,6 +71,10 @@ def asking(name: str = "r", **params) -> CompletionRequest:
     return CompletionRequest(context=context, prompt=(1, 2, 3))
 
 
+def of_choice(events: list, choice: int) -> list:
+    return [event for event in events if getattr(event, "choice", None) == choice]
+
+
 async def test_closing_a_stream_early_releases_it_before_close_returns():
     backend = await started()
     sent, send = [], backend._link._client.send
@@ -81,6 +85,59 @@ async def test_closing_a_stream_early_releases_it_before_close_returns():
     assert not backend._link._receivers
     assert [type(message).__name__ for message in sent] == ["GenerateRequest", "Abort"]
     await backend.stop()
+
+
+async def test_fed_events_are_those_that_are_read():
+    backend = await started()
+    read = [event async for event in backend.complete(asking("read", n=2, max_tokens=20))]
+    fed = []
+    await backend.complete(asking("fed", n=2, max_tokens=20)).feed(fed.append)
+    assert of_choice(fed, 1) == of_choice(read, 1)
+    assert isinstance(fed[-1], UsageEvent) and fed[-1].completion_tokens == 40
+    assert not backend._link._receivers
+    await backend.stop()
+
+
+async def test_a_feed_hands_on_in_the_call_that_delivers():
+    request = GenerateRequest(request_id="r", prompt=(1,), params=SamplingParams(max_tokens=3))
+    generation = Generation(request, TEXT, Prepared((1,), "prompt"), lambda choice: None)
+    fed = []
+    generation.deliver(TokenDelta("r", 0, (1,)))  # before anybody feeds
+    feeding = asyncio.create_task(generation.feed(fed.append))
+    await asyncio.sleep(0)
+    assert [event.text for event in fed] == ["b"]
+    generation.deliver(TokenDelta("r", 0, (2,)))
+    assert [event.text for event in fed] == ["b", "c"]
+    generation.deliver(TokenDelta("r", 0, (3,), finish_reason="length"))
+    await asyncio.wait_for(feeding, 5)
+    assert [type(event).__name__ for event in fed[2:]] == [
+        *("TextEvent", "FinishEvent", "UsageEvent"),
+    ]
+
+
+async def test_a_feed_is_released_when_it_is_cancelled():
+    backend = await started()
+    sent, send = [], backend._link._client.send
+    backend._link._client.send = lambda message: sent.append(message) or send(message)
+    begun = asyncio.Event()
+    feeding = asyncio.create_task(backend.complete(asking()).feed(lambda event: begun.set()))
+    await begun.wait()
+    feeding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await feeding
+    assert not backend._link._receivers
+    assert [type(message).__name__ for message in sent] == ["GenerateRequest", "Abort"]
+    await backend.stop()
+
+
+async def test_a_feed_raises_what_ended_it():
+    backend = await started()
+    begun = asyncio.Event()
+    feeding = asyncio.create_task(backend.complete(asking()).feed(lambda event: begun.set()))
+    await begun.wait()
+    await backend.stop()
+    with pytest.raises(UnavailableError):
+        await feeding
 
 
 async def test_cancelled_while_tokenizing_nothing_is_submitted():

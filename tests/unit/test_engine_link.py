@@ -14,6 +14,7 @@ import pytest
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.client import InlineClient, ProcessClient
+from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
@@ -251,3 +252,25 @@ def test_backoff_grows_is_capped_and_gives_up():
     assert policy.delay_after_death() is None
     now[0] = 100.0
     assert policy.delay_after_death() is not None
+
+
+async def test_a_process_started_ahead_is_the_engine():
+    options = EngineOptions(model_path="toy", framework="toy")
+    process = EngineProcess(WORKER)
+    process.begin(options)
+    link = EngineLink(
+        lambda on_message, on_exit: ProcessClient(WORKER, options, on_message, on_exit, process),
+        RestartPolicy(),
+    )
+    await asyncio.wait_for(link.start(), 20)
+    assert link.pid == process.process.pid
+    assert (await ask(link, 1)).tokens == expected(1)
+    await link.stop()
+
+
+def test_a_process_that_nobody_needs_can_be_discarded():
+    process = EngineProcess(WORKER)
+    process.discard()
+    assert process.process.poll() is not None
+    process.begin(EngineOptions(model_path="toy", framework="toy"))  # too late, and no error
+    process.discard()

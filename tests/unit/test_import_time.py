@@ -68,6 +68,17 @@ def test_help_of_every_command_works_and_loads_no_framework() -> None:
     assert not set(loaded) & FRAMEWORKS
 
 
+def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
+    frontend = (HEAVY - {"numpy"}) | {"asyncio", "jinja2", "psutil", "pydantic", "tokenizers"}
+    modules = "engine.backends.custom.worker, engine.backends.custom.frameworks.native.engine"
+    assert not loaded_by(f"import {modules}") & frontend
+
+
+def test_an_engine_process_is_started_before_anything_heavy_is_loaded() -> None:
+    module = "engine.backends.custom.runtime.engine_process"
+    assert not loaded_by(f"import {module}") & (HEAVY | {"asyncio", "msgspec", "pydantic"})
+
+
 def test_package_offers_its_names_and_no_others() -> None:
     assert set(dir(engine)) == {"LLM", "InferenceEngine", "SamplingParams", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -5,8 +5,16 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.memory import MIB, MIN_CONTEXT, WORKSPACE_BYTES, plan_memory
+from engine.backends.custom.memory import (
+    MIB,
+    MIN_CONTEXT,
+    WORKSPACE_BYTES,
+    MemoryNeeds,
+    dense_needs,
+    plan_memory,
+)
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.seam import DeviceInfo
 from engine.core.errors import ResourceError
 
 CONFIG = ModelConfig(
@@ -26,8 +34,14 @@ CONFIG = ModelConfig(
 OPTIONS = EngineOptions(model_path="x", framework="torch", max_slots=8)
 
 
+def planned(config, options, dtype, available, copies_tied_head=False):
+    """The plan of a framework that keeps everything as `dtype`."""
+    device = DeviceInfo("cpu", dtype, available, copies_tied_head)
+    return plan_memory(config, options, device, dense_needs(config, device))
+
+
 def test_plenty_of_memory_gives_everything_asked_for():
-    plan = plan_memory(CONFIG, OPTIONS, "float32", 10**11)
+    plan = planned(CONFIG, OPTIONS, "float32", 10**11)
     assert (plan.max_slots, plan.max_seq_len, plan.notes) == (8, 2048, ())
     assert plan.bytes_per_token == 2 * 4 * 2 * 64 * 4
     assert (plan.num_blocks - 1) * 16 >= 8 * 2048 - 16
@@ -35,14 +49,14 @@ def test_plenty_of_memory_gives_everything_asked_for():
 
 def test_half_the_bytes_per_value_is_twice_the_tokens():
     options = replace_options(pool_bytes=64 * MIB)
-    wide = plan_memory(CONFIG, options, "float32", 10**11)
-    narrow = plan_memory(CONFIG, options, "bfloat16", 10**11)
+    wide = planned(CONFIG, options, "float32", 10**11)
+    narrow = planned(CONFIG, options, "bfloat16", 10**11)
     assert abs(narrow.num_blocks - 2 * wide.num_blocks) <= 1
 
 
 def test_a_small_pool_shrinks_batch_then_context_and_says_so():
     options = replace_options(pool_bytes=700 * 4096)
-    plan = plan_memory(CONFIG, options, "float32", 10**11)
+    plan = planned(CONFIG, options, "float32", 10**11)
     assert plan.max_slots < 8 and plan.max_seq_len < 2048
     assert (plan.num_blocks - 1) * 16 >= plan.max_seq_len
     assert any("batch is" in note for note in plan.notes)
@@ -50,11 +64,11 @@ def test_a_small_pool_shrinks_batch_then_context_and_says_so():
 
 
 def test_a_pool_too_small_for_a_short_context_is_refused_with_what_would_do():
-    block = 16 * plan_memory(CONFIG, OPTIONS, "float32", 10**11).bytes_per_token
+    block = 16 * planned(CONFIG, OPTIONS, "float32", 10**11).bytes_per_token
     least = (MIN_CONTEXT // 16 + 1) * block
-    assert plan_memory(CONFIG, replace_options(pool_bytes=least), "float32", 10**11)
+    assert planned(CONFIG, replace_options(pool_bytes=least), "float32", 10**11)
     with pytest.raises(ResourceError, match="at least 1 MiB .*memory_pool_size_mb"):
-        plan_memory(CONFIG, replace_options(pool_bytes=least - 1), "float32", 10**11)
+        planned(CONFIG, replace_options(pool_bytes=least - 1), "float32", 10**11)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64])
@@ -64,34 +78,34 @@ def test_whatever_is_planned_fits_and_serves_its_context(block_size, spare_block
     token_bytes = CONFIG.kv_bytes_per_token(4)
     least = (-(-MIN_CONTEXT // block_size) + 1) * block_size * token_bytes
     fixed = CONFIG.num_params * 4 + WORKSPACE_BYTES
-    plan = plan_memory(
+    plan = planned(
         CONFIG, options, "float32", fixed + least + spare_blocks * block_size * token_bytes
     )
     assert plan.pool_bytes <= least + spare_blocks * block_size * token_bytes
     assert (plan.num_blocks - 1) * block_size >= plan.max_seq_len >= MIN_CONTEXT
     with pytest.raises(ResourceError):
-        plan_memory(CONFIG, options, "float32", fixed + least - 1)
+        planned(CONFIG, options, "float32", fixed + least - 1)
 
 
 def test_a_copied_head_is_counted():
-    tied = plan_memory(CONFIG, OPTIONS, "bfloat16", 10**11)
-    copied = plan_memory(CONFIG, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
+    tied = planned(CONFIG, OPTIONS, "bfloat16", 10**11)
+    copied = planned(CONFIG, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
     assert copied.weight_bytes - tied.weight_bytes == 1000 * 256 * 2
     untied = replace(CONFIG, tie_embeddings=False)
-    plan = plan_memory(untied, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
+    plan = planned(untied, OPTIONS, "bfloat16", 10**11, copies_tied_head=True)
     assert plan.weight_bytes == untied.num_params * 2
 
 
 def test_a_pool_beyond_what_is_free_is_cut_to_it():
     options = replace_options(pool_bytes=10**12)
     available = CONFIG.num_params * 4 + WORKSPACE_BYTES + 100 * MIB
-    plan = plan_memory(CONFIG, options, "float32", available)
+    plan = planned(CONFIG, options, "float32", available)
     assert plan.pool_bytes <= 100 * MIB
     assert "no more memory is free" in plan.notes[0]
 
 
 def test_a_context_beyond_the_models_own_is_cut_and_said():
-    plan = plan_memory(CONFIG, replace_options(max_seq_len=4096), "float32", 10**11)
+    plan = planned(CONFIG, replace_options(max_seq_len=4096), "float32", 10**11)
     assert plan.max_seq_len == 2048 and "the model's own" in plan.notes[0]
 
 
@@ -99,12 +113,20 @@ def test_too_large_a_model_is_refused_with_what_would_fit():
     large = replace(CONFIG, num_layers=400)
     between = large.num_params * 3 + WORKSPACE_BYTES
     with pytest.raises(ResourceError, match="--dtype bfloat16"):
-        plan_memory(large, OPTIONS, "float32", between)
+        planned(large, OPTIONS, "float32", between)
     with pytest.raises(ResourceError, match="parameters would fit"):
-        plan_memory(large, OPTIONS, "bfloat16", WORKSPACE_BYTES + 20 * MIB)
+        planned(large, OPTIONS, "bfloat16", WORKSPACE_BYTES + 20 * MIB)
 
 
 def replace_options(**changes) -> EngineOptions:
     import msgspec
 
     return msgspec.structs.replace(OPTIONS, **changes)
+
+
+@pytest.mark.parametrize(("usual", "tokens"), [(1, 2048), (64 * MIB, 64 * MIB // 4096)])
+def test_a_usual_pool_holds_one_full_context_at_least_and_no_more_than_it_says(usual, tokens):
+    device = DeviceInfo("cpu", "stored", 10**11)
+    plan = plan_memory(CONFIG, OPTIONS, device, MemoryNeeds(10**6, 4096, usual))
+    assert tokens - 32 <= (plan.num_blocks - 1) * 16 <= tokens
+    assert plan.max_seq_len == 2048

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats
+from engine.core.observability.bulk_histogram import MAX_NOTED
 from engine.core.observability.metrics import FinishedRequest, Metrics
 
 LABELS = {"model_name": "m", "engine": "0"}
@@ -206,3 +207,18 @@ def test_process_figures_cover_server_and_workers(metrics: Metrics) -> None:
     assert memory > 2**20
     for name in ("engine_process_cpu_seconds_total", "engine_process_threads"):
         assert metrics.registry.get_sample_value(name, {"process": "worker"}) is not None
+
+
+@pytest.mark.parametrize("count", [3, MAX_NOTED + 3])
+def test_gaps_between_tokens_are_counted_under_both_names(metrics: Metrics, count: int) -> None:
+    for _ in range(count):
+        metrics.inter_token(0.02)
+    metrics.inter_token(0.1, 4)  # four tokens in a chunk: 0.025 each, which is an edge
+    metrics.inter_token(100.0)
+    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
+        assert value(metrics, f"{name}_bucket", le="0.01") == 0
+        assert value(metrics, f"{name}_bucket", le="0.025") == count + 1
+        assert value(metrics, f"{name}_bucket", le="80.0") == count + 1
+        assert value(metrics, f"{name}_bucket", le="+Inf") == count + 2
+        assert value(metrics, f"{name}_count") == count + 2
+        assert value(metrics, f"{name}_sum") == pytest.approx(100.025 + 0.02 * count)

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from engine.backends.custom.runtime import loop
-from engine.backends.custom.runtime.budget import MIN_TOKENS, TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.waiting import AGING_STEPS, WaitingLine
@@ -220,17 +219,3 @@ def test_cached_blocks_and_sequences_are_bounded():
         assert engine.pool.num_evictable <= 6
         assert engine.kv.radix.num_leaves <= 2
     engine.check()
-
-
-def test_the_budget_learns_what_a_token_costs():
-    budget = StepBudget(max_tokens=4096, max_slots=8)
-    assert budget.tokens(num_decoding=3) == 4096  # nothing known yet
-    for _ in range(50):
-        budget.record(1000, 1.0)  # a millisecond a token
-    assert budget.tokens(num_decoding=0) == 4096  # nobody waits for a next token
-    assert budget.tokens(num_decoding=3) == int(TARGET_STEP_S / 0.001)
-    for _ in range(200):
-        budget.record(1000, 100.0)
-    assert budget.tokens(num_decoding=3) == 8 + MIN_TOKENS
-    budget.record(1, 100.0)  # a lone decode step tells nothing about prompts
-    assert budget.tokens(num_decoding=3) == 8 + MIN_TOKENS

@@ -59,6 +59,11 @@ SHARED_ROOMS = {
         "engine.backends.custom.architectures",
         "engine.backends.custom.weights.lazy_tensor",
     ),
+    "engine.backends.custom.ir": (
+        "engine.core",
+        "engine.backends.custom.architectures",
+        "engine.backends.custom.ir",
+    ),
 }
 BANNED_MODULES = frozenset(
     {"cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}

@@ -27,7 +27,7 @@ from engine.backends.custom.checks import (
     check_prompt,
 )
 from engine.backends.custom.embedding import vectors_of
-from engine.backends.custom.generation import Generation
+from engine.backends.custom.generation import Answer, Generation
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.prompts import (
@@ -44,6 +44,7 @@ from engine.backends.custom.runtime.client import (
     OnMessage,
     ProcessClient,
 )
+from engine.backends.custom.runtime.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.text import TextModel, load_text
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
@@ -66,8 +67,6 @@ from engine.core.interfaces.request import (
 )
 from engine.core.utils.model_store import resolve_model
 
-# The engine's process runs this module; an embedding one imports it in the engine's thread.
-WORKER_MODULE = "engine.backends.custom.worker"
 T = TypeVar("T")
 TOKENIZER_THREADS = 2
 STALLED_AFTER_S = 30.0
@@ -77,7 +76,8 @@ class CustomBackend(InferenceBackend):
     """A model on one of our frameworks.
 
     `backend_args` of a `BackendConfig` are `EngineOptions` by name. `in_process` runs the engine in
-    a thread of this process; otherwise it runs in a child that can die without harm.
+    a thread of this process; otherwise it runs in a child that can die without harm: in `process`
+    if that has been started already.
     """
 
     framework: ClassVar[str]
@@ -89,11 +89,13 @@ class CustomBackend(InferenceBackend):
         options: EngineOptions | None = None,
         served_name: str | None = None,
         in_process: bool = False,
+        process: EngineProcess | None = None,
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
         self._options = options or _options(self.framework, config)
         self._served_name = served_name or Path(config.model_name).stem
         self._in_process = in_process
+        self._process = process
         self._link = EngineLink(self._make_client, RestartPolicy())
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._checker = GrammarChecker()
@@ -135,9 +137,15 @@ class CustomBackend(InferenceBackend):
     def health(self) -> Health:
         stalled = self._link.stalled_s()
         is_stalled = stalled is not None and stalled > STALLED_AFTER_S
+        is_loaded = self._link.ready is not None and self._text is not None
+        detail = self._link.detail
+        if is_stalled:
+            detail = "The engine makes no progress."
+        elif self._link.ready is not None and self._text is None:
+            detail = "The tokenizer is loading."
         return Health(
-            ready=self._link.ready is not None and self._text is not None and not is_stalled,
-            detail="The engine makes no progress." if is_stalled else self._link.detail,
+            ready=is_loaded and not is_stalled,
+            detail=detail,
             step_age_s=stalled,
             num_restarts=self._link.num_restarts,
         )
@@ -175,10 +183,10 @@ class CustomBackend(InferenceBackend):
         return self._link.stats
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        return self._generate(prepare_chat, request)
+        return self._answer(prepare_chat, request)
 
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        return self._generate(prepare_completion, request)
+        return self._answer(prepare_completion, request)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         text, ready = self._loaded()
@@ -223,9 +231,16 @@ class CustomBackend(InferenceBackend):
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
 
-    async def _generate(
+    def _answer(
         self, prepare: Callable[[TextModel, Any], Prepared], asked: ChatRequest | CompletionRequest
-    ) -> AsyncIterator[Event]:
+    ) -> Answer:
+        return Answer(
+            lambda: self._submit(prepare, asked), lambda: self._link.done(asked.context.request_id)
+        )
+
+    async def _submit(
+        self, prepare: Callable[[TextModel, Any], Prepared], asked: ChatRequest | CompletionRequest
+    ) -> Generation:
         text, ready = self._loaded()
         context = asked.context
         prepared = await self._encode(prepare, text, asked)
@@ -252,13 +267,7 @@ class CustomBackend(InferenceBackend):
             request, text, prepared, lambda choice: link.forget(context.request_id, choice)
         )
         link.submit(request, generation)
-        events = generation.events()
-        try:
-            async for event in events:
-                yield event
-        finally:
-            await events.aclose()
-            link.done(context.request_id)
+        return generation
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         text, ready = self._text, self._link.ready
@@ -273,7 +282,8 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(WORKER_MODULE, self._options, on_message)
-        return ProcessClient(WORKER_MODULE, self._options, on_message, on_exit)
+        process, self._process = self._process, None  # after a death there is no other
+        return ProcessClient(WORKER_MODULE, self._options, on_message, on_exit, process)
 
 
 def _options(framework: str, config: BackendConfig) -> EngineOptions:

@@ -2,15 +2,18 @@
 
 The frontend owns text: it detokenizes whole characters, finds stop strings and tells the engine to
 forget a choice that met one. Exactly one ending per choice, then one `UsageEvent`; or an
-`EngineError`.
+`EngineError`. Events can be read (`events`) or be handed on as deltas arrive (`feed`), which costs
+no change of task.
 """
 
 import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 
+from engine.backends.base import EventFeed, EventSink
 from engine.backends.custom.echo import Echo
 from engine.backends.custom.prompts import Prepared
 from engine.backends.custom.text import TextModel
@@ -38,6 +41,39 @@ from engine.core.utils.detokenizer import Detokenizer
 MAX_BACKLOG = 8
 
 
+class Answer(EventFeed):
+    """A request's events. `begin` has the request accepted; `end` follows in any case."""
+
+    def __init__(
+        self, begin: Callable[[], Awaitable["Generation"]], end: Callable[[], None]
+    ) -> None:
+        self._begin = begin
+        self._end = end
+        self._reading = self._read()
+
+    async def feed(self, sink: EventSink) -> None:
+        try:
+            generation = await self._begin()
+            await generation.feed(sink)
+        finally:
+            self._end()
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
+        try:
+            generation = await self._begin()
+            async with aclosing(generation.events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._end()
+
+
 class _Reader:
     """One choice's tokens to pieces: whole characters, stop strings cut, then what they mean."""
 
@@ -48,17 +84,19 @@ class _Reader:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
+        self.is_plain = self._parser is None  # all pieces are text
 
-    def read(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
+    def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
         self._num_tokens += len(token_ids)
         text = self._detokenizer.push(token_ids, self._num_tokens > self._min_tokens)
-        ends = ends or self.stopped is not None
-        if ends:
+        if ends or self.stopped is not None:
             text += self._detokenizer.flush()
-        if self._parser is None:
-            return [TextPiece(text)]
-        pieces = self._parser.push(text)
-        return pieces + self._parser.flush() if ends else pieces
+        return text
+
+    def pieces(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
+        assert self._parser is not None
+        pieces = self._parser.push(self.text(token_ids, ends))
+        return pieces + self._parser.flush() if ends or self.stopped is not None else pieces
 
     @property
     def stopped(self) -> str | None:
@@ -93,6 +131,8 @@ class Generation:
         self._may_merge = not request.params.stop and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
         self._wake = asyncio.Event()
+        self._sink: EventSink | None = None
+        self._failure: BaseException | None = None
         self._num_tokens = 0
         self._num_reasoning = 0
         self._num_cached = 0
@@ -103,7 +143,10 @@ class Generation:
     def deliver(self, item: TokenDelta | EngineError) -> None:
         """Called by the link, in order: a delta of this request, or the engine's failure."""
         self._arrived.append(item)
-        self._wake.set()
+        if self._sink is None:
+            self._wake.set()
+        else:
+            self._hand_on(self._sink)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         try:
@@ -117,6 +160,33 @@ class Generation:
         finally:
             if self._open:
                 self._forget(None)
+
+    async def feed(self, sink: EventSink) -> None:
+        """Calls `sink` with each event, in the very call that delivers it; returns at the end."""
+        self._sink = sink
+        self._wake.clear()  # from here on it tells the end
+        self._hand_on(sink)
+        try:
+            await self._wake.wait()
+            if self._failure is not None:
+                raise self._failure
+            sink(self._usage())
+        finally:
+            self._sink = None
+            if self._open:
+                self._forget(None)
+
+    def _hand_on(self, sink: EventSink) -> None:
+        if self._failure is not None:
+            return
+        try:
+            while self._arrived:
+                for event in self._take(self._arrived.popleft()):
+                    sink(event)
+        except Exception as error:  # the link must not suffer for one request: `feed` raises it
+            self._failure = error
+        if self._failure is not None or not self._open:
+            self._wake.set()
 
     def _next_item(self) -> TokenDelta | EngineError:
         """The oldest arrival, merged with its followers of the same choice when too many wait.
@@ -135,23 +205,50 @@ class Generation:
             item = _merged(item, follower)
         return item
 
-    def _take(self, item: TokenDelta | EngineError) -> Iterator[Event]:
+    def _take(self, item: TokenDelta | EngineError) -> list[Event]:
         if isinstance(item, EngineError):
             raise item
         if item.choice not in self._open:
-            return  # it met a stop string while more tokens were on their way
+            return []  # it met a stop string while more tokens were on their way
         if item.finish_reason == "error":
             code = item.error_code or InferenceError.code
             raise error_from_code(code, item.error_message or "The request failed.")
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
-        for delta in (item,) if self._echo is None else self._echo.ready(item):
+        if self._echo is None:
+            return self._decode(item)
+        return self._echoed(self._echo, item)
+
+    def _echoed(self, echo: Echo, item: TokenDelta) -> list[Event]:
+        events: list[Event] = []
+        for delta in echo.ready(item):
             if delta.choice not in self._open:
                 continue  # it met a stop string in a delta that was kept before this one
-            self._count(delta)
-            if self._echo is not None and self._echo.is_due(delta):
-                yield TextEvent(delta.choice, self._echo.text, 0, self._echoed_logprobs())
-            yield from self._decode(delta)
+            if echo.is_due(delta):
+                events.append(TextEvent(delta.choice, echo.text, 0, self._echoed_logprobs(echo)))
+            events += self._decode(delta)
+        return events
+
+    def _decode(self, delta: TokenDelta) -> list[Event]:
+        reader = self._open[delta.choice]
+        ids, ends = delta.token_ids, delta.finish_reason is not None
+        self._count(delta)
+        # A stop id that the client named is no part of the text; an end-of-text id has none anyway.
+        visible = ids[:-1] if delta.stop_token_id is not None else ids
+        events: list[Event]
+        if reader.is_plain:
+            events = [self._text_event(delta, reader.text(visible, ends), counted=False)]
+        else:
+            was_reasoning = reader.in_reasoning
+            events = self._events(delta, reader.pieces(visible, ends))
+            if was_reasoning or reader.in_reasoning:
+                self._num_reasoning += len(ids)
+        if ends or reader.stopped is not None:
+            del self._open[delta.choice]
+            if not ends:
+                self._forget(delta.choice)
+            events.append(self._finish(delta, reader))
+        return events
 
     def _count(self, delta: TokenDelta) -> None:
         if delta.token_ids and self._first_token_at is None:
@@ -160,42 +257,30 @@ class Generation:
             self._num_cached = delta.num_cached
         self._num_tokens += len(delta.token_ids)
 
-    def _decode(self, delta: TokenDelta) -> Iterator[Event]:
-        reader = self._open[delta.choice]
-        ids = delta.token_ids
-        # A stop id that the client named is no part of the text; an end-of-text id has none anyway.
-        visible = ids[:-1] if delta.stop_token_id is not None else ids
-        was_reasoning = reader.in_reasoning
-        pieces = reader.read(visible, ends=delta.finish_reason is not None)
-        if was_reasoning or reader.in_reasoning:
-            self._num_reasoning += len(ids)
-        yield from self._events(delta, pieces)
-        if delta.finish_reason is None and reader.stopped is None:
-            return
-        del self._open[delta.choice]
-        if delta.finish_reason is None:
-            self._forget(delta.choice)
-        yield self._finish(delta, reader)
-
-    def _events(self, delta: TokenDelta, pieces: list[Piece]) -> Iterator[Event]:
+    def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
         """In order; exactly one of them counts the tokens."""
         choice, counted = delta.choice, False
+        events: list[Event] = []
         for piece in pieces:
             if isinstance(piece, TextPiece):
-                yield self._text_event(delta, piece.text, counted)
+                events.append(self._text_event(delta, piece.text, counted))
                 counted = True
             elif isinstance(piece, ReasoningPiece):
-                yield ReasoningEvent(choice, piece.text)
+                events.append(ReasoningEvent(choice, piece.text))
             else:
-                yield ToolCallEvent(choice, piece.index, piece.arguments, piece.call_id, piece.name)
+                events.append(
+                    ToolCallEvent(choice, piece.index, piece.arguments, piece.call_id, piece.name)
+                )
         if not counted:
-            yield self._text_event(delta, "", counted)
+            events.append(self._text_event(delta, "", counted))
+        return events
 
     def _text_event(self, delta: TokenDelta, text: str, counted: bool) -> TextEvent:
         if counted:
             return TextEvent(delta.choice, text, 0)
         ids = delta.token_ids
-        return TextEvent(delta.choice, text, len(ids), self._logprobs(delta), ids)
+        logprobs = None if delta.logprobs is None else self._logprobs(ids, delta.logprobs)
+        return TextEvent(delta.choice, text, len(ids), logprobs, ids)
 
     def _finish(self, delta: TokenDelta, reader: "_Reader") -> FinishEvent:
         if reader.stopped is not None:
@@ -207,21 +292,19 @@ class Generation:
         named = delta.stop_token_id in self.request.params.stop_token_ids
         return FinishEvent(delta.choice, "stop", delta.stop_token_id if named else None)
 
-    def _logprobs(self, delta: TokenDelta) -> tuple[TokenText, ...] | None:
-        if delta.logprobs is None:
-            return None
-        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-        return tuple(self._token_text(token, logprobs) for token, logprobs in pairs)
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[TokenText, ...]:
+        pairs = zip(token_ids, logprobs, strict=True)
+        return tuple(self._token_text(token, each) for token, each in pairs)
 
-    def _echoed_logprobs(self) -> tuple[TokenText, ...] | None:
-        assert self._echo is not None
-        if self._echo.scores is None:
+    def _echoed_logprobs(self, echo: Echo) -> tuple[TokenText, ...] | None:
+        if echo.scores is None:
             return None
         first, *others = self.request.prompt
-        pairs = zip(others, self._echo.scores, strict=True)
         return (
             TokenText(*self._literal(first), math.nan),
-            *(self._token_text(token, logprobs) for token, logprobs in pairs),
+            *self._logprobs(others, echo.scores),
         )
 
     def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:

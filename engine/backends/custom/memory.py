@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.seam import DeviceInfo
 from engine.core.errors import ResourceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,30 +46,37 @@ class MemoryPlan:
         ]
 
 
-def plan_memory(
-    config: ModelConfig,
-    options: EngineOptions,
-    dtype: str,
-    available_bytes: int,
-    *,
-    copies_tied_head: bool = False,
-) -> MemoryPlan:
-    """Divide `available_bytes` of the device's memory. Raises `ResourceError` if nothing useful
-    fits.
-    """
-    value_bytes = DTYPE_BYTES[dtype]
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a framework takes for a model, whatever the batch."""
+
+    weight_bytes: int
+    token_bytes: int  # of keys and values, for one token
+    usual_pool_bytes: int | None = None  # a KV pool that is enough for most; None: as memory allows
+
+
+def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
+    """Of a framework that turns every weight, key and value into the device's type."""
+    value_bytes = DTYPE_BYTES[device.dtype]
     num_values = config.num_params
-    if copies_tied_head and config.tie_embeddings:
+    if device.copies_tied_head and config.tie_embeddings:
         num_values += config.vocab_size * config.hidden_size
-    weight_bytes = num_values * value_bytes
-    token_bytes = config.kv_bytes_per_token(value_bytes)
+    return MemoryNeeds(num_values * value_bytes, config.kv_bytes_per_token(value_bytes))
+
+
+def plan_memory(
+    config: ModelConfig, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
+) -> MemoryPlan:
+    """Divide the device's free memory. Raises `ResourceError` if nothing useful fits."""
+    weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
+    available_bytes = device.free_bytes
     block_bytes = token_bytes * options.block_size
     notes: list[str] = []
     max_seq_len = min(options.max_seq_len or config.max_position, config.max_position)
     least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
     room = available_bytes - weight_bytes - WORKSPACE_BYTES
     if room < least:
-        raise ResourceError(_refusal(weight_bytes, least, available_bytes, dtype))
+        raise ResourceError(_refusal(weight_bytes, least, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > config.max_position:
         notes.append(
             f"context is {config.max_position:,}, the model's own: "
@@ -76,6 +84,9 @@ def plan_memory(
         )
     if options.pool_bytes is None:
         wanted = _pool_bytes(options.max_slots * max_seq_len, options.block_size, block_bytes)
+        if needs.usual_pool_bytes is not None:
+            one = _pool_bytes(max_seq_len, options.block_size, block_bytes)
+            wanted = min(wanted, max(one, needs.usual_pool_bytes))
         pool_bytes = max(least, min(wanted, int(room * POOL_SHARE)))
     else:
         pool_bytes = _asked_pool(options.pool_bytes, least, room, notes)
@@ -131,5 +142,7 @@ def _refusal(weight_bytes: int, least_pool: int, available: int, dtype: str) -> 
     halved = (weight_bytes + least_pool) // 2 + WORKSPACE_BYTES
     if dtype == "float32" and halved <= available:
         return f"{message}; it would fit with --dtype bfloat16 ({halved / MIB:,.0f} MiB)"
+    if dtype not in DTYPE_BYTES:
+        return f"{message}; use a smaller or more strongly quantized model"
     fits = max(0, available - WORKSPACE_BYTES) // DTYPE_BYTES[dtype]
     return f"{message}; a model of up to {fits / 1e6:,.0f} M parameters would fit"

@@ -16,6 +16,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     use_mmap: bool = True
     threads: int | None = None
     attention: str = "auto"
+    numerics: str = "invariant"
+    affinity: str = "auto"
+    kv_dtype: str = "auto"
     max_slots: int = 64
     max_batch_tokens: int = 2048
     max_queued: int = 1024

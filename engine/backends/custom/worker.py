@@ -6,6 +6,8 @@ engine runs in a thread.
 """
 
 import faulthandler
+import functools
+import gc
 import importlib
 import logging
 import signal
@@ -13,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,8 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.client import STACKS_SIGNAL
-from engine.backends.custom.runtime.grammar import Grammars
+from engine.backends.custom.runtime.engine_process import STACKS_SIGNAL
+from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.heartbeat import Heartbeat
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
@@ -37,12 +40,11 @@ from engine.backends.custom.runtime.seam import (
     RunnerSpec,
 )
 from engine.backends.custom.runtime.transport import ConnectionClosedError, SocketChannel
-from engine.backends.custom.text import load_text
-from engine.backends.custom.weights.model import open_model
-from engine.backends.process import die_with_parent
-from engine.core.errors import EngineError
+from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.request import Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
+from engine.core.utils.processes import die_with_parent
 
 log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it is __main__
 
@@ -50,30 +52,27 @@ FRAMEWORKS = "engine.backends.custom.frameworks"
 OPTIONS_TIMEOUT_S = 30.0
 
 
-def load_encoder(options: EngineOptions) -> tuple[Encoder, DeviceInfo] | None:
-    """A text encoder, if the model is one."""
-    source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
-    if not is_encoder(source.config):
-        source.checkpoint.close()
-        return None
-    framework = _framework(options)
+def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
+    """A text encoder. Our own kernels have none, so PyTorch runs it for them."""
+    name = "torch" if options.framework == "native" else options.framework
+    if find_spec(name) is None:
+        raise ConfigError(
+            f"{source.path.name} is a text encoder, which runs on PyTorch: pip install 'engine[torch]'"
+        )
+    framework = _framework(name)
     device = framework.find_device(options.device, options.dtype)
     encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
     return encoder, device
 
 
-def load_runner(options: EngineOptions) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
+def load_runner(
+    source: ModelSource, options: EngineOptions
+) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
     """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
-    framework = _framework(options)
-    source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
+    framework = _framework(options.framework)
     device = framework.find_device(options.device, options.dtype)
-    plan = plan_memory(
-        source.config,
-        options,
-        device.dtype,
-        device.free_bytes,
-        copies_tied_head=device.copies_tied_head,
-    )
+    needs = framework.memory_needs(source, options, device)
+    plan = plan_memory(source.config, options, device, needs)
     for line in (f"{device.name}, {device.dtype}", *plan.lines()):
         log.info("memory plan: %s", line)
     config = RunnerConfig(
@@ -85,6 +84,10 @@ def load_runner(options: EngineOptions) -> tuple[ModelRunner, RunnerConfig, Memo
         max_seq_len=plan.max_seq_len,
         num_threads=options.threads,
         attention=options.attention,
+        max_batch_tokens=options.max_batch_tokens,
+        kv_dtype=options.kv_dtype,
+        numerics=options.numerics,
+        affinity=options.affinity,
     )
     return framework.build_runner(source, config), config, plan
 
@@ -105,23 +108,38 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
     return Scheduler(kv, spec.max_slots)
 
 
-def _framework(options: EngineOptions) -> Any:
-    return importlib.import_module(f"{FRAMEWORKS}.{options.framework}.engine")
+def _vocabulary(options: EngineOptions) -> Vocabulary:
+    from engine.backends.custom.text import load_text  # only grammars need the tokenizer here
+
+    return load_text(Path(options.model_path)).vocabulary()
 
 
-def run_engine(options: EngineOptions, channel: Channel, beat: Callable[[bool], None]) -> None:
+def _framework(name: str) -> Any:
+    return importlib.import_module(f"{FRAMEWORKS}.{name}.engine")
+
+
+def run_engine(
+    options: EngineOptions,
+    channel: Channel,
+    beat: Callable[[bool], None],
+    on_loaded: Callable[[], None] = lambda: None,
+) -> None:
     """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
     started_at = time.monotonic()
-    loaded = load_encoder(options)
-    if loaded is not None:
-        _run_encoder(*loaded, options, channel, beat, started_at)
+    source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
+    if is_encoder(source.config):
+        encoder, device = load_encoder(source, options)
+        on_loaded()
+        _run_encoder(encoder, device, options, channel, beat, started_at)
         return
-    runner, config, plan = load_runner(options)
+    runner, config, plan = load_runner(source, options)
     warm_up(runner)
+    on_loaded()
     spec = runner.spec
     scheduler = build_scheduler(spec, options, plan.bytes_per_token)
-    budget = StepBudget(options.max_batch_tokens, spec.max_slots)
-    grammars = Grammars(lambda: load_text(Path(options.model_path)).vocabulary())
+    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
+    budget = StepBudget(most, spec.max_slots)
+    grammars = Grammars(functools.partial(_vocabulary, options))
     loop = EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
     channel.send(
         Ready(
@@ -165,6 +183,7 @@ def _run_encoder(
 def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     """The engine process. Its exit status is 0 only when it was asked to stop."""
     die_with_parent(parent_pid)
+    gc.disable()  # until the model is loaded: next to nothing of it will be garbage
     # The frontend decides when we end; a Ctrl-C in the terminal reaches it as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
@@ -173,7 +192,7 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     try:
         options = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
-        run_engine(options, channel, Heartbeat(heartbeat_fd).beat)
+        run_engine(options, channel, Heartbeat(heartbeat_fd).beat, _keep_all)
     except ConnectionClosedError:
         return 0  # the frontend is gone, and so is our purpose
     except EngineError as error:
@@ -184,6 +203,12 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
         channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
         return 1
     return 0
+
+
+def _keep_all() -> None:
+    """What was loaded stays, so that no collection has to look at it, least of all in a step."""
+    gc.freeze()
+    gc.enable()
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:

@@ -21,6 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats, FinishReason
+from engine.core.observability.bulk_histogram import BulkHistogram
 from engine.core.observability.process import ProcessTreeCollector
 
 Outcome = Literal["ok", "abort", "error", "refused"]
@@ -135,9 +136,7 @@ class Metrics:
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
         """A chunk of a stream came `seconds` after the one before; at most one call per chunk."""
-        per_token = seconds / max(num_tokens, 1)
-        self._inter_token.observe(per_token)
-        self._per_output_token.observe(per_token)
+        self._inter_token.observe(seconds / max(num_tokens, 1))
 
     def slow_request(self) -> None:
         """A request took longer than `logging.slow_request_s`."""
@@ -270,14 +269,16 @@ class Metrics:
         self._first_token = make(
             "vllm:time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S
         )
-        self._inter_token = make(
-            "vllm:inter_token_latency_seconds", "Time between tokens of a stream", _PER_TOKEN_S
-        )
-        self._per_output_token = make(
-            "vllm:time_per_output_token_seconds",
-            "Older name of vllm:inter_token_latency_seconds",
+        self._inter_token = BulkHistogram(
+            {
+                "vllm:inter_token_latency_seconds": "Time between tokens of a stream",
+                "vllm:time_per_output_token_seconds": "Older name of "
+                "vllm:inter_token_latency_seconds",
+            },
+            dict(zip(_MODEL_LABELS, self._model, strict=True)),
             _PER_TOKEN_S,
         )
+        self.registry.register(self._inter_token)
         self._mean_token = make(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per token after the first, for each request",

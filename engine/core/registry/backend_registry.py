@@ -10,7 +10,10 @@ from engine.core.registry.registry import Registry
 
 _BACKENDS = Registry(
     kind="backend",
-    builtin={"torch": "engine.backends.custom.frameworks.torch.engine:TorchBackend"},
+    builtin={
+        "native": "engine.backends.custom.frameworks.backends:NativeBackend",
+        "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
+    },
     group="engine.backends",
 )
 

@@ -6,10 +6,12 @@ point group of their distribution. A built-in name can't be taken over by a pack
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 class Registry:
@@ -64,5 +66,7 @@ class Registry:
             )
         return targets.pop()
 
-    def _entry_points(self) -> list[EntryPoint]:
+    def _entry_points(self) -> "list[EntryPoint]":
+        from importlib.metadata import entry_points  # built-in names need none of it
+
         return list(entry_points(group=self._group))

@@ -1,11 +1,20 @@
-"""What a child process does about its parent, for every child that this package starts."""
+"""How this package starts its child processes, and what such a child does about its parent."""
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+
+
+def start_child(argv: Sequence[str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """In a session of its own: a Ctrl-C in the terminal is for the parent to act on."""
+    return subprocess.Popen(
+        argv, pass_fds=pass_fds, start_new_session=True, stdin=subprocess.DEVNULL
+    )
 
 
 def die_with_parent(parent_pid: int) -> None:

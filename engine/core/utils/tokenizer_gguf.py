@@ -18,6 +18,7 @@ from engine.core.utils.tokenizer_pre import byte_level_words, word_split
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_TYPES: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, int, bool}}
 
 
 def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
@@ -92,8 +93,7 @@ def _array(
         raise ModelFormatError(
             f"tokenizer.ggml.{name} has {len(values)} entries for {length} vocabulary pieces."
         )
-    accepted = (int, float) if kind is float else kind
-    if not all(isinstance(value, accepted) for value in values):
+    if not set(map(type, values)) <= _TYPES[kind]:
         raise ModelFormatError(f"tokenizer.ggml.{name} holds values that are not {kind.__name__}.")
     return values
 
@@ -123,7 +123,7 @@ def _special_ids(
 
 
 def _vocab(pieces: Sequence[str], specials: frozenset[int]) -> dict[str, int]:
-    vocab = {piece: i for i, piece in enumerate(pieces)}
+    vocab = dict(zip(pieces, range(len(pieces)), strict=True))
     if len(vocab) != len(pieces):
         twice = next(piece for i, piece in enumerate(pieces) if vocab[piece] != i)
         raise ModelFormatError(f"tokenizer.ggml.tokens holds the piece {twice!r} twice.")

@@ -29,7 +29,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "user_profile_id": (),
 }
 
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
 class Metadata(BaseModel):

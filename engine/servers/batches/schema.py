@@ -15,7 +15,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class BatchBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
     endpoint: Endpoint

@@ -14,7 +14,7 @@ MAX_LIFE_S = 30 * 86_400
 class ExpiresAfter(BaseModel):
     """How long a client wants a file to be kept."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)]

@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 18
 class UploadFields(BaseModel):
     """What an upload says beside the file itself."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None

@@ -87,7 +87,7 @@ _INPUTS_SCHEMA = {
 class VectorsBody(BaseModel):
     """What every way of asking for vectors has in common."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     model: fields.ModelName
     priority: fields.Priority | None = None

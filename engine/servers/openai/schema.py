@@ -29,7 +29,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class SamplingBody(BaseModel):
     """What every way of asking for text has in common."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     max_tokens: fields.TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
@@ -111,7 +111,7 @@ class SamplingBody(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # chunks are never padded
@@ -171,7 +171,7 @@ class OpenAIBody(SamplingBody):
 class EndOfPrompt(BaseModel):
     """How the prompt of a conversation ends: with an opened answer, or in the last message."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     messages: fields.Messages | None = None
     add_generation_prompt: bool | None = None

@@ -47,6 +47,7 @@ class BatchBuilder:
         self._frequency = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.int64)
         self._choice = np.zeros(slots, np.int32)
+        self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
         self._may_bias = np.zeros(slots, bool)
 
@@ -73,6 +74,7 @@ class BatchBuilder:
             write_slots=write_slots + positions % size,
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
+            num_prompt=self._num_prompt[slots],
             block_tables=tables,
             slots=slots,
             logit_rows=_logit_rows(query_start, samples, np.array(columns[5], np.int32)),
@@ -147,6 +149,7 @@ class BatchBuilder:
         self._frequency[slot] = params.frequency_penalty
         self._seed[slot] = seq.seed
         self._choice[slot] = seq.choice
+        self._num_prompt[slot] = seq.num_prompt
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._may_bias[slot] = bool(params.logit_bias) or params.min_tokens > 0
 
@@ -222,6 +225,7 @@ def warm_up(runner: ModelRunner) -> None:
         write_slots=np.zeros(1, np.int64),
         query_start=np.array([0, 1], np.int32),
         seq_lens=np.ones(1, np.int32),
+        num_prompt=np.ones(1, np.int32),
         block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
         slots=one,
         logit_rows=one,

@@ -1,7 +1,7 @@
 """How a frontend holds an engine: the same messages, whether it runs in a thread or in a process.
 
-`InlineClient` runs the loop in a thread of this process; `ProcessClient` starts a child and speaks
-frames with it over a private socket. Either way `on_message` is called on the frontend's event
+`InlineClient` runs the loop in a thread of this process; `ProcessClient` speaks frames with a child
+over a private socket. Either way `on_message` is called on the frontend's event
 loop, in order.
 """
 
@@ -11,17 +11,15 @@ import importlib
 import logging
 import os
 import queue
-import signal
-import socket
-import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
+from engine.backends.custom.runtime.engine_process import STACKS_SIGNAL, EngineProcess
 from engine.backends.custom.runtime.heartbeat import Heartbeat, heartbeat_file
-from engine.backends.custom.runtime.transport import RECEIVE_BYTES, FrameDecoder, encode_frame
+from engine.backends.custom.runtime.transport import FrameDecoder, encode_frame
 from engine.backends.process import ChildProcess
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.request import Fatal, FromEngine, Stop, ToEngine
@@ -29,7 +27,6 @@ from engine.core.interfaces.request import Fatal, FromEngine, Stop, ToEngine
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
-STACKS_SIGNAL = signal.SIGUSR1  # the engine's process answers with its stacks on stderr
 STACKS_GRACE_S = 0.2
 OnMessage = Callable[[FromEngine], None]
 OnExit = Callable[[int], None]
@@ -135,7 +132,8 @@ class ProcessClient:
     """The engine in a child process, which can be killed at any moment without harm to this one.
 
     `on_exit` is called once, on the event loop, when the child is gone without having been asked to
-    stop.
+    stop. A `process` that is already on its way, perhaps told its options, is used instead of a new
+    one.
     """
 
     def __init__(
@@ -144,41 +142,36 @@ class ProcessClient:
         options: msgspec.Struct,
         on_message: OnMessage,
         on_exit: OnExit,
+        process: EngineProcess | None = None,
     ) -> None:
         self._module = module
         self._options = options
         self._on_message = on_message
         self._on_exit = on_exit
-        self._file = heartbeat_file()
-        self._heartbeat = Heartbeat(self._file.fileno())
+        self._process = process
         self._child: ChildProcess | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._connection: _Connection | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._stopping = False
 
     async def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            argv = [sys.executable, "-m", self._module, str(theirs.fileno())]
-            argv += [str(self._file.fileno()), str(os.getpid())]
-            try:
-                self._child = ChildProcess(argv, (theirs.fileno(), self._file.fileno()))
-            except OSError:
-                ours.close()
-                raise
-            finally:
-                self._file.close()  # the child has it now, and our mapping stays
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(encode_frame(self._options))
-        self._reading = asyncio.create_task(self._read(reader))
+        process = self._process = self._process or EngineProcess(self._module)
+        self._child = ChildProcess(process.process)
+        if not process.has_begun:
+            process.begin(self._options)
+        process.socket.setblocking(False)
+        _, self._connection = await asyncio.get_running_loop().create_connection(
+            lambda: _Connection(self._on_message), sock=process.socket
+        )
+        self._ending = asyncio.create_task(self._end(self._connection, self._child))
 
     def send(self, message: ToEngine) -> None:
-        if self._writer is None or self._writer.is_closing():
+        if self._connection is None or self._connection.transport.is_closing():
             raise UnavailableError("The engine is restarting; try again.", retry_after=1.0)
-        self._writer.write(encode_frame(message))
+        self._connection.transport.write(encode_frame(message))
 
     def stalled_s(self) -> float | None:
-        return self._heartbeat.stalled_s()
+        return None if self._process is None else self._process.heartbeat.stalled_s()
 
     @property
     def pid(self) -> int:
@@ -192,8 +185,8 @@ class ProcessClient:
         with contextlib.suppress(UnavailableError):
             self.send(Stop())
         await self._child.stop(STOP_GRACE_S)
-        if self._reading is not None:
-            await self._reading
+        if self._ending is not None:
+            await self._ending
 
     async def kill(self) -> None:
         if self._child is not None:
@@ -201,17 +194,35 @@ class ProcessClient:
             await asyncio.sleep(STACKS_GRACE_S)
             self._child.kill()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Deliver messages until the child's end closes, then see how it ended."""
-        frames: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
-        try:
-            while data := await reader.read(RECEIVE_BYTES):
-                for message in frames.feed(data):
-                    self._on_message(message)
-        except Exception:  # whatever it is: nobody reads on, so the engine must go
-            log.exception("the connection to the engine broke")
-        assert self._child is not None and self._writer is not None
-        self._writer.close()
-        status = await self._child.stop(STOP_GRACE_S)
+    async def _end(self, connection: "_Connection", child: ChildProcess) -> None:
+        """Wait until the child's end has closed, then see how it ended."""
+        await connection.closed
+        status = await child.stop(STOP_GRACE_S)
         if not self._stopping:
             self._on_exit(status)
+
+
+class _Connection(asyncio.Protocol):
+    """Messages are delivered where they are received: a step's tokens wake no task to be read."""
+
+    transport: asyncio.WriteTransport
+
+    def __init__(self, on_message: OnMessage) -> None:
+        self._on_message = on_message
+        self._frames: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                self._on_message(message)
+        except Exception:  # whatever it is: nobody reads on, so the engine must go
+            log.exception("the connection to the engine broke")
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)

@@ -6,7 +6,6 @@ same bytes, so that a frozen engine is seen without waiting for it.
 
 import mmap
 import struct
-import tempfile
 import time
 from typing import IO
 
@@ -34,6 +33,8 @@ class Heartbeat:
 
 def heartbeat_file() -> IO[bytes]:
     """An unnamed file of the right size, to be mapped by both sides."""
+    import tempfile  # the engine's own process never makes one
+
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.truncate(LAYOUT.size)
     return file

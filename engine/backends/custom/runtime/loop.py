@@ -139,9 +139,10 @@ class EngineLoop:
             self._tidy_up()
 
     def _step(self) -> None:
-        budget = self._budget.tokens(self.scheduler.num_decoding)
+        scheduler = self.scheduler
+        budget = self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
         started_at = time.monotonic()
-        batch = self.scheduler.schedule(budget, started_at)
+        batch = scheduler.schedule(budget, started_at)
         try:
             forwarded = self._forward(batch) if batch else None
             self._finish_launched()
@@ -183,9 +184,12 @@ class EngineLoop:
         self._num_steps += 1
         # A step launched behind another one began, on the device, when that one ended.
         began_at = max(launch.started_at, self._finished_at)
-        self._last_step = (launch.batch.num_tokens, now - began_at)
+        seconds = now - began_at
+        lengths = [row.length for row in launch.batch.rows]
+        num_tokens, num_single = sum(lengths), lengths.count(1)
+        self._last_step = (num_tokens, seconds)
         self._finished_at = now
-        self._budget.record(*self._last_step)
+        self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
 
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:

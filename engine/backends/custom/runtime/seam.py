@@ -37,6 +37,10 @@ class RunnerConfig:
     max_seq_len: int
     num_threads: int | None  # None: the framework's choice
     attention: str = "auto"  # name in the framework's attention registry
+    max_batch_tokens: int = 2048  # of one step
+    kv_dtype: str = "auto"  # "float32", "bfloat16", "int8"; "auto": the framework's choice
+    numerics: str = "invariant"  # "fast": rounding may depend on how many rows share a step
+    affinity: str = "auto"  # "auto", "off", or CPU numbers such as "0-3,8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class RunnerSpec:
     max_seq_len: int
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it does not
+    most_step_tokens: int | None = None  # a larger step gains nothing; None: the larger the better
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class BatchInputs:
     write_slots: I64  # (T,) block * block_size + offset, where the token's key and value go
     query_start: I32  # (S + 1,)
     seq_lens: I32  # (S,)
+    num_prompt: I32  # (S,) positions below are the prompt's, where arithmetic may differ
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the row's permanent place in per-slot state
     logit_rows: I32  # (R,) indices into T whose logits `sample` will need

@@ -24,7 +24,7 @@ class GgufCheckpoint:
     format = "gguf"
 
     def __init__(self, parts: Sequence[tuple[FileBytes, GgufHeader]]) -> None:
-        self._files = [file for file, _ in parts]
+        self.files = [file for file, _ in parts]
         self.metadata: dict[str, Any] = parts[0][1].metadata
         self.tensors: dict[str, LazyTensor] = {}
         for file, header in parts:
@@ -43,7 +43,7 @@ class GgufCheckpoint:
                 )
 
     def close(self) -> None:
-        for file in self._files:
+        for file in self.files:
             file.close()
 
 

@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backends.custom.weights.files import FileBytes
+
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
@@ -45,5 +47,8 @@ class Checkpoint(Protocol):
     def format(self) -> str:
         """ "gguf" or "safetensors": which of an architecture's name maps applies."""
         ...
+
+    @property
+    def files(self) -> list[FileBytes]: ...
 
     def close(self) -> None: ...

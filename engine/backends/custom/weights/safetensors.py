@@ -63,11 +63,11 @@ class SafetensorsCheckpoint:
     format = "safetensors"
 
     def __init__(self, files: list[FileBytes], tensors: dict[str, LazyTensor]) -> None:
-        self._files = files
+        self.files = files
         self.tensors = tensors
 
     def close(self) -> None:
-        for file in self._files:
+        for file in self.files:
             file.close()
 
 

@@ -1,18 +1,10 @@
-"""The PyTorch framework's entry. Importing it does not import PyTorch; its functions do.
+"""The PyTorch framework's entry. Importing it does not import PyTorch; its functions do."""
 
-A server's frontend holds a `TorchBackend` and never loads the framework: the engine's process does.
-"""
-
-from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.encoder_loop import Encoder
+from engine.backends.custom.memory import MemoryNeeds, dense_needs
+from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
-
-
-class TorchBackend(CustomBackend):
-    """A model on PyTorch, on a CPU or a CUDA device."""
-
-    framework = "torch"
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
@@ -20,6 +12,11 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     from engine.backends.custom.frameworks.torch.execution import build
 
     return build.find_device(device, dtype)
+
+
+def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
+    """What the weights and a token's keys and values take."""
+    return dense_needs(source.config, device)
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:

@@ -98,8 +98,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
             for name, panels in packed.matrices.items()
         },
         layouts={name: panels.layout for name, panels in packed.matrices.items()},
-        vectors={name: model.add_vector(values.reshape(-1)) for name, values in packed.vectors.items()},
-        biases={name: model.add_vector(values) for name, values in packed.biases.items()},
+        vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
+        biases={name: model.add_vector(each) for name, each in packed.biases.items()},
     )
     _set_memory(model, source, config, plans[-1])
     arithmetic = Arithmetic(exact=config.dtype == "float32", has_bf16=native.has_bf16(isa))

@@ -30,9 +30,9 @@ class Arithmetic:
     def of(self, layout: int) -> tuple[int, int]:
         """For generated tokens and for prompts, by the layout of the weights.
 
-        A file of float32 weights is computed in float32. Other prompts go through bfloat16 where the
-        CPU has it, being many rows at once; a generated token is rounded to 8 bits in groups, which
-        reads quantized weights as they are.
+        A file of float32 weights is computed in float32. Other prompts go through bfloat16 where
+        the CPU has it, being many rows at once; a generated token is rounded to 8 bits in groups,
+        which reads quantized weights as they are.
         """
         name = LAYOUTS[layout]
         if self.exact or name == "F32":

@@ -66,10 +66,11 @@ class NativeRunner:
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
         if not handle.num_logits:
             return Finished(StepOutput(np.empty(0, np.int32), handle.finite))
-        tokens, *logprobs = self._model.sample(sampling)
+        tokens, logprobs, top_ids, top_logprobs = self._model.sample(sampling)
         drawn = sampling.forced == DRAW
         self._last_token[sampling.slots[drawn]] = tokens[drawn]
-        return Finished(StepOutput(tokens, handle.finite, *logprobs, self._hidden(sampling)))
+        hidden = self._hidden(sampling)
+        return Finished(StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden))
 
     def logits(self, handle: StepHandle) -> np.ndarray:
         """The last step's logits, (R, V); they are copied out only for who asks."""

@@ -37,6 +37,11 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Load the model's weights and allocate its cache; the runner is ready when this returns."""
     device, dtype = _device(config.device), _dtype(config.dtype)
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise ConfigError(
+            f"the torch backend keeps keys and values as {config.dtype}, the type it computes in; "
+            f"kv_dtype {config.kv_dtype} needs --backend native"
+        )
     if source.config.rope is None and config.max_seq_len > source.config.max_position:
         raise ConfigError(
             f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "

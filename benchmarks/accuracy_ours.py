@@ -1,0 +1,95 @@
+"""Perplexity and greedy continuations by the native runner, step by step through the seam."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.accuracy_text import WINDOW
+from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
+from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import ModelSource
+from tests.parity.seam_driver import SeamDriver
+
+_BLOCK = 16
+_ROWS = 8  # passages that share a step
+_MAX_TOKENS = 1024  # of a passage, which has a few sentences
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How tokens are computed: the runner's settings, and whether text counts as prompt."""
+
+    label: str
+    dtype: str = STORED
+    kv_dtype: str = "auto"
+    as_prompt: bool = True
+
+
+DEFAULT = Numerics("default, text as prompt")
+GENERATED = Numerics("default, text as generated", as_prompt=False)
+FLOAT = Numerics("float32", dtype="float32")
+INT8_CACHE = Numerics("int8 cache, text as prompt", kv_dtype="int8")
+INT8_CACHE_GENERATED = Numerics("int8 cache, text as generated", kv_dtype="int8", as_prompt=False)
+ALL_NUMERICS = (DEFAULT, GENERATED, FLOAT, INT8_CACHE, INT8_CACHE_GENERATED)
+
+
+@contextmanager
+def running(source: ModelSource, numerics: Numerics, threads: int | None) -> Iterator[NativeRunner]:
+    config = RunnerConfig(
+        device="cpu",
+        dtype=numerics.dtype,
+        block_size=_BLOCK,
+        num_blocks=1 + _ROWS * _MAX_TOKENS // _BLOCK,
+        # A step gives at most 128 more logits than there are slots; a window needs those of half.
+        max_slots=WINDOW // 2,
+        max_seq_len=_MAX_TOKENS,
+        num_threads=threads,
+        max_batch_tokens=_ROWS * _MAX_TOKENS,
+        kv_dtype=numerics.kv_dtype,
+    )
+    runner = build_runner(source, config)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def perplexity(runner: NativeRunner, numerics: Numerics, windows: Sequence[list[int]]) -> float:
+    """That of the second half of every window, given the tokens of the window before each."""
+    first, total, count = WINDOW // 2, 0.0, 0
+    for window in windows:
+        driver = SeamDriver(runner)
+        track = driver.add(window)
+        track.num_prompt = len(window) if numerics.as_prompt else 0
+        scored = np.arange(first, WINDOW - 1, dtype=np.int32)
+        inputs = replace(driver.inputs([(track, WINDOW)]), logit_rows=scored)
+        logits = runner.logits(runner.forward(inputs)).astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        chosen = logits[np.arange(len(scored)), window[first + 1 :]]
+        total += float(np.sum(np.log(np.exp(logits).sum(axis=1)) - chosen))
+        count += len(scored)
+    return float(np.exp(total / count))
+
+
+def continuations(
+    runner: NativeRunner, numerics: Numerics, prompts: Sequence[list[int]], counts: Sequence[int]
+) -> list[list[int]]:
+    """`counts[i]` greedy tokens after each prompt."""
+    found = []
+    for at in range(0, len(prompts), _ROWS):
+        driver = SeamDriver(runner)
+        tracks = [driver.add(prompt) for prompt in prompts[at : at + _ROWS]]
+        for track in tracks:
+            track.num_prompt = len(track.tokens) if numerics.as_prompt else 0
+        for _ in range(max(counts[at : at + _ROWS])):
+            driver.step([(track, len(track.tokens) - track.num_computed) for track in tracks])
+        found += [
+            track.tokens[len(prompt) : len(prompt) + count]
+            for track, prompt, count in zip(
+                tracks, prompts[at : at + _ROWS], counts[at : at + _ROWS], strict=True
+            )
+        ]
+    return found

@@ -1,0 +1,178 @@
+"""What a streamed token costs the frontend, from the engine's message to bytes in a socket.
+
+`python -m benchmarks.frontend` serves a model's text half over an engine that computes nothing, at
+a pace that a client on the same machine can follow, and prints CPU time per token, of the server's
+process alone. `--cold` prints the time from process start to the first completion instead.
+"""
+
+import argparse
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PATHS = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Go on."}]}),
+    "completions": ("/v1/completions", {"prompt": "Go on"}),
+}
+
+
+def serve(model: str, port: int) -> None:
+    """`engine serve`, with the engine's process replaced."""
+    import engine.cli.serve as command
+    from engine.cli.main import app
+
+    command.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
+        command.EngineProcess, "benchmarks.null_engine"
+    )
+    app(["serve", model, "--port", str(port), "--log-level", "warning"], prog_name="engine")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """The server in a process group of its own."""
+
+    def __init__(self, model: str, step_ms: float) -> None:
+        self.model = model
+        self.port = free_port()
+        argv = [sys.executable, "-m", "benchmarks.frontend", "--serve", str(self.port)]
+        env = os.environ | {"NULL_STEP_MS": str(step_ms)}
+        self.started = time.perf_counter()
+        self.process = subprocess.Popen([*argv, "--model", model], env=env, start_new_session=True)
+
+    def wait(self) -> float:
+        """Seconds from process start to the first completion."""
+        while b" 200 " not in (answer := self._try()):
+            assert self.process.poll() is None and b" 400 " not in answer, answer
+            time.sleep(0.002)
+        return time.perf_counter() - self.started
+
+    def _try(self) -> bytes:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port)) as connection:
+                connection.sendall(request("completions", self, 1, close=True))
+                return connection.recv(4096)
+        except OSError as error:
+            return str(error).encode()
+
+    def cpu_s(self) -> float:
+        """CPU time of all threads so far."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return (
+            sum(int((each / "schedstat").read_text().split()[0]) for each in tasks.iterdir()) / 1e9
+        )
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait(30)
+
+
+def request(kind: str, server: Server, max_tokens: int, close: bool = False) -> bytes:
+    path, question = PATHS[kind]
+    fields = {"model": server.model, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    body = json.dumps(question | fields).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: 127.0.0.1:{server.port}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        f"Connection: {'close' if close else 'keep-alive'}",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def drain(connections: list[socket.socket]) -> tuple[int, int]:
+    """Events and reads until every stream has said that it is done."""
+    selector = selectors.DefaultSelector()
+    for connection in connections:
+        selector.register(connection, selectors.EVENT_READ)
+    num_events = num_reads = 0
+    num_open = len(connections)
+    while num_open:
+        for key, _ in selector.select():
+            data = key.fileobj.recv(65_536)  # type: ignore[union-attr]
+            num_reads += 1
+            num_events += data.count(b"data: {")
+            if b"[DONE]" in data or not data:
+                selector.unregister(key.fileobj)
+                num_open -= 1
+    return num_events, num_reads
+
+
+def measure(server: Server, kind: str, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """One wave of streams."""
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_streams)]
+    cpu, began = server.cpu_s(), time.perf_counter()
+    for connection in connections:
+        connection.sendall(request(kind, server, num_tokens))
+    num_events, num_reads = drain(connections)
+    seconds, cpu = time.perf_counter() - began, server.cpu_s() - cpu
+    for connection in connections:
+        connection.close()
+    total = num_streams * num_tokens
+    extra = num_streams * (2 if kind == "chat" else 1)  # the finish, and a chat's role
+    return {
+        "cpu_us_per_token": cpu / total * 1e6,
+        "tokens_per_s": total / seconds,
+        "events_per_token": (num_events - extra) / total,
+        "reads_per_token": num_reads / total,
+    }
+
+
+def cold(model: str, repeat: int) -> None:
+    seconds, cpu = [], []
+    for _ in range(repeat):
+        server = Server(model, 0)
+        seconds.append(server.wait())
+        cpu.append(server.cpu_s())
+        server.stop()
+    for name, values in (("first_completion_s", seconds), ("frontend_cpu_s", cpu)):
+        spread = {"median": statistics.median(values), "min": min(values)}
+        print(json.dumps({name: {key: round(value, 3) for key, value in spread.items()}}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=1600, help="tokens/s of all streams together")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve is not None:
+        serve(asked.model, asked.serve)
+        return
+    if asked.cold:
+        cold(asked.model, asked.repeat)
+        return
+    for num_streams in asked.streams:
+        server = Server(asked.model, num_streams / asked.rate * 1e3)
+        server.wait()
+        try:
+            for kind in PATHS:
+                runs = [
+                    measure(server, kind, num_streams, asked.tokens) for _ in range(asked.repeat)
+                ]
+                best = min(runs, key=lambda run: run["cpu_us_per_token"])
+                figures = {name: round(value, 3) for name, value in best.items()}
+                print(json.dumps({"streams": num_streams, "path": kind} | figures), flush=True)
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()

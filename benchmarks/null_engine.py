@@ -1,0 +1,67 @@
+"""The real engine process around a model that computes nothing: what is left is everything else.
+
+Each step lasts as long as the environment variable NULL_STEP_MS says, and each token is the next
+number of a walk over the vocabulary.
+"""
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from engine.backends.custom import worker
+from engine.backends.custom.memory import MemoryPlan
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.seam import (
+    BatchInputs,
+    RunnerConfig,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
+from engine.backends.custom.weights.model import ModelSource
+
+VOCAB_SIZE = 49_152
+FIRST_TOKEN, NUM_TOKENS = 1_000, 5_000  # whole words in any vocabulary of that size
+BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN = 16, 8_193, 64, 8_192
+
+
+class NullRunner:
+    """Keeps to the clock; what it draws depends on the position alone."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.spec = RunnerSpec(BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN, VOCAB_SIZE, depth=0)
+        self._step_s = step_s
+        self._next_at = 0.0
+        self._num_rows = 0
+
+    def forward(self, inputs: BatchInputs) -> None:
+        self._num_rows = len(inputs.seq_lens)
+        now = time.monotonic()
+        self._next_at = max(self._next_at + self._step_s, now)
+        time.sleep(self._next_at - now)
+
+    def sample(self, handle: None, sampling: SamplingInputs) -> "NullRunner":
+        self._tokens = FIRST_TOKEN + sampling.position * 7 % NUM_TOKENS
+        return self
+
+    def wait(self) -> StepOutput:
+        return StepOutput(self._tokens.astype(np.int32), np.ones(self._num_rows, bool))
+
+    def close(self) -> None:
+        pass
+
+
+def load_runner(
+    source: ModelSource, options: EngineOptions
+) -> tuple[NullRunner, RunnerConfig, MemoryPlan]:
+    runner = NullRunner(float(os.environ.get("NULL_STEP_MS", "0")) / 1e3)
+    sizes = (BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN)
+    plan = MemoryPlan(0, NUM_BLOCKS * BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN, 1, ())
+    return runner, RunnerConfig("cpu", "float32", *sizes, num_threads=None), plan
+
+
+if __name__ == "__main__":
+    worker.load_runner = load_runner  # type: ignore[assignment]
+    sys.exit(worker.main(*map(int, sys.argv[1:4])))

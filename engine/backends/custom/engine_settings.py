@@ -1,0 +1,68 @@
+"""What the settings say of the engine: which backend runs it, and its options.
+
+Light to import: an engine is told its options before the rest of its frontend is loaded.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine.backends.custom.options import EngineOptions
+from engine.core.config_schema import Settings
+
+FRAMEWORKS = "engine.backends.custom.frameworks"
+NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
+NVIDIA_DEVICE = Path("/dev/nvidiactl")  # there wherever a CUDA driver is loaded
+
+
+def default_backend(device: str, dtype: str) -> str:
+    """Our own kernels on a CPU; PyTorch on a GPU, for types that only it computes in, or where the
+    kernels were not built.
+    """
+    has_torch = find_spec("torch") is not None
+    wants_gpu = device.startswith("cuda") or (device == "auto" and NVIDIA_DEVICE.exists())
+    if wants_gpu or dtype in ("bfloat16", "float16"):
+        return "torch" if has_torch or device != "auto" else "native"
+    return "native" if find_spec(NATIVE_MODULE) is not None or not has_torch else "torch"
+
+
+def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
+    """The part of the settings that concerns the engine; `path` where the model is, if known."""
+    cache, performance, model = settings.cache, settings.performance, settings.model
+    pool_mb = performance.memory_pool_size_mb
+    return EngineOptions(
+        model_path=str(path or model.model_path),
+        framework=framework,
+        device=model.device,
+        dtype=model.dtype,
+        max_seq_len=model.max_sequence_length,
+        use_mmap=performance.use_mmap,
+        threads=performance.threads,
+        attention=performance.attention,
+        numerics=performance.numerics,
+        affinity=performance.affinity,
+        kv_dtype=cache.kv_dtype,
+        max_slots=performance.batch_size,
+        max_batch_tokens=performance.max_batch_tokens,
+        max_queued=performance.max_queued_requests,
+        pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
+        block_size=cache.block_size,
+        cache_enabled=cache.enabled,
+        cache_bytes=cache.max_size_mb * 2**20 if cache.max_size_mb is not None else None,
+        cache_max_sequences=cache.max_sequences,
+        cache_ttl_s=cache.ttl_seconds,
+        eviction_policy=cache.eviction_policy,
+        log_level=settings.logging.level,
+        log_format=settings.logging.format,
+    )
+
+
+def backend_name(settings: Settings) -> str:
+    name = settings.model.backend
+    if name != "auto":
+        return name
+    return default_backend(settings.model.device, settings.model.dtype)
+
+
+def has_engine(backend: str) -> bool:
+    """Whether a backend is one of our own frameworks, in an engine of ours."""
+    return find_spec(f"{FRAMEWORKS}.{backend}") is not None

@@ -1,0 +1,17 @@
+"""The frameworks' backends by class. A frontend holds one of these and loads no framework; an
+engine's process loads its framework's `engine` module and nothing of the frontend.
+"""
+
+from engine.backends.custom.base_custom import CustomBackend
+
+
+class NativeBackend(CustomBackend):
+    """A model on our own kernels, on the CPU."""
+
+    framework = "native"
+
+
+class TorchBackend(CustomBackend):
+    """A model on PyTorch, on a CPU or a CUDA device."""
+
+    framework = "torch"

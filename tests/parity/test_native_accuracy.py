@@ -1,0 +1,89 @@
+"""Perplexity of the default model in every numerics, beside recorded figures and llama.cpp's.
+
+The text is the first 20,480 tokens of `tests/data/alice.txt`. llama.cpp's figure is what
+
+    llama-perplexity -m SmolLM2-135M-Instruct.Q4_1.gguf -f tests/data/alice.txt -c 512 --chunks 40
+
+printed at version 0.5.0-dev (commit 0c1e570) with AMX. `python -m benchmarks.accuracy` compares the
+two anew, and their last words as well.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.accuracy import Figures, Words, judge
+from benchmarks.accuracy_ours import (
+    ALL_NUMERICS,
+    DEFAULT,
+    FLOAT,
+    GENERATED,
+    INT8_CACHE,
+    INT8_CACHE_GENERATED,
+    Numerics,
+    perplexity,
+    running,
+)
+from benchmarks.accuracy_text import MIN_WORDS, WINDOW, WINDOWS, passages, read_text, windows
+from engine.backends.custom.frameworks.native.execution.build import kernels
+from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.utils.tokenizer import Tokenizer
+
+OF_LLAMA_CPP = 19.2726
+RECORDED = {
+    DEFAULT: 0.0,
+    GENERATED: 0.0,
+    FLOAT: 0.0,
+    INT8_CACHE: 0.0,
+    INT8_CACHE_GENERATED: 0.0,
+}
+# A CPU without bfloat16 products computes prompts as it computes what it generates.
+WITHOUT_BF16 = {DEFAULT: GENERATED, INT8_CACHE: INT8_CACHE_GENERATED}
+
+
+@pytest.fixture(scope="module")
+def source(default_model: Path) -> Iterator[ModelSource]:
+    source = open_model(default_model)
+    yield source
+    source.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ALL_NUMERICS, ids=lambda each: each.label)
+def test_perplexity_is_the_recorded_one_and_llama_cpps(
+    source: ModelSource, numerics: Numerics
+) -> None:
+    native = kernels()
+    has_bf16 = native.has_bf16(native.instruction_sets()[-1])
+    recorded = RECORDED[numerics if has_bf16 else WITHOUT_BF16.get(numerics, numerics)]
+    token_ids = Tokenizer.from_gguf(source.metadata).encode(read_text())
+    with running(source, numerics, threads=None) as runner:
+        found = perplexity(runner, numerics, windows(token_ids))
+    assert found == pytest.approx(recorded, rel=0.002)
+    assert found == pytest.approx(OF_LLAMA_CPP, rel=0.005)
+
+
+def test_passages_end_before_a_word_that_they_contain() -> None:
+    text = read_text()
+    found = passages(text)
+    assert len(found) == 1176
+    for passage in found:
+        assert f"{passage.context} {passage.word}" in text
+        assert passage.word.lower() in passage.context.lower()
+        assert len(passage.context.split()) > MIN_WORDS // 2
+    assert all(len(window) == WINDOW for window in windows(list(range(WINDOW * WINDOWS))))
+
+
+def test_the_verdict_counts_half_a_percent_either_way() -> None:
+    def figures(perplexity: float, found: int) -> Figures:
+        answers = [[1]] * 1000
+        return Figures("it", perplexity, Words([[1]] * found + [[2]] * (1000 - found), answers))
+
+    theirs = figures(20.0, 500)
+    assert judge([figures(20.09, 504), figures(19.91, 496), Figures("it", 20.0)], theirs) == []
+    assert judge([figures(20.2, 495)], theirs) == [
+        "it: perplexity is off by +1.000 %",
+        "it: last words are off by -0.50 %, noise 0.22 %",
+    ]
+    assert len(judge([figures(float("nan"), 500), figures(19.8, 506)], theirs)) == 3

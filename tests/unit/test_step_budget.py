@@ -1,0 +1,94 @@
+"""The budget of a step: what it learns, what it promises to those who stream and to those who
+wait.
+"""
+
+import random
+
+import pytest
+
+from engine.backends.custom.runtime.budget import MIN_TOKENS, TARGET_STEP_S, StepBudget
+
+MAX_TOKENS, MAX_SLOTS = 2048, 64
+
+
+def cost(num_decoding: int, num_prompt_tokens: int, per_row: float, per_token: float) -> float:
+    fixed = 0.003 + per_row * num_decoding if num_decoding else 0.0
+    return fixed + per_token * num_prompt_tokens
+
+
+def learned(per_row: float = 0.0005, per_token: float = 0.0003, noise: float = 0.0) -> StepBudget:
+    """After a while of mixed work on a machine of these speeds."""
+    rng = random.Random(1)
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    budget.record(0, 128, cost(0, 128, per_row, per_token))
+    for _ in range(200):
+        rows = rng.choice([1, 4, 8, 32])
+        prompt = rng.choice([0, 0, 0, 16, 64, 200])
+        seconds = cost(rows, prompt, per_row, per_token) * rng.uniform(1 - noise, 1 + noise)
+        budget.record(rows, prompt, seconds)
+    return budget
+
+
+def test_a_step_is_as_large_as_memory_allows_while_nobody_streams() -> None:
+    assert StepBudget(MAX_TOKENS, MAX_SLOTS).tokens(0, 0) == MAX_TOKENS
+    assert learned().tokens(0, 5) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_step_with_prompts_keeps_to_the_target(rows: int, noise: float) -> None:
+    budget = learned(noise=noise)
+    prompt = budget.tokens(rows, rows) - rows
+    seconds = cost(rows, prompt, 0.0005, 0.0003)
+    assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.03 + noise)
+
+
+def test_prompts_take_half_the_time_where_continuing_takes_all_of_it() -> None:
+    budget = learned(per_row=0.002, per_token=0.001)
+    alone = cost(32, 0, 0.002, 0.001)
+    assert alone > TARGET_STEP_S
+    prompt = budget.tokens(32, 32) - 32
+    assert cost(32, prompt, 0.002, 0.001) == pytest.approx(2 * alone, rel=0.05)
+
+
+@pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])
+def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> None:
+    budget = learned(per_row=1e-6, per_token=10.0)
+    assert budget.tokens(1, num_running) == num_running + MIN_TOKENS
+
+
+def test_nothing_is_granted_beyond_the_maximum() -> None:
+    assert learned(per_token=1e-9).tokens(8, 8) == MAX_TOKENS
+    assert StepBudget(4, MAX_SLOTS).tokens(1, MAX_SLOTS) == MAX_SLOTS
+
+
+def test_a_stranger_to_prompts_is_careful() -> None:
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    budget.record(1, 0, 0.003)
+    assert budget.tokens(1, 1) == 1 + MIN_TOKENS
+
+
+def test_the_cost_of_continuing_is_not_blamed_on_prompts() -> None:
+    """Sixteen tokens beside thirty-two sequences cost little, though the step takes long."""
+    budget = learned()
+    before = budget.tokens(32, 32)
+    for _ in range(50):
+        budget.record(32, MIN_TOKENS, cost(32, MIN_TOKENS, 0.0005, 0.0003))
+    assert budget.tokens(32, 32) == pytest.approx(before, rel=0.05)
+
+
+def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -> None:
+    budget = learned()
+    before = budget.tokens(8, 8) - 8
+    budget.record(8, 0, 5.0)
+    budget.record(8, 60, 5.0)
+    assert before / 4 < budget.tokens(8, 8) - 8 < before * 2
+    for _ in range(60):
+        budget.record(8, 0, cost(8, 0, 0.0005, 0.003))
+        budget.record(8, 60, cost(8, 60, 0.0005, 0.003))
+    assert budget.tokens(8, 8) - 8 == pytest.approx(before / 10, abs=MIN_TOKENS)
+
+
+def test_a_number_of_sequences_never_seen_is_judged_by_the_nearest() -> None:
+    budget = learned()
+    assert budget.tokens(9, 9) - 9 == budget.tokens(8, 8) - 8
