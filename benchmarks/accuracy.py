@@ -135,8 +135,8 @@ def of_llama(llama: Llama, task: Task, console: Console) -> Figures:
 
 
 def comparison(ours: list[Figures], theirs: Figures | None, num_passages: int) -> Table:
-    table = Table("numerics", title=f"last words of {num_passages:,} passages")
-    for heading in ("perplexity", "off, %", "last words, %", "off, %", "same, %", "we / they only"):
+    table = Table("numerics", title=f"perplexity, and last words of {num_passages:,} passages")
+    for heading in ("PPL", "off, %", "words, %", "off, %", "same, %", "only we / they"):
         table.add_column(heading, justify="right")
     for each in ours if theirs is None else (theirs, *ours):
         words = each.words

@@ -28,12 +28,12 @@ class Numerics:
     as_prompt: bool = True
 
 
-DEFAULT = Numerics("default, text as prompt")
-GENERATED = Numerics("default, text as generated", as_prompt=False)
+DEFAULT = Numerics("default, as prompt")
+GENERATED = Numerics("default, as generated", as_prompt=False)
 FLOAT = Numerics("float32", dtype="float32")
-INT8_CACHE = Numerics("int8 cache, text as prompt", kv_dtype="int8")
-INT8_CACHE_GENERATED = Numerics("int8 cache, text as generated", kv_dtype="int8", as_prompt=False)
-ALL_NUMERICS = (DEFAULT, GENERATED, FLOAT, INT8_CACHE, INT8_CACHE_GENERATED)
+INT8_KV = Numerics("int8 KV, as prompt", kv_dtype="int8")
+INT8_KV_GENERATED = Numerics("int8 KV, as generated", kv_dtype="int8", as_prompt=False)
+ALL_NUMERICS = (DEFAULT, GENERATED, FLOAT, INT8_KV, INT8_KV_GENERATED)
 
 
 @contextmanager

@@ -50,8 +50,9 @@ class InferenceBackend(ABC):
     """A model, or several, that can be asked for text.
 
     `chat` and `complete` return an iterator of events (see `core.interfaces.backend`), which may be
-    an `EventFeed`; closing it early, or cancelling the task that reads it, releases everything that the request held. They
-    raise an `EngineError` before the first event when the request can't be accepted.
+    an `EventFeed`; closing it early, or cancelling the task that reads it, releases everything that
+    the request held. They raise an `EngineError` before the first event when the request can't be
+    accepted.
     """
 
     @abstractmethod

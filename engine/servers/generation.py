@@ -1,10 +1,10 @@
 """The backend's work for one HTTP request: one or several event streams read as one.
 
-A pump task per prompt reads the backend whether or not the client keeps up (or has it push), so what
-waits here is events, never formatted bytes, and no more of them than tokens were asked for. Whatever ends a
-request early (the client leaves, the drain runs out, the deadline passes, the backend fails) is one
-call of `fail`, which cancels the pumps; cancelling the reader of a backend's iterator releases what
-the request held there.
+A pump task per prompt reads the backend, or has it push, whether or not the client keeps up. So
+what waits here is events, never formatted bytes, and no more of them than tokens were asked for.
+Whatever ends a request early (the client leaves, the drain runs out, the deadline passes, the
+backend fails) is one call of `fail`, which cancels the pumps; cancelling the reader of a backend's
+iterator releases what the request held there.
 """
 
 import asyncio

@@ -87,7 +87,7 @@ def test_a_package_cannot_take_a_builtin_name() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_errors_say_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"unknown backend 'troch' \(known: native, torch.*parrot"):
+    with pytest.raises(ConfigError, match=r"unknown backend 'troch' \(known: .*torch.*parrot"):
         backend_class("troch")
     with pytest.raises(ModelFormatError, match="'mamba' is not supported.*llama.*parrot"):
         architecture_for_gguf("mamba")

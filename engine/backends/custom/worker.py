@@ -57,7 +57,8 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
     name = "torch" if options.framework == "native" else options.framework
     if find_spec(name) is None:
         raise ConfigError(
-            f"{source.path.name} is a text encoder, which runs on PyTorch: pip install 'engine[torch]'"
+            f"{source.path.name} is a text encoder, which runs on PyTorch: "
+            "pip install 'engine[torch]'"
         )
     framework = _framework(name)
     device = framework.find_device(options.device, options.dtype)

@@ -9,6 +9,7 @@ allows.
 
 TARGET_STEP_S = 0.025
 MIN_TOKENS = 16  # of prompts, in every step: they go on, however slow the machine is
+PROMPT_SHARE = 2.0  # of the time that continuing takes, where that is more than the target leaves
 SMOOTHING = 0.2
 # A step that was interrupted tells nothing; one that is slower for good is believed step by step.
 MAX_SURPRISE = 4.0
@@ -28,16 +29,17 @@ class StepBudget:
     def tokens(self, num_decoding: int, num_running: int) -> int:
         """The budget of the next step, at least one token for each running sequence.
 
-        Where continuing alone takes the target time, prompts take as long again: half the speed for
-        those who stream is better than no first token for the others.
+        Where continuing alone takes long, prompts may take twice as long again: a third of the
+        speed for a while, for those who stream, is better than no first token for the others.
         """
         if not num_decoding:
             return self._max_tokens
         continuing_s = self._seconds(num_decoding)
-        spare_s = max(TARGET_STEP_S - continuing_s, continuing_s)
-        affordable = int(spare_s * self._prompt_tokens / self._prompt_s) if self._prompt_s else 0
+        spare_s = max(TARGET_STEP_S - continuing_s, PROMPT_SHARE * continuing_s)
+        # Infinite when prompts have long seemed to cost nothing: bounded before it is made whole.
+        affordable = spare_s * self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
         wanted = max(num_running + MIN_TOKENS, num_decoding + affordable)
-        return min(self._max_tokens, wanted)
+        return int(min(self._max_tokens, wanted))
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step continued `num_decoding` sequences and computed so many tokens of prompts."""
