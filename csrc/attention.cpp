@@ -14,6 +14,9 @@ namespace {
 // as many units as there are kv heads.
 constexpr int kRuns = 8;
 
+// Long prompts have work for all threads without being cut, and their parts would take much memory.
+constexpr int kMostPromptParts = 2048;
+
 }  // namespace
 
 int AttentionSchedule::first_chunk(int token) const {
@@ -90,6 +93,7 @@ void AttentionSchedule::add_row_spans(int begin, int end, int most, bool is_prom
 void AttentionSchedule::add_items(const Span& span, int64_t target) {
     int length = span.end - span.begin;
     int runs = div_up(length, int(std::max<int64_t>(1, target / span.count)));
+    if (span.is_prompt && num_parts_ + span.count * length > kMostPromptParts) runs = 1;
     int run_length = div_up(length, runs);
     for (int begin = span.begin; begin < span.end; begin += run_length) {
         int end = std::min(begin + run_length, span.end);

@@ -38,6 +38,11 @@ class BoundModel {
     const Matrix* matrix(int index) const { return &matrices_.at(size_t(index)); }
     const float* vector(int index) const { return index < 0 ? nullptr : vectors_.at(size_t(index)); }
 
+    void check_row(int index, size_t size, int expected) const {
+        if (index < 0 || index >= model.num_logits() || size != size_t(expected))
+            throw nb::value_error("no such row of logits, or one of another size");
+    }
+
     void begin_program(int capacity) {
         program_ = Program{};
         program_.capacity = capacity;
@@ -167,11 +172,21 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                        Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks) {
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
-        tables.shape(0) != rows || prefix_groups.shape(0) != rows || size_t(query_start.data()[rows]) != tokens)
+        tables.shape(0) != rows || prefix_groups.shape(0) != rows)
         throw nb::value_error("arrays of a step that disagree in size");
-    return StepArrays{int(tokens),       int(rows),         int(tables.shape(1)), int(logit_rows.shape(0)),
-                      token_ids.data(),  positions.data(),  write_slots.data(),   query_start.data(),
-                      num_prompt.data(), tables.data(),     logit_rows.data(),    prefix_groups.data(),
+    return StepArrays{int(tokens),
+                      int(rows),
+                      int(tables.shape(1)),
+                      int(logit_rows.shape(0)),
+                      int(prefix_blocks.shape(0)),
+                      token_ids.data(),
+                      positions.data(),
+                      write_slots.data(),
+                      query_start.data(),
+                      num_prompt.data(),
+                      tables.data(),
+                      logit_rows.data(),
+                      prefix_groups.data(),
                       prefix_blocks.data()};
 }
 
@@ -181,12 +196,14 @@ void bind_halves(nb::class_<BoundModel>& model) {
                             Ints prefix_blocks, Array<uint8_t, 1> finite) {
         StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
                                       prefix_groups, prefix_blocks);
+        if (finite.shape(0) != num_prompt.shape(0)) throw nb::value_error("finite: another number of rows");
         uint8_t* flags = finite.data();
         nb::gil_scoped_release release;
         self.model.forward(step, flags);
     });
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
+        self.model.max_positions = max_seq_len;
     });
     model.def("sample", [](BoundModel& self, nb::handle sampling) {
         SamplingCall call(sampling);
@@ -198,9 +215,13 @@ void bind_halves(nb::class_<BoundModel>& model) {
         return call.results();
     });
     model.def("logits", [](BoundModel& self, int index, Array<float, 1> out) {
+        self.check_row(index, out.shape(0), self.model.executor.width(self.model.output));
         memcpy(out.data(), self.model.logits(index), out.shape(0) * sizeof(float));
     });
-    model.def("hidden", [](BoundModel& self, int index, Array<float, 1> out) { self.model.hidden(index, out.data()); });
+    model.def("hidden", [](BoundModel& self, int index, Array<float, 1> out) {
+        self.check_row(index, out.shape(0), self.model.hidden_size());
+        self.model.hidden(index, out.data());
+    });
     model.def("set_timing", [](BoundModel& self, bool on) { self.model.executor.set_timing(on); });
     model.def("step_seconds", [](BoundModel& self) { return self.model.executor.step_seconds(); });
 }

@@ -46,11 +46,9 @@ bool has_avx512() {
 
 // Linux hands out the tile registers on request.
 bool has_amx() {
-    Registers seven = cpuid(7, 0), more = cpuid(7, 1);
-    (void)more;
-    bool amx = has(seven.edx, 22) && has(seven.edx, 24) && has(seven.edx, 25);
-    bool fp16 = has(seven.edx, 23);
-    if (!has_avx512() || !amx || !fp16 || (enabled_states() & 0x60000) != 0x60000) return false;
+    Registers seven = cpuid(7, 0);
+    bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24);
+    if (!has_avx512() || !tiles_of_bf16 || (enabled_states() & 0x60000) != 0x60000) return false;
 #if defined(__linux__)
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

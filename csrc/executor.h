@@ -48,6 +48,7 @@ class Executor {
     // Row `row` of a buffer.
     float* at(int buffer, int row) const { return buffers_[size_t(buffer)] + size_t(row) * size_t(width(buffer)); }
     int width(int buffer) const { return arena_.buffers[size_t(buffer)].width; }
+    int max_logits() const { return arena_.max_logits; }
     uint8_t* scratch(int thread) { return scratch_[size_t(thread)].data(); }
     const Program& program(int tokens) const;
 

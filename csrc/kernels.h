@@ -129,7 +129,6 @@ struct Kernels {
 struct KernelSet {
     const Kernels* tables[4];
     int count;
-    const Kernels* best() const { return tables[count - 1]; }
 };
 const KernelSet& kernel_set();
 

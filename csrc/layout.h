@@ -26,8 +26,6 @@ enum class Layout : uint8_t { Q4, Q4G16, Q8, Q8M, Q8G16, F16, BF16, F32 };
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
 
-ENGINE_INLINE bool is_quantized(Layout layout) { return layout < Layout::F16; }
-
 // Bytes from one group to the next.
 ENGINE_INLINE size_t group_bytes(Layout layout) {
     switch (layout) {

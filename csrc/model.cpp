@@ -2,8 +2,46 @@
 
 #include <algorithm>
 #include <numeric>
+#include <stdexcept>
 
 namespace engine {
+namespace {
+
+void need(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+bool all_within(const int32_t* values, int count, int limit) {
+    return std::all_of(values, values + count, [limit](int32_t value) { return value >= 0 && value < limit; });
+}
+
+}  // namespace
+
+// Every index that memory is addressed with.
+void Model::check(const StepArrays& step) const {
+    const Program& program = executor.program(step.tokens);
+    const KvCache& cache = executor.cache();
+    need(step.tokens > 0 && step.tokens <= program.capacity, "a step of more tokens than the model has room for");
+    need(step.logits <= executor.max_logits(), "a step of more logits than the model has room for");
+    need(step.query_start[0] == 0 && step.query_start[step.rows] == step.tokens &&
+             std::is_sorted(step.query_start, step.query_start + step.rows + 1),
+         "rows of a step that are not its tokens");
+    need(all_within(step.token_ids, step.tokens, program.steps[0].matrix->rows), "a token outside the vocabulary");
+    need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
+    need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)), "a block that is not there");
+    need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
+    int64_t slots = cache.blocks * cache.block_size;
+    need(std::all_of(step.write_slots, step.write_slots + step.tokens,
+                     [slots](int64_t slot) { return slot >= 0 && slot < slots; }),
+         "a slot outside the cache");
+    for (int row = 0; row < step.rows; row++) {
+        int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
+        bool reaches = last < step.query_start[row] || step.positions[last] / cache.block_size < step.table_width;
+        need(reaches, "a position outside its row's blocks");
+        need(group < step.groups, "a prefix group that is not there");
+        need(group < 0 || step.prefix_blocks[group] <= step.table_width, "a prefix longer than its rows");
+    }
+}
 
 // Generated tokens first: their arithmetic differs from that of prompts, so each kind is one range.
 void Model::reorder(const StepArrays& step) {
@@ -61,6 +99,7 @@ void Model::reorder(const StepArrays& step) {
 }
 
 void Model::forward(const StepArrays& step, uint8_t* finite) {
+    check(step);
     reorder(step);
     executor.run(batch_, finite_);
     std::fill(finite, finite + step.rows, uint8_t(1));

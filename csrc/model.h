@@ -7,7 +7,7 @@ namespace engine {
 
 // A step as the scheduler describes it: rows in order, each with consecutive tokens. Borrowed arrays.
 struct StepArrays {
-    int tokens, rows, table_width, logits;
+    int tokens, rows, table_width, logits, groups;
     const int32_t* token_ids;
     const int32_t* positions;
     const int64_t* write_slots;
@@ -23,7 +23,7 @@ class Model {
   public:
     Model(const Kernels& kernels, int threads, const std::vector<int>& cpus) : executor(kernels, threads, cpus) {}
 
-    // Computes the step; finite[r] tells whether all of row r is sound.
+    // Computes the step, or throws std::invalid_argument before anything has changed; finite[r] tells whether all of row r is sound.
     void forward(const StepArrays& step, uint8_t* finite);
     // The other half: draws for the rows of `logit_rows`, in their order.
     void set_sampler(int vocab, int max_slots, int max_seq_len);
@@ -32,13 +32,16 @@ class Model {
     // Logits of the row that was `logit_rows[index]`.
     float* logits(int index) const { return executor.at(output, logit_place_[size_t(index)]); }
     int num_logits() const { return batch_.logits; }
+    int hidden_size() const { return executor.program(1).steps.back().matrix->columns; }
     // The state that those logits were computed from, after the last norm.
     void hidden(int index, float* out) const;
 
     Executor executor;
     int output = -1;  // the buffer of logits
+    int max_positions = 0;
 
   private:
+    void check(const StepArrays& step) const;
     void reorder(const StepArrays& step);
 
     Batch batch_;

@@ -17,7 +17,7 @@ struct Norm {
 struct Step {
     enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Gather };
     Kind kind = Kind::Embed;
-    int source = -1;  // places of the arena
+    int source = -1;  // buffers
     int out = -1;
     int layer = 0;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -66,16 +67,24 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_
 }  // namespace
 
 ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus) : size_(threads) {
-    for (int thread = 1; thread < size_; thread++) {
-        int cpu = size_t(thread) < cpus.size() ? cpus[size_t(thread)] : -1;
-        threads_.emplace_back([this, thread, cpu] {
-            if (cpu >= 0) pin_to(cpu);
-            work(thread);
-        });
+    if (!cpus.empty()) pin_to(cpus[0]);
+    try {
+        for (int thread = 1; thread < size_; thread++) {
+            int cpu = size_t(thread) < cpus.size() ? cpus[size_t(thread)] : -1;
+            threads_.emplace_back([this, thread, cpu] {
+                if (cpu >= 0) pin_to(cpu);
+                work(thread);
+            });
+        }
+    } catch (const std::system_error&) {  // the system has no more threads for us
+        stop();
+        throw;
     }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     stopping_ = true;
     generation_.fetch_add(1);
     wake_all(generation_);

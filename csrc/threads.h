@@ -14,7 +14,7 @@ namespace engine {
 
 class ThreadPool {
   public:
-    // The caller is thread 0; `cpus` (one per thread, or empty) pins the others.
+    // The caller is thread 0; `cpus` (one per thread, or empty) pins all of them.
     ThreadPool(int threads, const std::vector<int>& cpus);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -27,6 +27,7 @@ class ThreadPool {
 
   private:
     void work(int thread);
+    void stop();
 
     int size_;
     std::vector<std::thread> threads_;

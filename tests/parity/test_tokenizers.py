@@ -140,6 +140,7 @@ def test_sentencepiece_matches_its_algorithm() -> None:
             known = index.get(symbol)
             expected += [known] if known else [3 + byte for byte in symbol.encode()]
         assert tokenizer.encode(text) == expected
-        assert tokenizer.decode(expected) == text
+        # The mark of a space is itself a character, and comes back as what it marks.
+        assert tokenizer.decode(expected) == text.replace("▁", " ")
 
     check()

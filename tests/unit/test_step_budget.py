@@ -45,7 +45,7 @@ def test_a_step_with_prompts_keeps_to_the_target(rows: int, noise: float) -> Non
     budget = learned(noise=noise)
     prompt = budget.tokens(rows, rows) - rows
     seconds = cost(rows, prompt, 0.0005, 0.0003)
-    assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.03 + noise)
+    assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.06 + noise)
 
 
 def test_prompts_take_their_share_where_continuing_takes_all_of_the_time() -> None:
@@ -97,3 +97,12 @@ def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -
 def test_a_number_of_sequences_never_seen_is_judged_by_the_nearest() -> None:
     budget = learned()
     assert budget.tokens(9, 9) - 9 == budget.tokens(8, 8) - 8
+
+
+def test_steps_that_are_quicker_than_believed_never_break_the_budget() -> None:
+    """What prompts added fades towards nothing, below what a division can bear."""
+    budget = StepBudget(512, 64)
+    budget.record(4, 0, 1.0)
+    for _ in range(5000):
+        budget.record(4, 16, 1e-9)
+        assert 4 < budget.tokens(4, 4) <= 512

@@ -79,7 +79,7 @@ class TextModel:
 
 def load_text(path: Path) -> TextModel:
     """Read the tokenizer and template that lie beside, or inside, a model's weights."""
-    source = open_model(path)
+    source = open_model(path, reads_weights=False)
     try:
         directory = source.path if source.path.is_dir() else source.path.parent
         is_gguf = source.checkpoint.format == "gguf"

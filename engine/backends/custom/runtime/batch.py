@@ -5,6 +5,8 @@ changes hands or a block is added; a step gathers them. Steady decoding therefor
 operations, whatever the number of rows.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch
@@ -50,12 +52,53 @@ class BatchBuilder:
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
         self._may_bias = np.zeros(slots, bool)
+        # The last step, when it did no more than continue sequences: the next one is much like it.
+        self._continued: tuple[int, ...] | None = None  # the admissions of its rows
+        self._inputs: BatchInputs | None = None
+        self._sampling: SamplingInputs | None = None  # None: not to be used again
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
-        rows, size = batch.rows, self._spec.block_size
+        rows = batch.rows
+        has_grown = False
         for seq, _, _, _, slot, life, _ in rows:
             if self._lives[slot] != life or self._num_blocks[slot] != len(seq.blocks):
                 self._sync(seq, slot, life)
+                has_grown = True
+        continued = _admissions(rows)
+        if self._inputs is not None and continued is not None and continued == self._continued:
+            self._inputs = self._one_further(self._inputs, rows, has_grown)
+        else:
+            self._inputs = self._from_scratch(rows)
+            self._sampling = None
+        self._continued = continued
+        return self._inputs
+
+    def _one_further(
+        self, last: BatchInputs, rows: tuple[Row, ...], has_grown: bool
+    ) -> BatchInputs:
+        """The same rows as in the last step, a token each."""
+        size = self._spec.block_size
+        positions = np.array([row.start for row in rows], np.int32)
+        blocks, offsets = np.divmod(positions, size)
+        tables, groups, shared = last.block_tables, last.prefix_groups, last.prefix_blocks
+        width = int(blocks.max()) + 1
+        if has_grown or width > tables.shape[1]:
+            tables = self._tables[last.slots, :width]
+        if has_grown or not offsets.all():  # a block has been filled
+            groups, shared = _prefix_groups(tables, blocks.astype(np.int64))
+        return replace(
+            last,
+            token_ids=_token_ids(rows),
+            positions=positions,
+            write_slots=self._tables[last.slots, blocks].astype(np.int64) * size + offsets,
+            seq_lens=positions + np.int32(1),
+            block_tables=tables,
+            prefix_groups=groups,
+            prefix_blocks=shared,
+        )
+
+    def _from_scratch(self, rows: tuple[Row, ...]) -> BatchInputs:
+        size = self._spec.block_size
         _, *columns = zip(*rows, strict=True)
         starts, counts = np.array(columns[:2], np.int64)
         samples, slots = np.array(columns[2], bool), np.array(columns[3], np.int32)
@@ -88,6 +131,17 @@ class BatchBuilder:
 
         `mask` is for the rows that draw, in their order.
         """
+        last, inputs = self._sampling, self._inputs
+        is_known = not any(row.seq.needs_history for row in batch.rows)
+        if last is not None and inputs is not None and mask is None and is_known:
+            return replace(last, position=inputs.seq_lens)
+        drawn = self._sampling_from_scratch(batch, mask)
+        is_plain = mask is None and not self._may_bias[drawn.slots].any()
+        if self._continued is not None and is_plain and not len(drawn.hidden_rows):
+            self._sampling = _without_history(drawn)
+        return drawn
+
+    def _sampling_from_scratch(self, batch: ScheduledBatch, mask: U32 | None) -> SamplingInputs:
         sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
         rows = [batch.rows[index] for index in sample_rows]
         slots = np.array([row.slot for row in rows], np.int32)
@@ -152,6 +206,24 @@ class BatchBuilder:
         self._num_prompt[slot] = seq.num_prompt
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._may_bias[slot] = bool(params.logit_bias) or params.min_tokens > 0
+
+
+def _without_history(sampling: SamplingInputs) -> SamplingInputs:
+    none = np.zeros(0, np.int32)
+    return replace(
+        sampling,
+        history_slots=none,
+        history_start=np.zeros(1, np.int32),
+        history_tokens=none,
+        history_num_prompt=none,
+    )
+
+
+def _admissions(rows: tuple[Row, ...]) -> tuple[int, ...] | None:
+    """Which sequences a step continues; None: it does more than that."""
+    if any(length != 1 or not samples or scored for _, _, length, samples, _, _, scored in rows):
+        return None
+    return tuple([row.life for row in rows])
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:

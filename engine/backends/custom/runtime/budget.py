@@ -2,17 +2,46 @@
 one.
 
 The limit is time, not a count. A small model of cost is learned from the steps themselves: what a
-step costs that only continues, by how many sequences it continues, and what each token of a prompt
-adds to it. It applies only while somebody streams; otherwise a step may be as large as memory
-allows.
+step costs that only continues, as a line over the number of sequences, and what each token of a
+prompt adds to it. It applies only while somebody streams; otherwise a step may be as large as
+memory allows.
 """
 
 TARGET_STEP_S = 0.025
-MIN_TOKENS = 16  # of prompts, in every step: they go on, however slow the machine is
-PROMPT_SHARE = 2.0  # of the time that continuing takes, where that is more than the target leaves
-SMOOTHING = 0.2
+MIN_TOKENS = 64  # of prompts, in every step: fewer cost hardly less
+PROMPT_SHARE = 2.0
+SMOOTHING = 0.2  # what the newest step with prompts counts
+MEMORY = 0.99  # how much of a step that only continued is left when the next one is noted
 # A step that was interrupted tells nothing; one that is slower for good is believed step by step.
 MAX_SURPRISE = 4.0
+
+
+class Line:
+    """seconds = base + slope * count, fitted to what was seen, older points fading."""
+
+    def __init__(self) -> None:
+        self._weight = self._counts = self._squares = self._seconds = self._products = 0.0
+
+    def add(self, count: int, seconds: float) -> None:
+        self._weight = MEMORY * self._weight + 1
+        self._counts = MEMORY * self._counts + count
+        self._squares = MEMORY * self._squares + count * count
+        self._seconds = MEMORY * self._seconds + seconds
+        self._products = MEMORY * self._products + count * seconds
+
+    def at(self, count: int) -> float:
+        """0.0 before anything was seen. Points of one count only give a line through zero."""
+        if not self._weight:
+            return 0.0
+        mean, mean_s = self._counts / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - mean * mean
+        if spread > 0.01:
+            slope = (self._products / self._weight - mean * mean_s) / spread
+        else:
+            slope = mean_s / mean
+        # More sequences never cost less, nor more than their share.
+        slope = min(max(slope, 0.0), mean_s / mean)
+        return mean_s + slope * (count - mean)
 
 
 class StepBudget:
@@ -20,8 +49,7 @@ class StepBudget:
 
     def __init__(self, max_tokens: int, max_slots: int) -> None:
         self._max_tokens = max(max_tokens, max_slots)
-        # Seconds of a step that only continues so many sequences; 0: not seen yet.
-        self._continuing_s = [0.0] * (max_slots + 1)
+        self._continuing = Line()
         # Of recent steps with prompts, older ones fading: what prompts added, and their tokens.
         self._prompt_s = 0.0
         self._prompt_tokens = 0.0
@@ -34,37 +62,27 @@ class StepBudget:
         """
         if not num_decoding:
             return self._max_tokens
-        continuing_s = self._seconds(num_decoding)
+        continuing_s = self._continuing.at(num_decoding)
         spare_s = max(TARGET_STEP_S - continuing_s, PROMPT_SHARE * continuing_s)
-        # Infinite when prompts have long seemed to cost nothing: bounded before it is made whole.
-        affordable = spare_s * self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
-        wanted = max(num_running + MIN_TOKENS, num_decoding + affordable)
-        return int(min(self._max_tokens, wanted))
+        affordable = 0.0
+        if self._prompt_s:
+            affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)
+        wanted = max(num_running + MIN_TOKENS, num_decoding + int(affordable))
+        return min(self._max_tokens, wanted)
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step continued `num_decoding` sequences and computed so many tokens of prompts."""
-        known = self._seconds(num_decoding) if num_decoding else 0.0
+        known = self._continuing.at(num_decoding) if num_decoding else 0.0
         if num_prompt_tokens:
             expected = known + self._prompt_cost(num_prompt_tokens)
             added = max(0.0, _believable(seconds, expected) - known)
             self._prompt_s += added - SMOOTHING * self._prompt_s
             self._prompt_tokens += num_prompt_tokens - SMOOTHING * self._prompt_tokens
-        elif self._continuing_s[num_decoding]:
-            change = _believable(seconds, known) - known
-            self._continuing_s[num_decoding] = known + SMOOTHING * change
         else:
-            self._continuing_s[num_decoding] = seconds
+            self._continuing.add(num_decoding, _believable(seconds, known))
 
     def _prompt_cost(self, num_tokens: int) -> float:
         return num_tokens * self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
-
-    def _seconds(self, num_decoding: int) -> float:
-        """Of a step that only continues; of the nearest number of sequences that has been seen."""
-        known = self._continuing_s
-        if known[num_decoding]:
-            return known[num_decoding]
-        seen = [count for count, seconds in enumerate(known) if seconds]
-        return known[min(seen, key=lambda count: abs(count - num_decoding))] if seen else 0.0
 
 
 def _believable(seconds: float, expected: float) -> float:

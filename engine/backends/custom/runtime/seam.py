@@ -141,7 +141,7 @@ class StepOutput:
     """What a step gave, on the host. K is the largest num_logprobs of the step."""
 
     tokens: I32  # (R,)
-    finite: Bools  # (S,) every activation of the row was finite
+    finite: Bools  # (S,) the row's states, which every layer adds to, were finite to the end
     logprobs: F32 | None = None  # (R,) of the drawn token, before temperature
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)

@@ -29,8 +29,8 @@ class FileBytes:
     def __init__(self, path: Path, *, use_mmap: bool) -> None:
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size == 0:
+                self.status = os.fstat(file.fileno())
+                if self.status.st_size == 0:
                     raise ModelFormatError(f"{path.name}: the file is empty")
                 self.buffer: mmap.mmap | bytes | None = (
                     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

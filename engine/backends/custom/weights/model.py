@@ -104,12 +104,15 @@ class ModelSource:
         self.checkpoint.close()
 
 
-def open_model(path: Path, *, use_mmap: bool = True) -> ModelSource:
-    """Open a .gguf file, a directory with config.json and safetensors, or one with one GGUF."""
+def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True) -> ModelSource:
+    """Open a .gguf file, a directory with config.json and safetensors, or one with one GGUF.
+
+    Who does not read weights need not have a look at their values.
+    """
     if path.is_dir():
         if any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
-            return _open_hf(path, use_mmap)
-        return _open_gguf(_only_gguf(path), use_mmap)
+            return _open_hf(path, use_mmap, reads_weights)
+        return _open_gguf(_only_gguf(path), use_mmap, reads_weights)
     if not path.exists():
         raise ModelError(f"there is no model at {path}")
     refuse_code_formats(path, b"")
@@ -117,7 +120,7 @@ def open_model(path: Path, *, use_mmap: bool = True) -> ModelSource:
         raise ModelFormatError(
             f"{path.name} lacks a config; give the directory that holds it and its {CONFIG_NAME}"
         )
-    return _open_gguf(path, use_mmap)
+    return _open_gguf(path, use_mmap, reads_weights)
 
 
 def _only_gguf(directory: Path) -> Path:
@@ -139,7 +142,7 @@ def _only_gguf(directory: Path) -> Path:
     raise ModelError(f"{directory} holds no model: neither {SINGLE_NAME} nor a .gguf file")
 
 
-def _open_hf(directory: Path, use_mmap: bool) -> ModelSource:
+def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     metadata = read_json(directory, CONFIG_NAME)
     names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
     if not all(isinstance(name, str) for name in names):
@@ -155,10 +158,12 @@ def _open_hf(directory: Path, use_mmap: bool) -> ModelSource:
         config = with_pooling(config, directory)
     checkpoint = open_safetensors(directory, use_mmap)
     weights = _resolve(directory.name, family, config, checkpoint)
+    if reads_weights:
+        _check_values(directory.name, weights)
     return ModelSource(directory, config, checkpoint, weights, metadata)
 
 
-def _open_gguf(path: Path, use_mmap: bool) -> ModelSource:
+def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     checkpoint = open_gguf(path, use_mmap)
     metadata = checkpoint.metadata
     name = Reader(metadata, path.name).read(str, "general.architecture")
@@ -166,6 +171,8 @@ def _open_gguf(path: Path, use_mmap: bool) -> ModelSource:
     config = _settle(family.config_from_gguf(metadata), family, checkpoint)
     _check_vocabulary(path.name, config, metadata)
     weights = _resolve(path.name, family, config, checkpoint)
+    if reads_weights:
+        _check_values(path.name, weights)
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 
@@ -242,7 +249,7 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
 
 
 def _check_weight(where: str, weight: Weight) -> None:
-    """Shape, storage type, and that a few blocks spread over the tensor decode to finite values."""
+    """Shape and storage type."""
     tensor, spec = weight.tensor, weight.spec
     expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
     if tensor.shape != expected:
@@ -255,14 +262,20 @@ def _check_weight(where: str, weight: Weight) -> None:
             f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
             f"(supported: {', '.join(TRAITS)})"
         )
-    traits = traits_of(tensor.dtype)
-    blocks = tensor.raw().reshape(-1, traits.block_bytes)
-    sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
-    values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
-    if not np.isfinite(values).all():
-        raise ModelFormatError(
-            f"{where}: tensor '{tensor.name}' holds NaN or infinite values; the file is damaged"
-        )
+
+
+def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
+    """A few blocks spread over each tensor must decode to finite values."""
+    for weight in weights.values():
+        tensor = weight.tensor
+        traits = traits_of(tensor.dtype)
+        blocks = tensor.raw().reshape(-1, traits.block_bytes)
+        sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
+        values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
+        if not np.isfinite(values).all():
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' holds NaN or infinite values; the file is damaged"
+            )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -58,15 +58,15 @@ def choose_cpus(affinity: str, threads: int) -> list[int]:
     """The CPU that each thread is bound to; empty: none is. `affinity` is "auto", "off" or a list.
 
     By itself it takes one CPU per physical core, as many on each NUMA node, the threads of a node
-    next to each other. It leaves threads alone if there are more of them than cores, or if others
-    share the cores (a quota): the system's scheduler then does better.
+    next to each other. It leaves threads alone if they would be all the cores, of which the server
+    needs one too, or if others share the cores (a quota): the system's scheduler then does better.
     """
     if affinity == "off":
         return []
     if affinity == "auto":
         cores, quota = usable_cores(), cpu_quota()
         is_shared = quota is not None and quota < len(cores)
-        return [] if threads > len(cores) or is_shared else _spread(cores, threads)
+        return [] if threads >= len(cores) or is_shared else _spread(cores, threads)
     cpus = parse_cpus(affinity)
     absent = sorted(set(cpus) - os.sched_getaffinity(0))
     if absent:

@@ -15,14 +15,14 @@ from engine.backends.custom.frameworks.native.execution.program import (
 )
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.families import build_graph
-from engine.backends.custom.ir.plan import ExecutionPlan, Machine
+from engine.backends.custom.ir.plan import PANEL_ROWS, ExecutionPlan, Machine
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.memory import MIB, MemoryNeeds
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.scheduler import MAX_SCORED
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig, RunnerSpec
-from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.weights.model import ModelSource, Weight
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,16 @@ def kernels() -> Any:
     """The compiled module. Raises a `ConfigError` that says what to do when there is none."""
     try:
         from engine.backends.custom.frameworks.native import _native
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ConfigError(
             "the native kernels were not built, for lack of a C++ compiler; install one "
             "(for example: apt-get install g++) and install the engine again, or serve with "
             "PyTorch: pip install 'engine[torch]' and --backend torch"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"the native kernels can't be loaded: {error}; install the engine again on this "
+            "machine, or use --backend torch"
         ) from error
     return _native
 
@@ -68,7 +73,18 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     values = 2 * config.num_layers * config.num_kv_heads * dim
     scales = 2 * config.num_layers * config.num_kv_heads * 4 if kv_type == "int8" else 0
     value_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[kv_type]
-    return MemoryNeeds(source.size_bytes, values * value_bytes + scales, USUAL_POOL_BYTES)
+    weight_bytes = sum(_packed_bytes(weight) for weight in source.weights.values())
+    return MemoryNeeds(weight_bytes, values * value_bytes + scales, USUAL_POOL_BYTES)
+
+
+def _packed_bytes(weight: Weight) -> int:
+    """Of a weight in the form that kernels read, which is wider than some types of file."""
+    native, shape = kernels(), weight.spec.shape
+    if len(shape) == 1:
+        return 4 * shape[0]
+    panels = -(-shape[0] // PANEL_ROWS)
+    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.tensor.dtype), shape[1])
+    return panels * bytes_of_panel
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
@@ -120,6 +136,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
+    if config.attention != "auto":
+        raise ConfigError(
+            f"the native backend has one kind of attention; performance.attention "
+            f"{config.attention} needs --backend torch"
+        )
     if config.block_size % TILE_TOKENS:
         raise ConfigError(
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "

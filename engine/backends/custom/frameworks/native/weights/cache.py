@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
@@ -60,7 +61,8 @@ class PackedCache:
         """The arena, mapped; None when there is no such file or it cannot be trusted."""
         try:
             arena = map_packed(path, key, num_bytes)
-            os.utime(path)  # files used last are removed last
+            with suppress(OSError):  # a read-only disk
+                os.utime(path)  # files used last are removed last
         except FileNotFoundError:
             return None
         except (OSError, PackedFileError) as error:
@@ -136,7 +138,10 @@ def cache_key(
 def _identity(source: ModelSource, file: FileBytes) -> tuple[str, int, int, str] | None:
     """Path, size, time of change, and a digest of all that comes before the first tensor."""
     status = _status(file.path)
-    if status is None or status.st_size != file.size:
+    if status is None or any(
+        getattr(status, fact) != getattr(file.status, fact)
+        for fact in ("st_dev", "st_ino", "st_size", "st_mtime_ns")
+    ):
         return None
     whole = file.view(0, file.size)
     start, end = whole.ctypes.data, whole.ctypes.data + file.size

@@ -42,6 +42,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
             f"the torch backend keeps keys and values as {config.dtype}, the type it computes in; "
             f"kv_dtype {config.kv_dtype} needs --backend native"
         )
+    if config.affinity not in ("auto", "off"):
+        raise ConfigError("performance.affinity binds the native backend's threads, not PyTorch's")
     if source.config.rope is None and config.max_seq_len > source.config.max_position:
         raise ConfigError(
             f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
