@@ -56,10 +56,13 @@ lint: $(VENV)/.dev ## Check style, format and types
 	@$(BIN)/ruff format --check $(CODE)
 	$(call step,mypy)
 	@$(BIN)/mypy
+	$(call step,clang-format)
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
 
 format: $(VENV)/.dev ## Rewrite the code in house format
 	@$(BIN)/ruff check --fix $(CODE)
 	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
 
 bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--quick)
 	@$(BIN)/engine pull $(MODEL)

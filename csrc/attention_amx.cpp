@@ -9,9 +9,9 @@
 namespace engine {
 namespace {
 
-constexpr int kRows = 32;                 // queries whose scores are held at a time: two tiles
-constexpr int kStride = kChunk + 16;      // floats from one query's scores to the next's
-constexpr int kPairs = kChunkTiles / 2;   // pairs of tiles: 32 positions
+constexpr int kRows = 32;                // queries whose scores are held at a time: two tiles
+constexpr int kStride = kChunk + 16;     // floats from one query's scores to the next's
+constexpr int kPairs = kChunkTiles / 2;  // pairs of tiles: 32 positions
 
 struct TileScratch {
     uint16_t* queries;  // [16 queries][dim / 32] tiles of [16][32]
@@ -82,8 +82,8 @@ TilePairs pair_tiles(const ChunkTiles& tiles, int dim, uint8_t* joined) {
         int odd = 2 * pair + 1 >= tiles.end ? even : 2 * pair + 1;
         pairs.even_keys[pair] = tiles.keys[even];
         pairs.odd_keys[pair] = tiles.keys[odd];
-        pairs.values[pair] = join_values(tiles.values[even], tiles.values[odd], bytes,
-                                         joined + size_t(pair) * 2 * bytes);
+        pairs.values[pair] =
+            join_values(tiles.values[even], tiles.values[odd], bytes, joined + size_t(pair) * 2 * bytes);
     }
     return pairs;
 }

@@ -4,6 +4,8 @@
 
 namespace engine {
 
-void fill_attention_avx2(Kernels& table) { table.attend = attend_float; }
+void fill_attention_avx2(Kernels& table) {
+    table.attend = attend_float;
+}
 
 }  // namespace engine

@@ -235,9 +235,12 @@ void attend_float(const AttentionJob& job, int index, int kv_head, uint8_t* base
     queries.state_max_sum = scratch.state_max_sum;
     scale_queries(queries, scratch.queries);
     switch (job.cache->type) {
-        case KvType::F32: return attend_item<KvType::F32>(queries, scratch);
-        case KvType::BF16: return attend_item<KvType::BF16>(queries, scratch);
-        case KvType::INT8: return attend_item<KvType::INT8>(queries, scratch);
+        case KvType::F32:
+            return attend_item<KvType::F32>(queries, scratch);
+        case KvType::BF16:
+            return attend_item<KvType::BF16>(queries, scratch);
+        case KvType::INT8:
+            return attend_item<KvType::INT8>(queries, scratch);
     }
 }
 

@@ -58,13 +58,18 @@ void write_heads(const KvCache& cache, int layer, int64_t slot, const float* key
 
 void write_kv(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values) {
     switch (cache.type) {
-        case KvType::F32: return write_heads<KvType::F32>(cache, layer, slot, keys, values);
-        case KvType::BF16: return write_heads<KvType::BF16>(cache, layer, slot, keys, values);
-        case KvType::INT8: return write_heads<KvType::INT8>(cache, layer, slot, keys, values);
+        case KvType::F32:
+            return write_heads<KvType::F32>(cache, layer, slot, keys, values);
+        case KvType::BF16:
+            return write_heads<KvType::BF16>(cache, layer, slot, keys, values);
+        case KvType::INT8:
+            return write_heads<KvType::INT8>(cache, layer, slot, keys, values);
     }
 }
 
-size_t attend_scratch_bytes(const AttentionShape& shape) { return float_scratch_bytes(shape); }
+size_t attend_scratch_bytes(const AttentionShape& shape) {
+    return float_scratch_bytes(shape);
+}
 
 }  // namespace
 

@@ -131,7 +131,7 @@ struct Queries {
     const AttentionJob* job;
     const AttentionItem* item;
     int kv_head, group, count;
-    float* state;      // [count][dim]: results so far, when the item writes to `out`
+    float* state;  // [count][dim]: results so far, when the item writes to `out`
     float* state_max_sum;
 
     int token(int query) const { return job->batch->item_tokens[item->first + query / group]; }

@@ -29,7 +29,9 @@ ENGINE_INLINE Floats load(const float* from) {
     return value;
 }
 
-ENGINE_INLINE void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+ENGINE_INLINE void store(float* to, Floats value) {
+    memcpy(to, &value, sizeof value);
+}
 
 ENGINE_INLINE Words load_words(const uint8_t* from) {
     Words value;
@@ -37,9 +39,13 @@ ENGINE_INLINE Words load_words(const uint8_t* from) {
     return value;
 }
 
-ENGINE_INLINE Floats all(float value) { return value - Floats{}; }
+ENGINE_INLINE Floats all(float value) {
+    return value - Floats{};
+}
 
-ENGINE_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+ENGINE_INLINE Floats larger(Floats a, Floats b) {
+    return a > b ? a : b;
+}
 
 #if defined(__AVX2__)
 ENGINE_INLINE __m256 low_half(Floats a) {
@@ -79,7 +85,9 @@ ENGINE_INLINE float largest_of(Floats a) {
     return first > second ? first : second;
 }
 
-ENGINE_INLINE float sum_of(Floats a) { return (a[0] + a[1]) + (a[2] + a[3]); }
+ENGINE_INLINE float sum_of(Floats a) {
+    return (a[0] + a[1]) + (a[2] + a[3]);
+}
 #endif
 
 // Pairs of bfloat16: the first of each, the second of each.
@@ -124,8 +132,9 @@ ENGINE_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
 ENGINE_INLINE Floats power_of_two(Floats x) {
 #if defined(__AVX512F__)
     // The remainder from the whole number below; `scalef` takes that number itself.
-    const float coefficients[] = {1.0f, 6.931470444e-1f, 2.402293056e-1f, 5.548528058e-2f,
-                                  9.675451627e-3f, 1.246784596e-3f, 2.161291642e-4f};
+    const float coefficients[] = {
+        1.0f,           6.931470444e-1f, 2.402293056e-1f, 5.548528058e-2f, 9.675451627e-3f, 1.246784596e-3f,
+        2.161291642e-4f};
     __m512 r = _mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = (__m512)polynomial((Floats)r, coefficients);
     return (Floats)_mm512_maskz_scalef_ps(0xffff, p, (__m512)x);
@@ -134,8 +143,9 @@ ENGINE_INLINE Floats power_of_two(Floats x) {
     Floats bounded = x < lowest ? lowest : x;
     Floats shifted = bounded + 12582912.0f;  // the nearest whole number is in its lowest bits
     Floats r = bounded - (shifted - 12582912.0f);
-    const float coefficients[] = {1.0f, 6.931472029e-1f, 2.402264791e-1f, 5.550332471e-2f,
-                                  9.618437361e-3f, 1.339887457e-3f, 1.535336144e-4f};
+    const float coefficients[] = {
+        1.0f,           6.931472029e-1f, 2.402264791e-1f, 5.550332471e-2f, 9.618437361e-3f, 1.339887457e-3f,
+        1.535336144e-4f};
     Floats power = (Floats)((Words)polynomial(r, coefficients) + ((Words)shifted << 23));
     return x < lowest ? Floats{} : power;
 #endif

@@ -8,17 +8,17 @@ namespace engine {
 // their sequences. Arrays are borrowed for the step.
 struct Batch {
     int tokens = 0;
-    int generated = 0;  // tokens [0, generated) are not a prompt's
-    int rows = 0;       // sequences
-    const int32_t* token_ids = nullptr;   // (tokens)
-    const int32_t* positions = nullptr;   // (tokens)
-    const int64_t* write_slots = nullptr; // (tokens) block * block_size + offset
-    const int32_t* row_of = nullptr;      // (tokens) whose token it is
-    const int32_t* tables = nullptr;      // (rows, table_width) block ids
+    int generated = 0;                     // tokens [0, generated) are not a prompt's
+    int rows = 0;                          // sequences
+    const int32_t* token_ids = nullptr;    // (tokens)
+    const int32_t* positions = nullptr;    // (tokens)
+    const int64_t* write_slots = nullptr;  // (tokens) block * block_size + offset
+    const int32_t* row_of = nullptr;       // (tokens) whose token it is
+    const int32_t* tables = nullptr;       // (rows, table_width) block ids
     int table_width = 0;
-    const int32_t* prefix_groups = nullptr; // (rows) rows of one number share their leading blocks; -1: none
-    const int32_t* prefix_blocks = nullptr; // (groups) how many they share
-    const int32_t* logit_tokens = nullptr;  // (logits) tokens whose logits are wanted, ascending
+    const int32_t* prefix_groups = nullptr;  // (rows) rows of one number share their leading blocks; -1: none
+    const int32_t* prefix_blocks = nullptr;  // (groups) how many they share
+    const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are wanted, ascending
     int logits = 0;
     int generated_logits = 0;  // of these, how many are of generated tokens
     // The attention schedule, see attention.h.

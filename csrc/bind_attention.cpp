@@ -21,7 +21,9 @@ struct alignas(64) Line {
 };
 using Lines = std::vector<Line>;
 
-Lines lines_for(size_t bytes) { return Lines(round_up_size(bytes, 64) / 64); }
+Lines lines_for(size_t bytes) {
+    return Lines(round_up_size(bytes, 64) / 64);
+}
 
 using Clock = std::chrono::steady_clock;
 
@@ -92,8 +94,14 @@ class Step {
     Step(int heads, double scale, int window, int generated, Array<const int32_t, 1> positions,
          Array<const int32_t, 1> row_of, Array<const int32_t, 2> tables,
          Array<const int32_t, 1> prefix_groups, Array<const int32_t, 1> prefix_blocks)
-        : positions_(positions), row_of_(row_of), tables_(tables), groups_(prefix_groups),
-          shared_(prefix_blocks), heads_(heads), scale_(float(scale)), window_(window) {
+        : positions_(positions),
+          row_of_(row_of),
+          tables_(tables),
+          groups_(prefix_groups),
+          shared_(prefix_blocks),
+          heads_(heads),
+          scale_(float(scale)),
+          window_(window) {
         batch_.tokens = int(positions.shape(0));
         batch_.generated = generated;
         batch_.rows = int(tables.shape(0));
@@ -128,8 +136,15 @@ class Step {
         AttentionShape shape{heads_, cache.kv_heads, cache.head_dim, scale_, window_};
         Lines parts = lines_for(size_t(schedule_.num_parts()) * part_floats(shape) * sizeof(float));
         std::vector<Lines> scratch(size_t(threads), lines_for(kernels.attend_scratch_bytes(shape)));
-        AttentionJob job{&shape, &cache, &batch_, layer, queries.data(), int(queries.shape(1)),
-                         out.data(), int(out.shape(1)), reinterpret_cast<float*>(parts.data())};
+        AttentionJob job{&shape,
+                         &cache,
+                         &batch_,
+                         layer,
+                         queries.data(),
+                         int(queries.shape(1)),
+                         out.data(),
+                         int(out.shape(1)),
+                         reinterpret_cast<float*>(parts.data())};
         ThreadPool pool(threads, {});
         std::vector<double> seconds;
         for (int i = 0; i < repeats; i++) {

@@ -21,9 +21,11 @@ class BoundModel {
 
     int add_matrix(int layout, int rows, int columns, Array<const uint8_t, 1> data) {
         Matrix matrix{Layout(layout), rows, columns, data.data()};
-        if (layout < 0 || layout > int(Layout::F32) || rows < 1 || columns < 1 || data.shape(0) < matrix.bytes())
+        if (layout < 0 || layout > int(Layout::F32) || rows < 1 || columns < 1 ||
+            data.shape(0) < matrix.bytes())
             throw nb::value_error("a matrix that its bytes do not hold");
-        if (reinterpret_cast<uintptr_t>(data.data()) % 64) throw nb::value_error("a matrix must be 64-byte aligned");
+        if (reinterpret_cast<uintptr_t>(data.data()) % 64)
+            throw nb::value_error("a matrix must be 64-byte aligned");
         matrices_.push_back(matrix);
         keep_.push_back(nb::cast(data));
         return int(matrices_.size()) - 1;
@@ -67,8 +69,8 @@ void bind_memory(nb::class_<BoundModel>& model) {
     model.def("add_matrix", &BoundModel::add_matrix);
     model.def("add_vector", &BoundModel::add_vector);
     model.def("set_arena", [](BoundModel& self, const std::vector<std::tuple<int, bool>>& places,
-                              const std::vector<std::tuple<int, int>>& buffers, int max_tokens, int max_logits,
-                              int output) {
+                              const std::vector<std::tuple<int, int>>& buffers, int max_tokens,
+                              int max_logits, int output) {
         ArenaShape shape;
         for (auto [width, over_logits] : places) shape.places.push_back({width, over_logits});
         for (auto [place, width] : buffers) shape.buffers.push_back({place, width});
@@ -77,8 +79,8 @@ void bind_memory(nb::class_<BoundModel>& model) {
         self.model.executor.set_arena(std::move(shape));
         self.model.output = output;
     });
-    model.def("set_cache", [](BoundModel& self, int type, int layers, int kv_heads, int head_dim, int block_size,
-                              int64_t blocks) {
+    model.def("set_cache", [](BoundModel& self, int type, int layers, int kv_heads, int head_dim,
+                              int block_size, int64_t blocks) {
         if (block_size % 16) throw nb::value_error("block_size must be a multiple of 16");
         self.model.executor.set_cache(
             KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
@@ -100,11 +102,18 @@ void bind_steps(nb::class_<BoundModel>& model) {
         step.positions = self.vector(positions);
         self.add_step(step);
     });
+    model.def("gather", [](BoundModel& self, int source, int out) {
+        Step step;
+        step.kind = Step::Kind::Gather;
+        step.source = source;
+        step.out = out;
+        self.add_step(step);
+    });
     model.def(
         "linear",
-        [](BoundModel& self, int source, int out, int matrix, int norm, int norm_weight, int norm_bias, float eps,
-           int bias, int activation, bool gated, bool residual, bool multiply, bool over_logits, int column, int grain,
-           int generated, int prompt) {
+        [](BoundModel& self, int source, int out, int matrix, int norm, int norm_weight, int norm_bias,
+           float eps, int bias, int activation, bool gated, bool residual, bool multiply, bool over_logits,
+           int column, int grain, int generated, int prompt) {
             Step step;
             step.kind = Step::Kind::Linear;
             step.source = source;
@@ -123,14 +132,17 @@ void bind_steps(nb::class_<BoundModel>& model) {
             step.prompt = Numerics(prompt);
             self.add_step(step);
         },
-        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("norm"), nb::arg("norm_weight"),
-        nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"), nb::arg("activation"), nb::arg("gated"),
-        nb::arg("residual"), nb::arg("multiply"), nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"),
-        nb::arg("generated"), nb::arg("prompt"));
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("norm"),
+        nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"), nb::arg("activation"),
+        nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"), nb::arg("over_logits"), nb::arg("column"),
+        nb::arg("grain"), nb::arg("generated"), nb::arg("prompt"));
+}
+
+void bind_attention_steps(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
-        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope_dim, int query_norm,
-           int key_norm, float eps) {
+        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope_dim,
+           int query_norm, int key_norm, float eps) {
             Step step;
             step.kind = Step::Kind::RopeWrite;
             step.source = qkv;
@@ -142,8 +154,8 @@ void bind_steps(nb::class_<BoundModel>& model) {
             step.eps = eps;
             self.add_step(step);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-        nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"));
+        nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
+        nb::arg("head_dim"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"));
     model.def(
         "attention",
         [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
@@ -156,20 +168,14 @@ void bind_steps(nb::class_<BoundModel>& model) {
             step.shape = shape_of(heads, kv_heads, head_dim, scale, window);
             self.add_step(step);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
-        nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
-    model.def("gather", [](BoundModel& self, int source, int out) {
-        Step step;
-        step.kind = Step::Kind::Gather;
-        step.source = source;
-        step.out = out;
-        self.add_step(step);
-    });
+        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
 }
 
 // Borrowed arrays of one step, their sizes checked against each other.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
-                       Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks) {
+                       Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
+                       Ints prefix_blocks) {
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
         tables.shape(0) != rows || prefix_groups.shape(0) != rows)
@@ -191,23 +197,26 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
-    model.def("forward", [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
-                            Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                            Ints prefix_blocks, Array<uint8_t, 1> finite) {
-        StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
-                                      prefix_groups, prefix_blocks);
-        if (finite.shape(0) != num_prompt.shape(0)) throw nb::value_error("finite: another number of rows");
-        uint8_t* flags = finite.data();
-        nb::gil_scoped_release release;
-        self.model.forward(step, flags);
-    });
+    model.def("forward",
+              [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
+                 Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
+                 Ints prefix_blocks, Array<uint8_t, 1> finite) {
+                  StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt,
+                                                tables, logit_rows, prefix_groups, prefix_blocks);
+                  if (finite.shape(0) != num_prompt.shape(0))
+                      throw nb::value_error("finite: another number of rows");
+                  uint8_t* flags = finite.data();
+                  nb::gil_scoped_release release;
+                  self.model.forward(step, flags);
+              });
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
         self.model.max_positions = max_seq_len;
     });
     model.def("sample", [](BoundModel& self, nb::handle sampling) {
         SamplingCall call(sampling);
-        if (call.inputs.rows != self.model.num_logits()) throw nb::value_error("sampling and logits differ in rows");
+        if (call.inputs.rows != self.model.num_logits())
+            throw nb::value_error("sampling and logits differ in rows");
         {
             nb::gil_scoped_release release;
             self.model.sample(call.inputs, call.outputs);
@@ -233,6 +242,7 @@ void bind_model(nb::module_& module) {
     model.def(nb::init<const std::string&, int, const std::vector<int>&>());
     bind_memory(model);
     bind_steps(model);
+    bind_attention_steps(model);
     bind_halves(model);
 }
 

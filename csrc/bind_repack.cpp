@@ -76,14 +76,16 @@ std::optional<int> repack_all(const std::vector<MatrixArgument>& arguments, int 
 
 void bind_repack(nb::module_& module) {
     module.attr("LAYOUT_VERSION") = kLayoutVersion;
-    module.def("layout_of", [](const std::string& type) { return int(type_named(type).layout); },
-               nb::arg("stored_type"), "The layout that panels of a storage type have.");
-    module.def("panel_bytes",
-               [](int layout, int columns) {
-                   require(columns > 0, "a panel must have columns");
-                   return panel_bytes(layout_numbered(layout), columns);
-               },
-               nb::arg("layout"), nb::arg("columns"));
+    module.def(
+        "layout_of", [](const std::string& type) { return int(type_named(type).layout); },
+        nb::arg("stored_type"), "The layout that panels of a storage type have.");
+    module.def(
+        "panel_bytes",
+        [](int layout, int columns) {
+            require(columns > 0, "a panel must have columns");
+            return panel_bytes(layout_numbered(layout), columns);
+        },
+        nb::arg("layout"), nb::arg("columns"));
     module.def("repack", repack_all, nb::arg("matrices"), nb::arg("threads"),
                "Fill the panels of (layout, columns, interleaved, parts, out) matrices from stored parts: "
                "(type, bytes, rows, order or None, transposed). Returns the index of a matrix with a "

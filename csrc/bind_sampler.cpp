@@ -9,7 +9,9 @@ void need(bool holds, const char* what) {
     if (!holds) throw nb::value_error(what);
 }
 
-size_t length(nb::handle sampling, const char* name) { return nb::len(nb::object(sampling.attr(name))); }
+size_t length(nb::handle sampling, const char* name) {
+    return nb::len(nb::object(sampling.attr(name)));
+}
 
 // `data` is the new array's memory.
 template <class T, size_t N>

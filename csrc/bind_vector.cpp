@@ -1,7 +1,7 @@
 // Norms, rotation, embedding and the scans of sampling, one row at a time, for tests and benchmarks.
-#include "bindings.h"
-
 #include <nanobind/stl/optional.h>
+
+#include "bindings.h"
 
 namespace engine {
 namespace {
@@ -13,7 +13,9 @@ void need(bool holds, const char* what) {
     if (!holds) throw nb::value_error(what);
 }
 
-int size_of(const ConstRow& row) { return int(row.shape(0)); }
+int size_of(const ConstRow& row) {
+    return int(row.shape(0));
+}
 
 void embed(const std::string& isa, const Array<const uint8_t, 1>& data, int layout, int rows, int index,
            Row out) {

@@ -9,9 +9,15 @@
 
 namespace engine {
 
-ENGINE_INLINE int div_up(int a, int b) { return (a + b - 1) / b; }
-ENGINE_INLINE int round_up(int a, int b) { return div_up(a, b) * b; }
-ENGINE_INLINE size_t round_up_size(size_t a, size_t b) { return (a + b - 1) / b * b; }
+ENGINE_INLINE int div_up(int a, int b) {
+    return (a + b - 1) / b;
+}
+ENGINE_INLINE int round_up(int a, int b) {
+    return div_up(a, b) * b;
+}
+ENGINE_INLINE size_t round_up_size(size_t a, size_t b) {
+    return (a + b - 1) / b * b;
+}
 
 ENGINE_INLINE float bits_to_float(uint32_t bits) {
     float value;
@@ -25,7 +31,9 @@ ENGINE_INLINE uint32_t float_to_bits(float value) {
     return bits;
 }
 
-ENGINE_INLINE float bf16_to_float(uint16_t value) { return bits_to_float(uint32_t(value) << 16); }
+ENGINE_INLINE float bf16_to_float(uint16_t value) {
+    return bits_to_float(uint32_t(value) << 16);
+}
 
 // To nearest, ties to even; a NaN stays one.
 ENGINE_INLINE uint16_t float_to_bf16(float value) {

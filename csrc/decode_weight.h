@@ -11,11 +11,17 @@
 namespace engine {
 namespace {
 
-constexpr bool is_4_bit(Layout layout) { return layout == Layout::Q4 || layout == Layout::Q4G16; }
-constexpr bool has_minima(Layout layout) { return is_4_bit(layout) || layout == Layout::Q8M; }
+constexpr bool is_4_bit(Layout layout) {
+    return layout == Layout::Q4 || layout == Layout::Q4G16;
+}
+constexpr bool has_minima(Layout layout) {
+    return is_4_bit(layout) || layout == Layout::Q8M;
+}
 
 // How many scales, each for an equal share of the values, a row has in a group.
-constexpr int shares(Layout layout) { return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1; }
+constexpr int shares(Layout layout) {
+    return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
+}
 
 // The scales [share][16 rows] of a group; its minima, where it has them, come after.
 template <Layout layout>

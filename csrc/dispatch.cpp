@@ -29,7 +29,9 @@ uint64_t enabled_states() {
     return uint64_t(high) << 32 | low;
 }
 
-bool has(unsigned word, int bit) { return word >> bit & 1; }
+bool has(unsigned word, int bit) {
+    return word >> bit & 1;
+}
 
 bool has_avx2() {
     Registers one = cpuid(1, 0), seven = cpuid(7, 0);

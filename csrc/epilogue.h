@@ -18,7 +18,8 @@ ENGINE_INLINE Floats two_tails(Floats x) {
 
 ENGINE_INLINE Floats activate(Activation activation, Floats x) {
     switch (activation) {
-        case Activation::Silu: return x / (1.0f + vexp(-x));
+        case Activation::Silu:
+            return x / (1.0f + vexp(-x));
         case Activation::Gelu: {
             Floats tail = 0.5f * x * two_tails(x < 0.0f ? -x : x);
             return x > 0.0f ? x - tail : tail;
@@ -27,7 +28,8 @@ ENGINE_INLINE Floats activate(Activation activation, Floats x) {
             Floats twice = 1.59576912f * x * (1.0f + 0.044715f * x * x);
             return x / (1.0f + vexp(-twice));
         }
-        default: return x;
+        default:
+            return x;
     }
 }
 

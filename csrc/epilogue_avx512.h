@@ -41,7 +41,8 @@ static inline __m512 activate(Activation activation, __m512 x) {
             __m512 inner = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(0.79788456f));
             return _mm512_fmadd_ps(half, vtanh(inner), half);
         }
-        default: return x;
+        default:
+            return x;
     }
 }
 

@@ -17,7 +17,9 @@ double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-int share(int count, int thread, int threads) { return int(int64_t(count) * thread / threads); }
+int share(int count, int thread, int threads) {
+    return int(int64_t(count) * thread / threads);
+}
 
 }  // namespace
 
@@ -141,7 +143,8 @@ void Executor::plan_rounds(const Program& program) {
 // ready meanwhile; nobody can still be taking from it, for that was the round before this one.
 template <class F>
 void Executor::round(int thread, int& index, const F& piece) {
-    if (thread == 0) queues_[(index + 1) % 2].reset(rounds_[size_t(index) + 1].count, rounds_[size_t(index) + 1].grain);
+    if (thread == 0)
+        queues_[(index + 1) % 2].reset(rounds_[size_t(index) + 1].count, rounds_[size_t(index) + 1].grain);
     WorkQueue& queue = queues_[index % 2];
     int begin, end;
     while (queue.take(thread, begin, end)) piece(begin, end);
@@ -161,11 +164,15 @@ void Executor::work(const Program& program, int thread) {
                     embed(step, begin, end);
                 });
                 break;
-            case Step::Kind::Linear: linear(step, thread, index); break;
+            case Step::Kind::Linear:
+                linear(step, thread, index);
+                break;
             case Step::Kind::RopeWrite:
                 round(thread, index, [&](int begin, int end) { rope_write(step, begin, end); });
                 break;
-            case Step::Kind::Attention: attention(step, thread, index); break;
+            case Step::Kind::Attention:
+                attention(step, thread, index);
+                break;
             case Step::Kind::Gather:
                 round(thread, index, [&](int begin, int end) { gather(step, begin, end); });
                 break;
@@ -201,8 +208,8 @@ void Executor::embed(const Step& step, int begin, int end) {
     }
 }
 
-void Executor::pack(const Step& step, Numerics numerics, int first, int rows, int begin, int end, uint8_t* input,
-                    float* row) {
+void Executor::pack(const Step& step, Numerics numerics, int first, int rows, int begin, int end,
+                    uint8_t* input, float* row) {
     int stride = width(step.source), columns = step.matrix->columns;
     const float* source = at(step.source, first);
     auto pack = kernels_.pack[int(numerics)];
@@ -230,8 +237,9 @@ void Executor::linear(const Step& step, int thread, int& index) {
     };
     bool is_private = total <= kPrivateRows;
     Block& memory = is_private ? private_input_[size_t(thread)] : shared_input_;
-    Part parts[2] = {{step.generated, 0, generated, memory.data()},
-                     {step.prompt, generated, total - generated, memory.data() + memory.size() / 2 / 64 * 64}};
+    Part parts[2] = {
+        {step.generated, 0, generated, memory.data()},
+        {step.prompt, generated, total - generated, memory.data() + memory.size() / 2 / 64 * 64}};
     if (step.generated == step.prompt) {
         parts[0].rows = total;
         parts[1].rows = 0;
@@ -250,8 +258,12 @@ void Executor::linear(const Step& step, int thread, int& index) {
     round(thread, index, [&](int begin, int end) {
         for (const Part& part : parts) {
             if (part.rows == 0) continue;
-            Epilogue epilogue{base + size_t(part.first) * size_t(stride), stride,        step.bias,
-                              step.activation,                              step.gated, step.residual};
+            Epilogue epilogue{base + size_t(part.first) * size_t(stride),
+                              stride,
+                              step.bias,
+                              step.activation,
+                              step.gated,
+                              step.residual};
             MatmulJob job{step.matrix, part.input, part.rows, epilogue};
             kernels_.matmul[int(part.numerics)](job, begin, end, scratch(thread));
         }
@@ -290,7 +302,7 @@ void Executor::rope_write(const Step& step, int begin, int end) {
 }
 
 void Executor::attention(const Step& step, int thread, int& index) {
-    AttentionJob job{&step.shape,        &cache_,         batch_,          step.layer,    at(step.source, 0),
+    AttentionJob job{&step.shape,        &cache_,         batch_,          step.layer,     at(step.source, 0),
                      width(step.source), at(step.out, 0), width(step.out), parts_.floats()};
     int kv_heads = step.shape.kv_heads;
     round(thread, index, [&](int begin, int end) {

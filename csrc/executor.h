@@ -46,7 +46,9 @@ class Executor {
     const Kernels& kernels() const { return kernels_; }
     const KvCache& cache() const { return cache_; }
     // Row `row` of a buffer.
-    float* at(int buffer, int row) const { return buffers_[size_t(buffer)] + size_t(row) * size_t(width(buffer)); }
+    float* at(int buffer, int row) const {
+        return buffers_[size_t(buffer)] + size_t(row) * size_t(width(buffer));
+    }
     int width(int buffer) const { return arena_.buffers[size_t(buffer)].width; }
     int max_logits() const { return arena_.max_logits; }
     uint8_t* scratch(int thread) { return scratch_[size_t(thread)].data(); }
@@ -68,7 +70,8 @@ class Executor {
 
     void embed(const Step& step, int begin, int end);
     void linear(const Step& step, int thread, int& index);
-    void pack(const Step& step, Numerics numerics, int first, int rows, int begin, int end, uint8_t* input, float* row);
+    void pack(const Step& step, Numerics numerics, int first, int rows, int begin, int end, uint8_t* input,
+              float* row);
     void rope_write(const Step& step, int begin, int end);
     void attention(const Step& step, int thread, int& index);
     void gather(const Step& step, int begin, int end);

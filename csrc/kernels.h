@@ -85,9 +85,9 @@ struct AttentionJob {
     int layer;
     const float* queries;  // token t, head h at queries + t * query_stride + h * head_dim
     int query_stride;
-    float* out;            // the same for `out`
+    float* out;  // the same for `out`
     int out_stride;
-    float* parts;          // see attention.h
+    float* parts;  // see attention.h
 };
 
 struct Kernels {
@@ -99,7 +99,8 @@ struct Kernels {
     // [begin, end): a unit is one panel, or a pair when the epilogue is gated. `scratch` is private to the
     // thread, `scratch_bytes(columns)` large, on a 64-byte boundary.
     size_t (*packed_bytes[kNumerics])(int rows, int columns);
-    void (*pack[kNumerics])(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input);
+    void (*pack[kNumerics])(const float* x, int stride, int columns, int rows, int begin, int end,
+                            uint8_t* input);
     void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
     size_t (*scratch_bytes)(int columns);
 
@@ -107,10 +108,12 @@ struct Kernels {
     void (*embed)(const Matrix& table, int index, float* out);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
-    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size,
+                       float* out);
     // x[0:dim] of each of `heads` consecutive heads is turned; value i pairs with i + dim / 2.
     void (*rotate)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
-    // One token's keys and values (kv_heads * head_dim floats each) go to `slot` = block * block_size + offset.
+    // One token's keys and values (kv_heads * head_dim floats each) go to `slot`, which is
+    // block * block_size + offset.
     void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);
 
     // Attention of work item `index` of the batch's schedule (attention.h), for kv head `head`.

@@ -29,12 +29,20 @@ constexpr int kGroup = 32;
 // Bytes from one group to the next.
 ENGINE_INLINE size_t group_bytes(Layout layout) {
     switch (layout) {
-        case Layout::Q4: return 320;
-        case Layout::Q4G16: return 384;
-        case Layout::Q8: return 512;
-        case Layout::Q8M: case Layout::Q8G16: return 576;
-        case Layout::F16: case Layout::BF16: return 1024;
-        default: return 2048;
+        case Layout::Q4:
+            return 320;
+        case Layout::Q4G16:
+            return 384;
+        case Layout::Q8:
+            return 512;
+        case Layout::Q8M:
+        case Layout::Q8G16:
+            return 576;
+        case Layout::F16:
+        case Layout::BF16:
+            return 1024;
+        default:
+            return 2048;
     }
 }
 

@@ -27,9 +27,15 @@ struct InputGroup {
     float first_sum;    // of the first 16
 };
 
-constexpr bool has_nibbles(Layout layout) { return layout == Layout::Q4 || layout == Layout::Q4G16; }
-constexpr bool has_half_scales(Layout layout) { return layout == Layout::Q4G16 || layout == Layout::Q8G16; }
-constexpr bool has_minima(Layout layout) { return has_nibbles(layout) || layout == Layout::Q8M; }
+constexpr bool has_nibbles(Layout layout) {
+    return layout == Layout::Q4 || layout == Layout::Q4G16;
+}
+constexpr bool has_half_scales(Layout layout) {
+    return layout == Layout::Q4G16 || layout == Layout::Q8G16;
+}
+constexpr bool has_minima(Layout layout) {
+    return has_nibbles(layout) || layout == Layout::Q8M;
+}
 
 // 16 rows' values 16 * Half + 4 * quad and the three after it, as unsigned bytes.
 template <Layout L, int Half>
@@ -78,7 +84,7 @@ ENGINE_INLINE void add_dots(__m512 (&sums)[R], const __m512i (&dots)[R], __m512 
 
 template <int R>
 ENGINE_INLINE void add_minima(__m512 (&sums)[R], __m512 minimum, const InputRows<R>& rows,
-                              float InputGroup::*input_sum) {
+                              float InputGroup::* input_sum) {
     unroll<R>([&](auto i) ENGINE_UNROLLED {
         __m512 input = _mm512_set1_ps(rows.template at<InputGroup>(i).*input_sum);
         sums[i] = _mm512_fmadd_ps(input, minimum, sums[i]);
@@ -91,12 +97,10 @@ ENGINE_INLINE void add_group(__m512 (&sums)[R], const uint8_t* panel, int groups
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
     __m512i dots[R];
     auto clear = [&](auto i) ENGINE_UNROLLED { dots[i] = _mm512_set1_epi32(kShiftBits); };
-    auto first = [&](auto quad) ENGINE_UNROLLED {
-        multiply<R>(dots, four_values<L, 0>(group, quad), rows, quad);
-    };
-    auto second = [&](auto quad) ENGINE_UNROLLED {
-        multiply<R>(dots, four_values<L, 1>(group, quad), rows, 4 + quad);
-    };
+    auto first = [&](auto quad)
+                     ENGINE_UNROLLED { multiply<R>(dots, four_values<L, 0>(group, quad), rows, quad); };
+    auto second = [&](auto quad)
+                      ENGINE_UNROLLED { multiply<R>(dots, four_values<L, 1>(group, quad), rows, 4 + quad); };
     unroll<R>(clear);
     if constexpr (has_half_scales(L)) {
         unroll<4>(first);
@@ -156,9 +160,8 @@ void pack_groups(const float* x, int columns, InputGroup* out) {
     const int count = div_up(columns, kGroup);
     alignas(64) uint32_t largest[16] = {};
     alignas(64) float scales[16], inverses[16];
-    auto load = [&](int at) ENGINE_UNROLLED {
-        return _mm512_maskz_loadu_ps(columns_left(columns, at), x + at);
-    };
+    auto load = [&](int at)
+                    ENGINE_UNROLLED { return _mm512_maskz_loadu_ps(columns_left(columns, at), x + at); };
     for (int i = 0; i < count; i++) {
         // as whole numbers, where a NaN is larger than all and so reaches the scale
         __m512i low = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup)));
@@ -174,11 +177,19 @@ void pack_groups(const float* x, int columns, InputGroup* out) {
         pack_group(load(i * kGroup), load(i * kGroup + 16), scales[i], inverses[i], out[i]);
 }
 
-size_t row_bytes_int8(int columns) { return size_t(div_up(columns, kGroup)) * sizeof(InputGroup); }
-size_t row_bytes_f32(int columns) { return size_t(round_up(columns, kGroup)) * sizeof(float); }
+size_t row_bytes_int8(int columns) {
+    return size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
+}
+size_t row_bytes_f32(int columns) {
+    return size_t(round_up(columns, kGroup)) * sizeof(float);
+}
 
-size_t packed_bytes_int8(int rows, int columns) { return size_t(rows) * row_bytes_int8(columns); }
-size_t packed_bytes_f32(int rows, int columns) { return size_t(rows) * row_bytes_f32(columns); }
+size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * row_bytes_int8(columns);
+}
+size_t packed_bytes_f32(int rows, int columns) {
+    return size_t(rows) * row_bytes_f32(columns);
+}
 
 void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
     for (int row = begin; row < end; row++) {
@@ -244,8 +255,10 @@ ENGINE_INLINE void decode_floats(const uint8_t* group, Sink sink) {
 template <Layout L, class Sink>
 ENGINE_INLINE void decode_group(const uint8_t* panel, int groups, int index, Sink sink) {
     prefetch_lines(panel + size_t(index) * group_bytes(L), int(group_bytes(L)) / 64);
-    if constexpr (L < Layout::F16) decode_quants<L>(panel, groups, index, sink);
-    else decode_floats<L>(panel + size_t(index) * group_bytes(L), sink);
+    if constexpr (L < Layout::F16)
+        decode_quants<L>(panel, groups, index, sink);
+    else
+        decode_floats<L>(panel + size_t(index) * group_bytes(L), sink);
 }
 
 template <Layout L>
@@ -285,9 +298,8 @@ void dot_f32(const uint8_t* panel, const uint8_t* input, size_t stride, int grou
         });
         rows.advance(2 * sizeof(float));
     }
-    unroll<R>([&](auto i) ENGINE_UNROLLED {
-        _mm512_store_ps(out + i * kPanelRows, _mm512_add_ps(even[i], odd[i]));
-    });
+    unroll<R>([&](auto i)
+                  ENGINE_UNROLLED { _mm512_store_ps(out + i * kPanelRows, _mm512_add_ps(even[i], odd[i])); });
 }
 
 template <Layout L, int... I>
@@ -307,11 +319,20 @@ using BlockSizes = std::make_integer_sequence<int, kBlockRows>;
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     Method method{nullptr, row_bytes_int8(job.weights->columns), nullptr};
     switch (job.weights->layout) {
-        case Layout::Q4: method.dots = int8_dots<Layout::Q4>(BlockSizes{}); break;
-        case Layout::Q4G16: method.dots = int8_dots<Layout::Q4G16>(BlockSizes{}); break;
-        case Layout::Q8: method.dots = int8_dots<Layout::Q8>(BlockSizes{}); break;
-        case Layout::Q8M: method.dots = int8_dots<Layout::Q8M>(BlockSizes{}); break;
-        default: method.dots = int8_dots<Layout::Q8G16>(BlockSizes{});
+        case Layout::Q4:
+            method.dots = int8_dots<Layout::Q4>(BlockSizes{});
+            break;
+        case Layout::Q4G16:
+            method.dots = int8_dots<Layout::Q4G16>(BlockSizes{});
+            break;
+        case Layout::Q8:
+            method.dots = int8_dots<Layout::Q8>(BlockSizes{});
+            break;
+        case Layout::Q8M:
+            method.dots = int8_dots<Layout::Q8M>(BlockSizes{});
+            break;
+        default:
+            method.dots = int8_dots<Layout::Q8G16>(BlockSizes{});
     }
     run_units(job, method, begin, end, scratch);
 }
@@ -327,19 +348,29 @@ void matmul_f32_of(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     switch (job.weights->layout) {
-        case Layout::Q4: return matmul_f32_of<Layout::Q4>(job, begin, end, scratch);
-        case Layout::Q4G16: return matmul_f32_of<Layout::Q4G16>(job, begin, end, scratch);
-        case Layout::Q8: return matmul_f32_of<Layout::Q8>(job, begin, end, scratch);
-        case Layout::Q8M: return matmul_f32_of<Layout::Q8M>(job, begin, end, scratch);
-        case Layout::Q8G16: return matmul_f32_of<Layout::Q8G16>(job, begin, end, scratch);
-        case Layout::F16: return matmul_f32_of<Layout::F16>(job, begin, end, scratch);
-        case Layout::BF16: return matmul_f32_of<Layout::BF16>(job, begin, end, scratch);
-        case Layout::F32: return matmul_f32_of<Layout::F32>(job, begin, end, scratch);
+        case Layout::Q4:
+            return matmul_f32_of<Layout::Q4>(job, begin, end, scratch);
+        case Layout::Q4G16:
+            return matmul_f32_of<Layout::Q4G16>(job, begin, end, scratch);
+        case Layout::Q8:
+            return matmul_f32_of<Layout::Q8>(job, begin, end, scratch);
+        case Layout::Q8M:
+            return matmul_f32_of<Layout::Q8M>(job, begin, end, scratch);
+        case Layout::Q8G16:
+            return matmul_f32_of<Layout::Q8G16>(job, begin, end, scratch);
+        case Layout::F16:
+            return matmul_f32_of<Layout::F16>(job, begin, end, scratch);
+        case Layout::BF16:
+            return matmul_f32_of<Layout::BF16>(job, begin, end, scratch);
+        case Layout::F32:
+            return matmul_f32_of<Layout::F32>(job, begin, end, scratch);
     }
 }
 
 // A pair of decoded panels.
-size_t scratch_bytes(int columns) { return 2 * panel_bytes(Layout::F32, columns); }
+size_t scratch_bytes(int columns) {
+    return 2 * panel_bytes(Layout::F32, columns);
+}
 
 }  // namespace
 

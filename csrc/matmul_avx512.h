@@ -3,9 +3,8 @@
 #pragma once
 #include <utility>
 
-#include "vector_math_avx512.h"
-
 #include "epilogue_avx512.h"
+#include "vector_math_avx512.h"
 
 namespace engine {
 namespace {

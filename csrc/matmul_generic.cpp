@@ -118,21 +118,31 @@ void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) 
 template <template <Layout> class Product>
 void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     switch (job.weights->layout) {
-        case Layout::Q4: return multiply_units<Product<Layout::Q4>>(job, begin, end, scratch);
-        case Layout::Q4G16: return multiply_units<Product<Layout::Q4G16>>(job, begin, end, scratch);
-        case Layout::Q8: return multiply_units<Product<Layout::Q8>>(job, begin, end, scratch);
-        case Layout::Q8M: return multiply_units<Product<Layout::Q8M>>(job, begin, end, scratch);
-        case Layout::Q8G16: return multiply_units<Product<Layout::Q8G16>>(job, begin, end, scratch);
-        default: return;
+        case Layout::Q4:
+            return multiply_units<Product<Layout::Q4>>(job, begin, end, scratch);
+        case Layout::Q4G16:
+            return multiply_units<Product<Layout::Q4G16>>(job, begin, end, scratch);
+        case Layout::Q8:
+            return multiply_units<Product<Layout::Q8>>(job, begin, end, scratch);
+        case Layout::Q8M:
+            return multiply_units<Product<Layout::Q8M>>(job, begin, end, scratch);
+        case Layout::Q8G16:
+            return multiply_units<Product<Layout::Q8G16>>(job, begin, end, scratch);
+        default:
+            return;
     }
 }
 
 void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     switch (job.weights->layout) {
-        case Layout::F16: return multiply_units<FloatProduct<Layout::F16>>(job, begin, end, scratch);
-        case Layout::BF16: return multiply_units<FloatProduct<Layout::BF16>>(job, begin, end, scratch);
-        case Layout::F32: return multiply_units<FloatProduct<Layout::F32>>(job, begin, end, scratch);
-        default: return multiply_quantized<FloatProduct>(job, begin, end, scratch);
+        case Layout::F16:
+            return multiply_units<FloatProduct<Layout::F16>>(job, begin, end, scratch);
+        case Layout::BF16:
+            return multiply_units<FloatProduct<Layout::BF16>>(job, begin, end, scratch);
+        case Layout::F32:
+            return multiply_units<FloatProduct<Layout::F32>>(job, begin, end, scratch);
+        default:
+            return multiply_quantized<FloatProduct>(job, begin, end, scratch);
     }
 }
 

@@ -12,7 +12,8 @@ void need(bool holds, const char* what) {
 }
 
 bool all_within(const int32_t* values, int count, int limit) {
-    return std::all_of(values, values + count, [limit](int32_t value) { return value >= 0 && value < limit; });
+    return std::all_of(values, values + count,
+                       [limit](int32_t value) { return value >= 0 && value < limit; });
 }
 
 }  // namespace
@@ -21,14 +22,17 @@ bool all_within(const int32_t* values, int count, int limit) {
 void Model::check(const StepArrays& step) const {
     const Program& program = executor.program(step.tokens);
     const KvCache& cache = executor.cache();
-    need(step.tokens > 0 && step.tokens <= program.capacity, "a step of more tokens than the model has room for");
+    need(step.tokens > 0 && step.tokens <= program.capacity,
+         "a step of more tokens than the model has room for");
     need(step.logits <= executor.max_logits(), "a step of more logits than the model has room for");
     need(step.query_start[0] == 0 && step.query_start[step.rows] == step.tokens &&
              std::is_sorted(step.query_start, step.query_start + step.rows + 1),
          "rows of a step that are not its tokens");
-    need(all_within(step.token_ids, step.tokens, program.steps[0].matrix->rows), "a token outside the vocabulary");
+    need(all_within(step.token_ids, step.tokens, program.steps[0].matrix->rows),
+         "a token outside the vocabulary");
     need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
-    need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)), "a block that is not there");
+    need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)),
+         "a block that is not there");
     need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
     int64_t slots = cache.blocks * cache.block_size;
     need(std::all_of(step.write_slots, step.write_slots + step.tokens,
@@ -36,7 +40,8 @@ void Model::check(const StepArrays& step) const {
          "a slot outside the cache");
     for (int row = 0; row < step.rows; row++) {
         int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
-        bool reaches = last < step.query_start[row] || step.positions[last] / cache.block_size < step.table_width;
+        bool reaches =
+            last < step.query_start[row] || step.positions[last] / cache.block_size < step.table_width;
         need(reaches, "a position outside its row's blocks");
         need(group < step.groups, "a prefix group that is not there");
         need(group < 0 || step.prefix_blocks[group] <= step.table_width, "a prefix longer than its rows");

@@ -21,9 +21,11 @@ struct StepArrays {
 
 class Model {
   public:
-    Model(const Kernels& kernels, int threads, const std::vector<int>& cpus) : executor(kernels, threads, cpus) {}
+    Model(const Kernels& kernels, int threads, const std::vector<int>& cpus)
+        : executor(kernels, threads, cpus) {}
 
-    // Computes the step, or throws std::invalid_argument before anything has changed; finite[r] tells whether all of row r is sound.
+    // Computes the step, or throws std::invalid_argument before anything has changed; finite[r] tells
+    // whether all of row r is sound.
     void forward(const StepArrays& step, uint8_t* finite);
     // The other half: draws for the rows of `logit_rows`, in their order.
     void set_sampler(int vocab, int max_slots, int max_seq_len);

@@ -20,13 +20,23 @@ uint16_t half_at(const uint8_t* bytes) {
     return half;
 }
 
-uint16_t times(uint16_t half, int factor) { return float_to_half(half_to_float(half) * float(factor)); }
+uint16_t times(uint16_t half, int factor) {
+    return float_to_half(half_to_float(half) * float(factor));
+}
 
-bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+bool is_finite(uint16_t half) {
+    return (half & 0x7c00) != 0x7c00;
+}
 
-constexpr bool is_4bit(Layout layout) { return layout == Layout::Q4 || layout == Layout::Q4G16; }
-constexpr int num_scales(Layout layout) { return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1; }
-constexpr bool has_minima(Layout layout) { return is_4bit(layout) || layout == Layout::Q8M; }
+constexpr bool is_4bit(Layout layout) {
+    return layout == Layout::Q4 || layout == Layout::Q4G16;
+}
+constexpr int num_scales(Layout layout) {
+    return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
+}
+constexpr bool has_minima(Layout layout) {
+    return is_4bit(layout) || layout == Layout::Q8M;
+}
 
 template <Layout layout>
 bool store_group(const Group& group, uint8_t* panel, int groups, int index, int lane) {

@@ -9,8 +9,12 @@ constexpr int kColumns = 16;
 constexpr int kColumnDepth = 32;
 constexpr int kChunkLogits = kColumns * kColumnDepth;
 
-ENGINE_INLINE int num_maxima(int size) { return div_up(size, kChunkLogits) * kColumns; }
-ENGINE_INLINE int first_of(int maximum) { return maximum / kColumns * kChunkLogits + maximum % kColumns; }
+ENGINE_INLINE int num_maxima(int size) {
+    return div_up(size, kChunkLogits) * kColumns;
+}
+ENGINE_INLINE int first_of(int maximum) {
+    return maximum / kColumns * kChunkLogits + maximum % kColumns;
+}
 
 // Tokens race: the largest of logit / temperature + noise wins, among those with rank * scale >= floor.
 struct Race {

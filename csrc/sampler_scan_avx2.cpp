@@ -2,6 +2,8 @@
 
 namespace engine {
 
-const ScanKernels& scan_kernels_avx2() { return kScanKernels; }
+const ScanKernels& scan_kernels_avx2() {
+    return kScanKernels;
+}
 
 }  // namespace engine

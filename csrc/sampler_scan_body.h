@@ -156,9 +156,8 @@ int gather_shares(const float* weights, int size, float scale, float low, float 
 
 double mass_above(const float* shares, int count, float floor) {
     Total total;
-    for_vectors(shares, count, 0.0f, [&](Floats values, int, int) {
-        total.add(values >= floor ? values : Floats{});
-    });
+    for_vectors(shares, count, 0.0f,
+                [&](Floats values, int, int) { total.add(values >= floor ? values : Floats{}); });
     return total.sum();
 }
 

@@ -2,6 +2,8 @@
 
 namespace engine {
 
-const ScanKernels& scan_kernels_generic() { return kScanKernels; }
+const ScanKernels& scan_kernels_generic() {
+    return kScanKernels;
+}
 
 }  // namespace engine

@@ -82,7 +82,9 @@ ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus) : size_(thread
     }
 }
 
-ThreadPool::~ThreadPool() { stop(); }
+ThreadPool::~ThreadPool() {
+    stop();
+}
 
 void ThreadPool::stop() {
     stopping_ = true;

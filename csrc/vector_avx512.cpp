@@ -4,6 +4,8 @@
 
 namespace engine {
 
-void fill_vector_avx512(Kernels& table) { fill_vector(table); }
+void fill_vector_avx512(Kernels& table) {
+    fill_vector(table);
+}
 
 }  // namespace engine

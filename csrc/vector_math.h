@@ -23,9 +23,13 @@ ENGINE_INLINE Floats load(const float* x) {
     return value;
 }
 
-ENGINE_INLINE void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+ENGINE_INLINE void store(float* to, Floats value) {
+    memcpy(to, &value, sizeof value);
+}
 
-ENGINE_INLINE Floats all(float x) { return x - Floats{}; }
+ENGINE_INLINE Floats all(float x) {
+    return x - Floats{};
+}
 
 // e to the x, within 2 units in the last place; 0 below -87.3, no more than 2.4e38, NaN for NaN.
 ENGINE_INLINE Floats vexp(Floats x) {

@@ -27,7 +27,7 @@ ENGINE_INLINE __m512 vexp(__m512 x) {
     // ln 2 in two parts, the first of few bits: the difference is exact
     __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);
     rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), rest);
-    const float tail[] = {0.50000001201f, 0.16666665459f, 0.041665795894f,
+    const float tail[] = {0.50000001201f,   0.16666665459f,   0.041665795894f,
                           8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f};
     __m512 sum = _mm512_fmadd_ps(_mm512_mul_ps(rest, rest), polynomial(rest, tail), rest);
     return _mm512_scalef_ps(_mm512_add_ps(sum, _mm512_set1_ps(1.0f)), power);
@@ -50,7 +50,7 @@ ENGINE_INLINE __m512 verf(__m512 x) {
     const float near_zero[] = {1.12837912f,   -0.37612326f,  0.1128018f,
                                -0.026711308f, 4.9175469e-3f, -5.6314029e-4f};
     // of erfc(z) * exp(z * z) = t * polynomial(t), t = 1 / (1 + z / 2)
-    const float complement[] = {0.282086850f, 0.282367813f, 0.243157781f, 0.202474922f, -0.026128435f,
+    const float complement[] = {0.282086850f, 0.282367813f,  0.243157781f, 0.202474922f,  -0.026128435f,
                                 0.277350067f, -0.486576694f, 0.284275516f, -0.0590078613f};
     __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x);
     __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(size, _mm512_set1_ps(0.5f), one));

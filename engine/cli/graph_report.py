@@ -26,8 +26,6 @@ from engine.backends.custom.ir.graph import Graph, Node
 from engine.backends.custom.ir.liveness import touched
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.types import Counts
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.seam import DeviceInfo
 from engine.cli.graph_facts import (
     KindFacts,
     NodeFacts,
@@ -247,9 +245,8 @@ def _label(step: ir.Step) -> str:
 
 def _kv_value_bytes(source: "ModelSource") -> float:
     """Of one stored key or value, with its share of padding."""
-    options = EngineOptions(model_path="", framework="native", kv_dtype=_KV_TYPE)
-    needs = build.memory_needs(source, options, DeviceInfo("cpu", build.STORED, 0))
-    return needs.token_bytes / source.config.kv_bytes_per_token(1)
+    token_bytes = build.kv_token_bytes(source.config, _KV_TYPE)
+    return token_bytes / source.config.kv_bytes_per_token(1)
 
 
 def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:

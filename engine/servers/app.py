@@ -12,26 +12,34 @@ from starlette.middleware.cors import CORSMiddleware
 from engine.backends.base import InferenceBackend
 from engine.core.config_schema import Settings
 from engine.core.observability.metrics import Metrics
-from engine.servers.anthropic.routes import add_anthropic_routes
 from engine.servers.auth import Authenticator
-from engine.servers.batches.routes import add_files_and_batches_routes
 from engine.servers.errors import install_error_handlers
-from engine.servers.generate import add_generate_routes
 from engine.servers.guard import BrowserGuard
-from engine.servers.health import add_health_routes, add_metrics_routes
+from engine.servers.late_routes import LateGate, LateRoutes, add_routes
 from engine.servers.lifecycle import Lifecycle
-from engine.servers.openai.capabilities import add_capabilities_routes
-from engine.servers.openai.chat import add_chat_routes
-from engine.servers.openai.completions import add_completions_routes
-from engine.servers.openai.embeddings import add_embeddings_routes
-from engine.servers.openai.models import add_models_routes
-from engine.servers.openai.rerank import add_rerank_routes
-from engine.servers.openapi import add_openapi_routes
 from engine.servers.request_log import RequestLog
-from engine.servers.responses.routes import add_responses_routes
 from engine.servers.services import Services
-from engine.servers.tokenize import add_tokenize_routes
 from engine.servers.watcher import EngineWatcher
+
+# Functions that add routes, in modules below engine.servers.
+EARLY = (
+    "openai.chat:add_chat_routes",
+    "openai.completions:add_completions_routes",
+    "openai.models:add_models_routes",
+    "health:add_health_routes",
+)
+METRICS = "health:add_metrics_routes"
+LATE = (
+    "responses.routes:add_responses_routes",
+    "openai.embeddings:add_embeddings_routes",
+    "openai.rerank:add_rerank_routes",
+    "anthropic.routes:add_anthropic_routes",
+    "tokenize:add_tokenize_routes",
+    "openai.capabilities:add_capabilities_routes",
+    "batches.routes:add_files_and_batches_routes",
+    "generate:add_generate_routes",
+    "openapi:add_openapi_routes",
+)
 
 # What SDKs read of an answer, which a browser hides from a page of another origin otherwise.
 EXPOSED_HEADERS = (
@@ -40,8 +48,13 @@ EXPOSED_HEADERS = (
 )
 
 
-def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> FastAPI:
-    """The application over `backend`, which somebody else starts and stops (see `run.py`)."""
+def create_app(
+    settings: Settings, backend: InferenceBackend, metrics: Metrics, *, starts_soon: bool = False
+) -> FastAPI:
+    """The application over `backend`, which somebody else starts and stops (see `run.py`).
+
+    `starts_soon`: some routes come when the server is ready, so that it is ready sooner.
+    """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
     services = Services(settings, backend, metrics, lifecycle, EngineWatcher(backend, metrics))
     app = FastAPI(
@@ -54,21 +67,12 @@ def create_app(settings: Settings, backend: InferenceBackend, metrics: Metrics) 
     )
     app.state.services = services
     install_error_handlers(app)
-    add_chat_routes(app, services)
-    add_completions_routes(app, services)
-    add_models_routes(app, services)
-    add_responses_routes(app, services)
-    add_embeddings_routes(app, services)
-    add_rerank_routes(app, services)
-    add_anthropic_routes(app, services)
-    add_tokenize_routes(app, services)
-    add_capabilities_routes(app, services)
-    add_files_and_batches_routes(app, services)
-    add_generate_routes(app, services)
-    add_health_routes(app, services)
-    add_openapi_routes(app)
-    if settings.metrics.enabled:
-        add_metrics_routes(app, services)
+    early = EARLY if starts_soon else EARLY + LATE
+    for target in (*early, METRICS) if settings.metrics.enabled else early:
+        add_routes(app, services, target)
+    app.state.late_routes = late = LateRoutes(app, services, LATE if starts_soon else ())
+    if starts_soon:
+        app.add_middleware(LateGate, late=late)
     return app
 
 

@@ -27,6 +27,7 @@ from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
 from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.services import Services
 from engine.servers.sse import EventStream
 from engine.servers.tokenize import DetokenizeBody, TokenizeBody
 
@@ -96,7 +97,7 @@ _HEADERS = {
 }
 
 
-def add_openapi_routes(app: FastAPI) -> None:
+def add_openapi_routes(app: FastAPI, services: Services) -> None:
     @cache  # made when it is first asked for, and all routes are there
     def encoded() -> bytes:
         return msgspec.json.encode(document(app))

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from engine.core.config import check_exposure
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
+from engine.servers.late_routes import LateRoutes
 from engine.servers.protocol import LimitedProtocol
 from engine.servers.services import Services
 
@@ -76,6 +77,7 @@ class HttpServer:
         services = app.state.services
         assert isinstance(services, Services)
         self._services = services
+        self._late_routes: LateRoutes = app.state.late_routes
         self._sock = sock
         self._on_ready = on_ready
         self._num_signals = 0
@@ -125,16 +127,17 @@ class HttpServer:
             self._uvicorn.should_exit = True
 
     async def _load(self) -> None:
-        begun = time.monotonic()
         try:
+            begun = time.monotonic()
             await self._services.backend.start()
+            seconds = time.monotonic() - begun
+            self._services.metrics.engine_ready(seconds)
+            if self._on_ready is not None:
+                self._on_ready(seconds)
+            await self._late_routes.add()
         except BaseException:
             self._uvicorn.should_exit = True
             raise
-        seconds = time.monotonic() - begun
-        self._services.metrics.engine_ready(seconds)
-        if self._on_ready is not None:
-            self._on_ready(seconds)
 
     async def _drain(self) -> None:
         await self._services.lifecycle.drain(self._services.settings.server.drain_timeout_s)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING
 
 from engine.backends.base import BackendConfig, InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
@@ -13,6 +12,9 @@ from engine.core.config_schema import Settings
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
 from engine.servers.app import create_app
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 
 def build_backend(
@@ -42,7 +44,7 @@ def build_backend(
 class Server:
     """An application, and the id of the model that it will serve."""
 
-    app: FastAPI
+    app: "FastAPI"
     model_id: str
 
 
@@ -50,4 +52,4 @@ def build_server(settings: Settings, process: EngineProcess | None = None) -> Se
     """Everything but the socket; the backend starts when the server runs."""
     backend = build_backend(settings, process=process)
     model_id = settings.model.name or Path(settings.model.model_path).stem
-    return Server(create_app(settings, backend, Metrics(model_id)), model_id)
+    return Server(create_app(settings, backend, Metrics(model_id), starts_soon=True), model_id)

@@ -67,14 +67,16 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    config = source.config
-    kv_type = _kv_type(options.kv_dtype, device.dtype)
-    dim = -(-config.head_dim // 32) * 32
-    values = 2 * config.num_layers * config.num_kv_heads * dim
-    scales = 2 * config.num_layers * config.num_kv_heads * 4 if kv_type == "int8" else 0
-    value_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[kv_type]
     weight_bytes = sum(_packed_bytes(weight) for weight in source.weights.values())
-    return MemoryNeeds(weight_bytes, values * value_bytes + scales, USUAL_POOL_BYTES)
+    token_bytes = kv_token_bytes(source.config, _kv_type(options.kv_dtype, device.dtype))
+    return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+
+
+def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
+    """What a token takes in the cache, with the padding of its heads."""
+    dim = -(-config.head_dim // 32) * 32
+    head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
+    return 2 * config.num_layers * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:

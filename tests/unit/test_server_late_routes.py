@@ -1,0 +1,64 @@
+"""Routes that come after the server is ready: there when asked for, and never in the way before."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from engine.core.observability.metrics import Metrics
+from engine.servers.app import create_app
+from tests.fake_backend import MODEL, FakeBackend
+from tests.live_server import make_settings
+
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
+    settings = make_settings(storage={"path": tmp_path})
+    app = create_app(settings, FakeBackend(), Metrics(MODEL), starts_soon=True)
+    yield app
+    for component in app.state.services.components:
+        await component.stop()
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+def paths(app: FastAPI) -> set[str]:
+    return {route.path for route in app.routes}
+
+
+async def test_a_chat_waits_for_no_other_route(app: FastAPI, client: httpx.AsyncClient) -> None:
+    before = paths(app)
+    assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
+    assert (await client.get("/v1/chat/completions")).status_code == 405
+    assert paths(app) == before
+    assert "/v1/responses" not in before
+
+
+async def test_the_first_request_for_a_late_route_is_answered(
+    app: FastAPI, client: httpx.AsyncClient
+) -> None:
+    both = await asyncio.gather(
+        client.post("/v1/responses", json={"model": MODEL, "input": "hi"}),
+        client.post("/tokenize", json={"model": MODEL, "prompt": "hi"}),
+    )
+    assert [answer.status_code for answer in both] == [200, 200]
+    whole = create_app(app.state.services.settings, FakeBackend(), Metrics(MODEL))
+    assert paths(app) == paths(whole)
+    assert (await client.get("/nowhere")).status_code == 404
+
+
+async def test_adding_twice_adds_once(app: FastAPI) -> None:
+    await app.state.late_routes.add()
+    count = len(app.routes)
+    await app.state.late_routes.add()
+    assert len(app.routes) == count
