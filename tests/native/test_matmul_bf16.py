@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.ir import reference
 
+from .conftest import load_native
 from .panels import LAYOUTS, random_panels
 
 BF16 = 2
@@ -17,11 +18,13 @@ SHAPES = [(16, 32, 1), (33, 70, 5), (96, 576, 33), (31, 31, 16), (177, 160, 64),
 F32 = NDArray[np.float32]
 
 
-@pytest.fixture
-def bf16_isa(native: ModuleType, isa: str) -> str:
-    if not native.has_bf16(isa):
-        pytest.skip(f"{isa} has no bfloat16")
-    return isa
+_NATIVE = load_native()
+_WITH_BF16 = [name for name in _NATIVE.instruction_sets() if _NATIVE.has_bf16(name)]
+
+
+@pytest.fixture(params=_WITH_BF16)
+def bf16_isa(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def test_who_has_bfloat16(native: ModuleType, isa: str) -> None:

@@ -9,7 +9,7 @@ memory allows.
 
 TARGET_STEP_S = 0.025
 MIN_TOKENS = 64  # of prompts, in every step: fewer cost hardly less
-PROMPT_SHARE = 2.0
+PROMPT_SHARE = 3.0
 SMOOTHING = 0.2  # what the newest step with prompts counts
 MEMORY = 0.99  # how much of a step that only continued is left when the next one is noted
 # A step that was interrupted tells nothing; one that is slower for good is believed step by step.
@@ -57,8 +57,8 @@ class StepBudget:
     def tokens(self, num_decoding: int, num_running: int) -> int:
         """The budget of the next step, at least one token for each running sequence.
 
-        Where continuing alone takes long, prompts may take twice as long again: a third of the
-        speed for a while, for those who stream, is better than no first token for the others.
+        Where continuing alone takes long, prompts may take three times as long again: a quarter of
+        the speed for a while, for those who stream, is better than no first token for the others.
         """
         if not num_decoding:
             return self._max_tokens

@@ -1,7 +1,6 @@
 """From a model source and a configuration to a loaded runner."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -94,6 +93,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     from engine.backends.custom.frameworks.native.machine import choose_cpus, default_threads
     from engine.backends.custom.frameworks.native.weights.cache import PackedCache
     from engine.backends.custom.frameworks.native.weights.loading import load_weights
+    from engine.backends.custom.frameworks.native.weights.progress import PackingProgress
 
     native, model_config = kernels(), source.config
     _check(model_config, config)
@@ -106,7 +106,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         plans[0].vectors,
         threads=threads,
         cache=PackedCache() if source.size_bytes >= MIN_CACHED_BYTES else None,
-        progress=_progress(source.path.name),
+        progress=PackingProgress(source.path.name),
     )
     model = native.Model(isa, threads, choose_cpus(config.affinity, threads))
     names = {matrix.name: matrix for matrix in plans[0].matrices}
@@ -204,10 +204,3 @@ def _kv_type(asked: str, dtype: str) -> str:
 
 def _layouts(weights: Numbered) -> str:
     return ", ".join(sorted({LAYOUTS[layout] for layout in weights.layouts.values()}))
-
-
-def _progress(name: str) -> Callable[[int, int], None]:
-    def tell(done: int, total: int) -> None:
-        log.info("packing %s: %d of %d MiB", name, done // MIB, total // MIB)
-
-    return tell
