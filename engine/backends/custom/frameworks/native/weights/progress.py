@@ -1,4 +1,4 @@
-"""Tells how far packing is: a bar in a terminal once it takes long enough to wonder, else the log."""
+"""Tells how far packing is: a bar in a terminal, once it takes long; else lines of the log."""
 
 import logging
 import sys
