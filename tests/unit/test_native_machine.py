@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.custom.frameworks.native import machine
+from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.machine import Core
 from engine.core.errors import ConfigError
 
@@ -131,3 +132,19 @@ def test_this_machine():
     assert 1 <= machine.default_threads() <= len(machine.os.sched_getaffinity(0))
     cpus = machine.choose_cpus("auto", machine.default_threads())
     assert set(cpus) <= machine.os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (ModuleNotFoundError("no module"), r"for lack of a C\+\+ compiler.*engine\[torch\]"),
+        (ImportError("libstdc++.so.6: no such file"), "can't be loaded: libstdc.*install .* again"),
+    ],
+)
+def test_without_kernels_it_says_what_to_do(monkeypatch, error, advice):
+    def refuse(name):
+        raise error
+
+    monkeypatch.setattr(build, "import_module", refuse)
+    with pytest.raises(ConfigError, match=advice):
+        build.find_device("auto", "auto")

@@ -1,6 +1,7 @@
 """From a model source and a configuration to a loaded runner."""
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+KERNELS = "engine.backends.custom.frameworks.native._native"
 STORED = "stored"  # weights as their file has them, arithmetic to suit
 KV_TYPES = ("float32", "bfloat16", "int8")
 TILE_TOKENS = 16  # of the paged cache
@@ -37,7 +39,7 @@ MIN_CACHED_BYTES = 32 * MIB  # less is packed sooner than a file is found
 def kernels() -> Any:
     """The compiled module. Raises a `ConfigError` that says what to do when there is none."""
     try:
-        from engine.backends.custom.frameworks.native import _native
+        return import_module(KERNELS)
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the native kernels were not built, for lack of a C++ compiler; install one "
@@ -49,7 +51,6 @@ def kernels() -> Any:
             f"the native kernels can't be loaded: {error}; install the engine again on this "
             "machine, or use --backend torch"
         ) from error
-    return _native
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
