@@ -113,24 +113,8 @@ void multiply(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 }
 
 void matmul(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    switch (job.weights->layout) {
-        case Layout::Q4:
-            return multiply<Layout::Q4>(job, begin, end, scratch);
-        case Layout::Q4G16:
-            return multiply<Layout::Q4G16>(job, begin, end, scratch);
-        case Layout::Q8:
-            return multiply<Layout::Q8>(job, begin, end, scratch);
-        case Layout::Q8M:
-            return multiply<Layout::Q8M>(job, begin, end, scratch);
-        case Layout::Q8G16:
-            return multiply<Layout::Q8G16>(job, begin, end, scratch);
-        case Layout::F16:
-            return multiply<Layout::F16>(job, begin, end, scratch);
-        case Layout::BF16:
-            return multiply<Layout::BF16>(job, begin, end, scratch);
-        case Layout::F32:
-            return multiply<Layout::F32>(job, begin, end, scratch);
-    }
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply<decltype(layout)::value>(job, begin, end, scratch); });
 }
 
 }  // namespace

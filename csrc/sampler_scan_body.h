@@ -6,19 +6,11 @@
 #endif
 
 #include "sampler_scan.h"
+#include "vector_math.h"
 
 namespace engine {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
 constexpr float kMinusInfinity = -__builtin_inff();

@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.cli.console import (
@@ -19,6 +17,25 @@ from engine.cli.console import (
     DtypeOption,
     ModelArgument,
     load_cli_settings,
+)
+from engine.cli.serve_options import (
+    AffinityOption,
+    ApiKeyFileOption,
+    BatchSizeOption,
+    CacheOption,
+    HostOption,
+    InsecureNoAuthOption,
+    KvDtypeOption,
+    LogFormatOption,
+    LogLevelOption,
+    MaxSequenceLengthOption,
+    MemoryPoolSizeOption,
+    NameOption,
+    NumericsOption,
+    PortOption,
+    StoragePathOption,
+    StrictOption,
+    ThreadsOption,
 )
 
 if TYPE_CHECKING:
@@ -30,47 +47,23 @@ def serve(
     backend: BackendOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")] = None,
-    name: Annotated[str | None, typer.Option(help="Model id that clients use.")] = None,
-    max_sequence_length: Annotated[
-        int | None, typer.Option(help="Context in tokens; default: the model's.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Most sequences computed in one step.")
-    ] = None,
-    memory_pool_size_mb: Annotated[
-        int | None, typer.Option(help="KV cache in MiB; default: planned from free memory.")
-    ] = None,
-    cache: Annotated[
-        bool | None, typer.Option("--cache/--no-cache", help="Share common prefixes.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
-    affinity: Annotated[
-        str | None, typer.Option(help="CPUs to bind the native threads to: auto, off or 0-3,8.")
-    ] = None,
-    numerics: Annotated[
-        str | None,
-        typer.Option(help="invariant: answers never depend on batch mates; fast: they may."),
-    ] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
-    ] = None,
-    insecure_no_auth: Annotated[
-        bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
-    ] = None,
-    strict: Annotated[
-        bool | None,
-        typer.Option("--strict", help="Refuse what would be emulated or clamped, with 400."),
-    ] = None,
-    storage_path: Annotated[
-        Path | None, typer.Option(help="Directory of stored responses, files and batches.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="pretty or json.")] = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    name: NameOption = None,
+    max_sequence_length: MaxSequenceLengthOption = None,
+    batch_size: BatchSizeOption = None,
+    memory_pool_size_mb: MemoryPoolSizeOption = None,
+    cache: CacheOption = None,
+    threads: ThreadsOption = None,
+    affinity: AffinityOption = None,
+    numerics: NumericsOption = None,
+    kv_dtype: KvDtypeOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    insecure_no_auth: InsecureNoAuthOption = None,
+    strict: StrictOption = None,
+    storage_path: StoragePathOption = None,
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
@@ -97,6 +90,10 @@ def serve(
         "logging.level": log_level,
         "logging.format": log_format,
     }
+    _serve(config, flags)
+
+
+def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()  # until the server is ready: hardly anything that is made until then is garbage

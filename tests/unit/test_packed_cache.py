@@ -13,12 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.ir.plan import PackedMatrix
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.errors import ModelFormatError
-from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.native.conftest import load_native
-from tests.safetensors_files import hf_layout, write_model
+from tests.packed_models import content, load, make_model, plan_of
 
 sys.modules.setdefault("engine.backends.custom.frameworks.native._native", load_native())
 
@@ -29,75 +26,10 @@ from engine.backends.custom.frameworks.native.weights import (  # noqa: E402
 )
 from engine.backends.custom.frameworks.native.weights.cache import PackedCache  # noqa: E402
 from engine.backends.custom.frameworks.native.weights.loading import (  # noqa: E402
-    PackedWeights,
     load_weights,
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-def make_model(path: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """Feed-forward sizes that are neither whole panels nor whole groups."""
-    biases = {} if family == "gpt2" else {"qkv_bias": True, "mlp_bias": True}
-    config = tiny_config(family, intermediate_size=88, **(biases | changes))
-    weights = random_weights(config, seed)
-    if family == "gpt2":
-        write_model(path, config, hf_layout(config, weights))
-    else:
-        write_gguf(path, config, gguf_layout(config, weights))
-    return path
-
-
-def plan_of(source: ModelSource) -> tuple[list[PackedMatrix], list[str]]:
-    """As a planner would fuse them: query, key and value together, gate and up interleaved."""
-    groups = [("embed", False), ("head", False)]
-    for layer in range(source.config.num_layers):
-        place = f"layers.{layer}"
-        if f"{place}.attn.qkv.weight" in source.weights:
-            groups.append((f"{place}.attn.qkv", False))
-        else:
-            parts = (f"{place}.attn.{part}" for part in "qkv")
-            groups.append((" ".join(parts), False))
-        if f"{place}.mlp.gate.weight" in source.weights:
-            groups.append((f"{place}.mlp.gate {place}.mlp.up", True))
-        else:
-            groups.append((f"{place}.mlp.up", False))
-        groups += [(f"{place}.attn.o", False), (f"{place}.mlp.down", False)]
-    matrices = []
-    for names, interleaved in groups:
-        parts = tuple(f"{name}.weight" for name in names.split())
-        biases = tuple(f"{name}.bias" for name in names.split())
-        shapes = [source.weights[part].spec.shape for part in parts]
-        if biases[0] not in source.weights:
-            biases = ()
-        rows = sum(shape[0] for shape in shapes)
-        matrices.append(PackedMatrix(names, parts, biases, interleaved, rows, shapes[0][1]))
-    used = {part for matrix in matrices for part in (*matrix.parts, *matrix.biases)}
-    return matrices, [name for name in source.weights if name not in used]
-
-
-def load(model: Path, where: PackedCache | None, **options: Any) -> PackedWeights:
-    """Load and wait for the file to be written."""
-    source = open_model(model)
-    weights = load_weights(source, *plan_of(source), threads=2, cache=where, **options)
-    source.close()
-    if weights.writer is not None:
-        weights.writer.join()
-    return weights
-
-
-def content(weights: PackedWeights) -> list[bytes]:
-    panels = [matrix.data.tobytes() for matrix in weights.matrices.values()]
-    return panels + [v.tobytes() for v in (*weights.biases.values(), *weights.vectors.values())]
-
-
-def in_rows(parts: list[NDArray[np.float32]], interleaved: bool) -> NDArray[np.float32]:
-    """The parts' rows in the order of the matrix, and zeros up to whole panels."""
-    if not interleaved:
-        whole = np.concatenate(parts)
-        return np.concatenate((whole, np.zeros((-len(whole) % 16, *whole.shape[1:]), np.float32)))
-    padded = [in_rows([part], False).reshape(-1, 16, *part.shape[1:]) for part in parts]
-    return np.stack(padded, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 @pytest.fixture
@@ -122,39 +54,6 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(loading, "pack", counted)
     return done
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("cached", [False, True])
-def test_packed_weights_are_the_models(
-    tmp_path: Path, store: PackedCache, family: str, cached: bool
-) -> None:
-    """Reordered heads (GGUF), turned matrices (GPT-2), stacked and interleaved parts, tails."""
-    path = make_model(tmp_path / ("model.gguf" if family == "llama" else "model"), family)
-    if cached:
-        load(path, store)
-    weights = load(path, store)
-    assert weights.from_cache is cached
-    source = open_model(path)
-    matrices, vectors = plan_of(source)
-    for matrix in matrices:
-        layout, rows, columns, data = weights.matrices[matrix.name]
-        dense = data.view(np.float32).reshape(-1, -(-columns // 32), 32, 16)
-        dense = dense.transpose(0, 3, 1, 2).reshape(len(dense) * 16, -1)
-        expected = in_rows([source.weights[n].numpy() for n in matrix.parts], matrix.interleaved)
-        assert layout == 7, "F32"
-        assert rows == (len(expected) if matrix.interleaved else matrix.rows)
-        np.testing.assert_array_equal(dense[:, :columns], expected)
-        assert not dense[:, columns:].any()
-        assert data.ctypes.data % 64 == 0 and not data.flags.writeable
-        assert bool(matrix.biases) == (matrix.name in weights.biases)
-        if matrix.biases:
-            biases = [source.weights[name].numpy() for name in matrix.biases]
-            expected = in_rows(biases, matrix.interleaved)
-            np.testing.assert_array_equal(weights.biases[matrix.name], expected)
-    assert list(weights.vectors) == vectors
-    for name in vectors:
-        np.testing.assert_array_equal(weights.vectors[name], source.weights[name].numpy())
 
 
 def test_the_second_start_maps_and_packs_nothing(
@@ -401,56 +300,3 @@ def test_processes_that_start_together_do_no_harm(model: Path, store: PackedCach
     (path,) = store.directory.iterdir()
     packed_file.verify(path)
     assert load(model, store).from_cache
-
-
-def test_the_models_pages_are_let_go(model: Path, store: PackedCache) -> None:
-    """Neither packing nor mapping leaves the checkpoint in our resident memory."""
-    for _ in range(2):
-        source = open_model(model)
-        weights = load_weights(source, *plan_of(source), threads=1, cache=store)
-        lines = Path("/proc/self/smaps").read_text().splitlines()
-        (start,) = [index for index, line in enumerate(lines) if line.endswith(str(model))]
-        resident = next(line for line in lines[start:] if line.startswith("Rss:"))
-        assert resident.split() == ["Rss:", "0", "kB"]
-        source.close()
-        if weights.writer is not None:
-            weights.writer.join()
-    assert weights.from_cache
-
-
-def test_progress_ends_at_the_total(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.backends.custom.frameworks.native.weights.packing._BATCH_BYTES", 1)
-    calls: list[tuple[int, int]] = []
-    weights = load(model, None, progress=lambda done, total: calls.append((done, total)))
-    total = sum(matrix.data.size for matrix in weights.matrices.values())
-    assert len(calls) == len(weights.matrices)
-    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
-    assert calls[-1] == (total, total) and {total for _, total in calls} == {total}
-
-
-def q8_model(path: Path, damage: Callable[[NDArray[np.uint8]], None] | None = None) -> Path:
-    """The query projection of the first layer is stored as Q8_0, everything else as floats."""
-    config = tiny_config("llama")
-    stored: dict[str, NDArray[Any]] = dict(gguf_layout(config, random_weights(config)))
-    blocks = np.zeros((64, 2, 34), np.uint8)
-    blocks[..., 2:] = np.arange(32)
-    if damage is not None:
-        damage(blocks)
-    stored["blk.0.attn_q.weight"] = blocks.reshape(64, 68)
-    write_gguf(path, config, stored)
-    return path
-
-
-def test_parts_of_different_layouts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match=r"attn\.q .*differ in layout.*Q8_0.*F32"):
-        load(q8_model(tmp_path / "model.gguf"), None)
-
-
-def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
-    def damage(blocks: NDArray[np.uint8]) -> None:
-        blocks[1, 0, :2] = 0xFF  # not a number, in none of the blocks that opening looks at
-
-    source = open_model(q8_model(tmp_path / "model.gguf", damage))
-    matrix = PackedMatrix("query", ("layers.0.attn.q.weight",), (), False, 64, 64)
-    with pytest.raises(ModelFormatError, match="'query' has a scale"):
-        load_weights(source, [matrix], [], threads=1, cache=None)

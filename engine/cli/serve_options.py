@@ -1,0 +1,46 @@
+"""The options of `engine serve` that no other command has."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
+NameOption = Annotated[str | None, typer.Option(help="Model id that clients use.")]
+MaxSequenceLengthOption = Annotated[
+    int | None, typer.Option(help="Context in tokens; default: the model's.")
+]
+BatchSizeOption = Annotated[int | None, typer.Option(help="Most sequences computed in one step.")]
+MemoryPoolSizeOption = Annotated[
+    int | None, typer.Option(help="KV cache in MiB; default: planned from free memory.")
+]
+CacheOption = Annotated[
+    bool | None, typer.Option("--cache/--no-cache", help="Share common prefixes.")
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads for the model.")]
+AffinityOption = Annotated[
+    str | None, typer.Option(help="CPUs to bind the native threads to: auto, off or 0-3,8.")
+]
+NumericsOption = Annotated[
+    str | None,
+    typer.Option(help="invariant: answers never depend on batch mates; fast: they may."),
+]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
+]
+ApiKeyFileOption = Annotated[
+    Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
+]
+InsecureNoAuthOption = Annotated[
+    bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
+]
+StrictOption = Annotated[
+    bool | None,
+    typer.Option("--strict", help="Refuse what would be emulated or clamped, with 400."),
+]
+StoragePathOption = Annotated[
+    Path | None, typer.Option(help="Directory of stored responses, files and batches.")
+]
+LogLevelOption = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+LogFormatOption = Annotated[str | None, typer.Option(help="pretty or json.")]
