@@ -122,7 +122,9 @@ def write_gguf(
     num_tokens: int | None = None,
     **writer_options: Any,
 ) -> None:
-    """Write with the `gguf` package; `extra` adds or replaces unsigned, float or string keys."""
+    """Write with the `gguf` package; `extra` adds or replaces unsigned, float, string or list keys,
+    a whole vocabulary among them.
+    """
     writer = gguf.GGUFWriter(path, config.family, **writer_options)
     prefix = config.family
     keys: dict[str, Any] = {
@@ -147,11 +149,14 @@ def write_gguf(
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         elif value is not None:
             writer.add_uint32(key, value)
-    count = config.vocab_size if num_tokens is None else num_tokens
-    writer.add_token_list([f"token{index}" for index in range(count)])
-    writer.add_token_types([1] * count)
+    if "tokenizer.ggml.tokens" not in (extra or {}):
+        count = config.vocab_size if num_tokens is None else num_tokens
+        writer.add_token_list([f"token{index}" for index in range(count)])
+        writer.add_token_types([1] * count)
     for name, values in stored.items():
         # Bytes are Q8_0 blocks; the writer works their shape out.
         kind = gguf.GGMLQuantizationType.Q8_0 if values.dtype == np.uint8 else None

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_TIMEOUT_S = 15
 # After the drain only sockets are left to close.
 CLOSE_TIMEOUT_S = 5
+# Importing the late routes takes turns with the requests that were waiting for the model.
+LATE_ROUTES_AFTER_S = 0.5
 
 
 def bind_socket(settings: Settings) -> socket.socket:
@@ -134,6 +136,7 @@ class HttpServer:
             self._services.metrics.engine_ready(seconds)
             if self._on_ready is not None:
                 self._on_ready(seconds)
+            await asyncio.sleep(LATE_ROUTES_AFTER_S)
             await self._late_routes.add()
         except BaseException:
             self._uvicorn.should_exit = True

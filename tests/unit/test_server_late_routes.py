@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.run import HttpServer, bind_socket
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 
@@ -62,3 +63,18 @@ async def test_adding_twice_adds_once(app: FastAPI) -> None:
     count = len(app.routes)
     await app.state.late_routes.add()
     assert len(app.routes) == count
+
+
+async def test_routes_come_by_themselves_after_those_who_waited_for_the_model(app: FastAPI) -> None:
+    ready = asyncio.Event()
+    sock = bind_socket(make_settings(server={"port": 0}))
+    server = HttpServer(app, sock, lambda seconds: ready.set())
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(30):
+        await ready.wait()
+        await asyncio.sleep(0.05)
+        assert "/v1/responses" not in paths(app)
+        while "/v1/responses" not in paths(app):
+            await asyncio.sleep(0.05)
+        server.handle_signal()
+        await serving

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-import numpy as np
 import psutil
 
 from engine.backends.base import BackendConfig, InferenceBackend
@@ -26,7 +25,6 @@ from engine.backends.custom.checks import (
     check_params,
     check_prompt,
 )
-from engine.backends.custom.embedding import vectors_of
 from engine.backends.custom.generation import Answer, Generation
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
@@ -189,6 +187,8 @@ class CustomBackend(InferenceBackend):
         return self._answer(prepare_completion, request)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
+        from engine.backends.custom.embedding import vectors_of  # numpy, which nothing else needs
+
         text, ready = self._loaded()
         prompts = [await self._encode(text.encode_prompt, each) for each in request.inputs]
         limit = request.truncate_prompt_tokens
@@ -210,9 +210,9 @@ class CustomBackend(InferenceBackend):
             )
             for index, prompt in enumerate(prompts)
         ]
-        if not requests:
-            return Embeddings(np.zeros((0, text.config.hidden_size), np.float32), 0)
-        vectors = await vectors_of(self._link, requests, self._options.max_queued)
+        vectors = await vectors_of(
+            self._link, requests, self._options.max_queued, text.config.hidden_size
+        )
         return Embeddings(vectors, sum(map(len, prompts)))
 
     async def tokenize(

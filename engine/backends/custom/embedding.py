@@ -36,9 +36,11 @@ class _Awaited:
 
 
 async def vectors_of(
-    link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int
+    link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int, num_dimensions: int
 ) -> NDArray[np.float32]:
     """One row of unit length for each request, in order. The first failure ends all of them."""
+    if not requests:
+        return np.zeros((0, num_dimensions), np.float32)
     gate = asyncio.Semaphore(min(MAX_IN_FLIGHT, max_queued))
 
     async def one(request: GenerateRequest) -> NDArray[np.float32]:

@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.infill import Infill, find_infill
-from engine.backends.custom.runtime.grammar import Vocabulary
-from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.text_cache import TextCache, TextFacts, key_of
 from engine.core.parsing.output import OutputFormat
 from engine.core.utils.chat_template import ChatTemplate
 from engine.core.utils.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.grammar import Vocabulary
+    from engine.backends.custom.weights.model import ModelSource
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,10 @@ class TextModel:
             return prompt[-most:]
         return (*prompt[: most - 1], prompt[-1])
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> "Vocabulary":
         """What grammars need; ids that only pad the embedding table have no bytes."""
+        from engine.backends.custom.runtime.grammar import Vocabulary  # numpy
+
         tokenizer = self.tokenizer
         return Vocabulary(
             tokens=[tokenizer.token_literal(i) for i in range(self.config.vocab_size)],
@@ -79,21 +85,47 @@ class TextModel:
 
 def load_text(path: Path) -> TextModel:
     """Read the tokenizer and template that lie beside, or inside, a model's weights."""
+    cache, key = TextCache(), key_of(path)
+    facts = None if key is None else cache.read(path, key)
+    if facts is not None:
+        return _from_facts(facts)
+
+    from engine.backends.custom.weights.model import open_model  # numpy, and much of our own
+
     source = open_model(path, reads_weights=False)
     try:
-        directory = source.path if source.path.is_dir() else source.path.parent
-        is_gguf = source.checkpoint.format == "gguf"
-        tokenizer = (
-            Tokenizer.from_gguf(source.metadata) if is_gguf else Tokenizer.from_directory(directory)
-        )
-        return TextModel(
-            config=source.config,
-            tokenizer=tokenizer,
-            template=ChatTemplate(tokenizer.chat_template, tokenizer.bos, tokenizer.eos),
-            quantization=source.quantization,
-            size_bytes=source.size_bytes,
-            output=OutputFormat.of(tokenizer.chat_template, tokenizer.specials.ids),
-            infill=find_infill(tokenizer),
-        )
+        if source.checkpoint.format == "gguf":
+            facts = _facts_of(source)
+            if key is not None and len(source.checkpoint.files) == 1:
+                cache.write(path, key, facts)
+            return _from_facts(facts)
+        tokenizer = Tokenizer.from_directory(source.path)
+        return _text_model(source.config, tokenizer, source.quantization, source.size_bytes)
     finally:
         source.checkpoint.close()
+
+
+def _facts_of(source: "ModelSource") -> TextFacts:
+    from engine.core.utils.tokenizer_gguf import tables_from_gguf
+
+    tables = tables_from_gguf(source.metadata)
+    return TextFacts(source.config, tables, source.quantization, source.size_bytes)
+
+
+def _from_facts(facts: TextFacts) -> TextModel:
+    tokenizer = Tokenizer.from_tables(facts.tables)
+    return _text_model(facts.config, tokenizer, facts.quantization, facts.size_bytes)
+
+
+def _text_model(
+    config: ModelConfig, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
+) -> TextModel:
+    return TextModel(
+        config=config,
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer.chat_template, tokenizer.bos, tokenizer.eos),
+        quantization=quantization,
+        size_bytes=size_bytes,
+        output=OutputFormat.of(tokenizer.chat_template, tokenizer.specials.ids),
+        infill=find_infill(tokenizer),
+    )

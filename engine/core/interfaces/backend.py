@@ -6,13 +6,15 @@ choice, then exactly one `UsageEvent`; a failure is an `EngineError` raised from
 instead of the rest.
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.core.interfaces.request import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -154,7 +156,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Embeddings(msgspec.Struct, frozen=True):
     """One row of unit length for each input."""
 
-    vectors: NDArray[np.float32]  # (inputs, dimensions)
+    vectors: "NDArray[np.float32]"  # (inputs, dimensions)
     prompt_tokens: int
 
 

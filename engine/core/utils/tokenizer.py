@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.utils.tokenizer_gguf import parts_from_gguf
 from engine.core.utils.tokenizer_json import parts_from_directory
 from engine.core.utils.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
+from engine.core.utils.tokenizer_tables import TokenizerTables, parts_from_tables
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,13 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        return cls(parts_from_gguf(metadata))
+        from engine.core.utils.tokenizer_gguf import tables_from_gguf  # it needs numpy
+
+        return cls.from_tables(tables_from_gguf(metadata))
+
+    @classmethod
+    def from_tables(cls, tables: TokenizerTables) -> "Tokenizer":
+        return cls(parts_from_tables(tables))
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":

@@ -9,19 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from engine.core.errors import ModelFormatError
-from engine.core.utils.tokenizer_parts import TokenizerParts, end_ids, looks_special, sentinel
-from engine.core.utils.tokenizer_pre import byte_level_words, word_split
+from engine.core.utils.tokenizer_parts import end_ids, looks_special
+from engine.core.utils.tokenizer_pre import word_split
+from engine.core.utils.tokenizer_tables import TokenizerTables
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _TYPES: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, int, bool}}
 
 
-def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
     kind = metadata.get(_PREFIX + "model")
     pieces = _array(metadata, "tokens", str)
     if not pieces:
@@ -32,43 +31,35 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     bos_id = _id(metadata, "bos_token_id", pieces)
     ends = [_id(metadata, f"{name}_token_id", pieces) for name in ("eos", "eot", "eom")]
     specials = _special_ids(pieces, types, [bos_id, *ends])
-    vocab = _vocab(pieces, specials)
+    split, space_prefix, wants_bos = "", False, True
     if kind == "gpt2":
-        split = word_split(str(metadata.get(_PREFIX + "pre", "default")))
-        engine = _engine(vocab, _merges(metadata), ignore_merges=split.ignore_merges)
-        engine.pre_tokenizer = byte_level_words(split)
-        space_prefix, wants_bos = False, split.add_bos
+        split = str(metadata.get(_PREFIX + "pre", "default"))
+        wants_bos = word_split(split).add_bos
+        merges = _merges(metadata)
     elif kind == "llama":
         scores = _array(metadata, "scores", float, len(pieces))
         if not scores:
             raise ModelFormatError(
                 "tokenizer.ggml.scores is missing; a SentencePiece vocabulary needs it."
             )
-        engine = _sentencepiece(vocab, _merges_from_scores(pieces, scores, types, specials), types)
-        space_prefix, wants_bos = _flag(metadata, "add_space_prefix", True), True
-        spaces = [normalizers.Prepend("▁")] if space_prefix else []
-        engine.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+        merges = _merges_from_scores(pieces, scores, types, specials)
+        space_prefix = _flag(metadata, "add_space_prefix", True)
     elif kind == "gemma4":
-        engine = _sentencepiece(vocab, _merges(metadata), types)
-        space_prefix, wants_bos = False, True
-        engine.normalizer = normalizers.Replace(" ", "▁")
-        engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+        merges = _merges(metadata)
     else:
         raise ModelFormatError(
             f"tokenizer.ggml.model is {kind!r}; this engine reads 'gpt2', 'llama' and 'gemma4'."
         )
-    literal = frozenset(i for i, type_ in enumerate(types) if type_ == _USER_DEFINED) - specials
-    engine.add_tokens(
-        [AddedToken(pieces[i], normalized=False) for i in sorted(literal) if pieces[i]]
-    )
-    engine.add_special_tokens([AddedToken(sentinel(i), normalized=False) for i in sorted(specials)])
     template = metadata.get("tokenizer.chat_template")
-    return TokenizerParts(
-        engine=engine,
+    return TokenizerTables(
+        kind=kind,
         pieces=tuple(pieces),
+        merges=merges,
+        split=split,
+        unknown_id=next((i for i, type_ in enumerate(types) if type_ == _UNKNOWN), None),
         special_ids=specials,
-        literal_ids=literal,
-        byte_level=kind == "gpt2",
+        literal_ids=frozenset(i for i, type_ in enumerate(types) if type_ == _USER_DEFINED)
+        - specials,
         space_prefix=space_prefix,
         bos_id=bos_id,
         eos_id=ends[0],
@@ -122,17 +113,6 @@ def _special_ids(
     return frozenset(marked)
 
 
-def _vocab(pieces: Sequence[str], specials: frozenset[int]) -> dict[str, int]:
-    vocab = dict(zip(pieces, range(len(pieces)), strict=True))
-    if len(vocab) != len(pieces):
-        twice = next(piece for i, piece in enumerate(pieces) if vocab[piece] != i)
-        raise ModelFormatError(f"tokenizer.ggml.tokens holds the piece {twice!r} twice.")
-    for i in specials:
-        del vocab[pieces[i]]
-        vocab[sentinel(i)] = i
-    return vocab
-
-
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges: list[tuple[str, str]] = []
     for text in _array(metadata, "merges", str):
@@ -168,27 +148,3 @@ def _merges_from_scores(
     ]
     ranked.sort()
     return [(piece[:-minus_cut], piece[-minus_cut:]) for _, minus_cut, piece in ranked]
-
-
-def _engine(
-    vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any
-) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:
-        raise ModelFormatError(
-            f"tokenizer.ggml.merges do not fit the vocabulary: {error}."
-        ) from error
-
-
-def _sentencepiece(
-    vocab: dict[str, int], merges: list[tuple[str, str]], types: Sequence[int]
-) -> tokenizers.Tokenizer:
-    unknown = next((i for i, type_ in enumerate(types) if type_ == _UNKNOWN), None)
-    return _engine(
-        vocab,
-        merges,
-        unk_token=None if unknown is None else sentinel(unknown),
-        fuse_unk=True,
-        byte_fallback=True,
-    )

@@ -21,7 +21,6 @@ from engine.backends.custom.frameworks.native import _native
 from engine.backends.custom.frameworks.native.weights.arena import ArenaPlan, MatrixParts
 from engine.backends.custom.frameworks.native.weights.packed_file import (
     HEADER_BYTES,
-    PART_SUFFIX,
     PackedFileError,
     map_packed,
     write_packed,
@@ -29,6 +28,7 @@ from engine.backends.custom.frameworks.native.weights.packed_file import (
 from engine.backends.custom.weights.files import FileBytes
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.utils.model_store import store_directory
+from engine.core.utils.private_files import PART_SUFFIX
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import hashlib
 import io
 import mmap
 import os
-import stat
 import struct
 import tempfile
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core.utils.private_files import PART_SUFFIX, open_private
+
 HEADER_BYTES = 4096
-PART_SUFFIX = ".part"
 _MAGIC = b"ENGPACK1"
 _FIELDS = struct.Struct("<8s32sQ32s")  # magic, key, bytes of data, digest of data
 _DIGEST_BYTES = 32
@@ -44,7 +44,7 @@ class Header:
 
 def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
     """The arena of a file that has this key, mapped read-only and shared; no data is read."""
-    with _open(path) as file:
+    with open_private(path) as file:
         header = _read_header(file)
         if header.key != key or header.num_bytes != num_bytes:
             raise PackedFileError("it holds other weights")
@@ -54,7 +54,7 @@ def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
 
 def verify(path: Path) -> None:
     """Read the whole file and raise `PackedFileError` unless its data is what was written."""
-    with _open(path) as file:
+    with open_private(path) as file:
         header = _read_header(file)
         digest = hashlib.sha256()
         while chunk := file.read(_CHUNK_BYTES):
@@ -86,20 +86,6 @@ def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
 def _write_all(file: io.FileIO, chunk: memoryview) -> None:
     while chunk:
         chunk = chunk[file.write(chunk) :]
-
-
-def _open(path: Path) -> BinaryIO:
-    """Only a plain file of our own that nobody else may write to."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    file = os.fdopen(handle, "rb")
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        file.close()
-        raise PackedFileError("it is not a plain file")
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        file.close()
-        raise PackedFileError("others may have written to it")
-    return file
 
 
 def _read_header(file: BinaryIO) -> Header:
