@@ -57,7 +57,8 @@ def plan_of(source: ModelSource) -> tuple[list[PackedMatrix], list[str]]:
         if biases[0] not in source.weights:
             biases = ()
         rows = sum(shape[0] for shape in shapes)
-        matrices.append(PackedMatrix(names, parts, biases, interleaved, rows, shapes[0][1]))
+        layout = source.weights[parts[0]].tensor.dtype
+        matrices.append(PackedMatrix(names, parts, biases, interleaved, rows, shapes[0][1], layout))
     used = {part for matrix in matrices for part in (*matrix.parts, *matrix.biases)}
     return matrices, [name for name in source.weights if name not in used]
 

@@ -85,7 +85,7 @@ def _software() -> list[Finding]:
 
 def _hardware() -> list[Finding]:
     model, features = _cpu()
-    usable = len(os.sched_getaffinity(0))
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count()
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {usable} usable threads"
     memory = psutil.virtual_memory()
     room = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"

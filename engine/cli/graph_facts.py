@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.backends.custom.ir.plan import Capacity
+from engine.backends.custom.ir.plan import Capacity, Split
 from engine.backends.custom.ir.types import Counts, Dim
 
 
@@ -61,7 +61,7 @@ class StepFacts:
     kv_bytes: int
     bytes: int
     places: tuple[int, ...]  # of the buffers that are read and written
-    grain: int | None
+    split: Split | None  # of a product: its units, and how many a thread claims at once
     seconds: float | None
 
 

@@ -12,7 +12,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.custom.frameworks.native.execution import build
-from engine.backends.custom.frameworks.native.execution.program import LAYOUTS, Arithmetic
 from engine.backends.custom.frameworks.native.execution.timing import (
     Timing,
     runner_config,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
 _FLOAT = 4
 _KV_TYPE = "bfloat16"  # what a server keeps keys and values as, unless it is told otherwise
-_NUMERICS = ("f32", "int8", "bf16")
-_PROMPT_ATTENTION = {"amx": "bf16"}  # by instruction set, over such a cache
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _KINDS: Mapping[type, str] = {
     ir.EmbedStep: "embed",
@@ -63,7 +60,7 @@ def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -
     native = build.kernels() if timed else _kernels_if_built()
     threads = default_threads()
     if native is not None:
-        plans = build.plans_for(source, config, threads)
+        plans = build.plans_for(source, config, build.machine_with(threads))
         chosen = next(each for each in plans if each.capacity.tokens >= size.tokens)
     else:
         machine, capacity = ir.Machine(threads), ir.Capacity(size.tokens, counts.logits)
@@ -193,7 +190,7 @@ class _Facts:
             kv_bytes=cost.kv_bytes,
             bytes=cost.bytes,
             places=tuple(self._plan.buffers[each].place for each in touched(step)),
-            grain=step.grain if isinstance(step, ir.LinearStep) else None,
+            split=step.split if isinstance(step, ir.LinearStep) else None,
             seconds=seconds,
         )
 
@@ -201,20 +198,15 @@ class _Facts:
         """Layout of the step's matrix, and the arithmetic of generated tokens and of prompts."""
         if self._native is None:
             return None, None, None
-        instruction_set = self._native.instruction_sets()[-1]
-        if isinstance(step, ir.EmbedStep):
-            return LAYOUTS[self._layout(self._matrices[step.table].parts[0])], "f32", "f32"
-        if isinstance(step, ir.AttentionStep):
-            return None, "f32", _PROMPT_ATTENTION.get(instruction_set, "f32")
-        if not isinstance(step, ir.LinearStep):
-            return None, "f32", "f32"
-        layout = self._layout(self._matrices[step.matrix].parts[0])
-        has_bf16 = self._native.has_bf16(instruction_set)
-        generated, prompt = Arithmetic(exact=False, has_bf16=has_bf16).of(layout)
-        return LAYOUTS[layout], _NUMERICS[generated], _NUMERICS[prompt]
-
-    def _layout(self, name: str) -> int:
-        return self._native.layout_of(self._source.weights[name].tensor.dtype)
+        match step:
+            case ir.LinearStep():
+                layout = self._matrices[step.matrix].layout
+                return layout, step.kernel.generated, step.kernel.prompt
+            case ir.AttentionStep():
+                return None, step.kernel.generated, step.kernel.prompt
+            case ir.EmbedStep():
+                return self._matrices[step.table].layout, "f32", "f32"
+        return None, "f32", "f32"
 
     def _read_bytes(self, name: str) -> int:
         """What a kernel reads of a weight; as stored where there are no kernels to ask."""
@@ -224,7 +216,8 @@ class _Facts:
             return weight.tensor.nbytes
         if len(shape) == 1 or name in self._plan.vectors:
             return _FLOAT * prod(shape)
-        panel = self._native.panel_bytes(self._layout(name), shape[1])
+        layout = self._native.layout_of(weight.tensor.dtype)
+        panel = self._native.panel_bytes(layout, shape[1])
         return shape[0] * panel // ir.PANEL_ROWS
 
 

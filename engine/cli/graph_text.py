@@ -131,7 +131,7 @@ def _step_row(step: StepFacts, report: Report) -> list[str]:
         f"{step.flops / 1e6:,.2f}",
         human_bytes(step.bytes),
         step_places(step),
-        "" if step.grain is None else str(step.grain),
+        "" if step.split is None else f"{step.split.grain} of {step.split.units:,}",
     ]
     return row if step.seconds is None else [*row, f"{1e3 * step.seconds:.4f}"]
 

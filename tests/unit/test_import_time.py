@@ -12,7 +12,7 @@ import pytest
 import engine
 
 FRAMEWORKS = {"torch", "jax", "tinygrad", "transformers", "tensorflow", "vllm", "sglang"}
-HEAVY = FRAMEWORKS | {"fastapi", "numpy", "openai", "pydantic_settings", "starlette", "uvicorn"}
+HEAVY = FRAMEWORKS | {"fastapi", "numpy", "openai", "starlette", "uvicorn"}
 
 RUN_HELP = """
 import contextlib, io, json, sys
@@ -77,6 +77,15 @@ def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
 def test_an_engine_process_is_started_before_anything_heavy_is_loaded() -> None:
     module = "engine.backends.custom.runtime.engine_process"
     assert not loaded_by(f"import {module}") & (HEAVY | {"asyncio", "msgspec", "pydantic"})
+
+
+def test_a_frontend_starts_without_numpy() -> None:
+    from engine.servers.app import EARLY
+
+    routes = [f"engine.servers.{target.partition(':')[0]}" for target in EARLY]
+    modules = ["engine.cli.serve", "engine.backends.custom.app", "engine.servers.run", *routes]
+    backends = "engine.backends.custom.frameworks.backends"
+    assert "numpy" not in loaded_by(f"import {', '.join([*modules, backends])}")
 
 
 def test_package_offers_its_names_and_no_others() -> None:

@@ -1,6 +1,6 @@
-"""Plans: steps, places, split matrices, thread split, buckets, costs, and their executor."""
+"""Plans: steps, places, split matrices, buckets, costs, and their executor."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
@@ -34,12 +34,12 @@ TOLERANCE = 1e-4
 LENGTHS = (19, 3, 1, 8)
 
 
-def planned(config: ModelConfig, layout_of: Callable[[str], Hashable]) -> ExecutionPlan:
+def planned(config: ModelConfig, layout_of: Callable[[str], str]) -> ExecutionPlan:
     return plan(build_graph(config), CAPACITY, TWO, layout_of)
 
 
 def one_layout(name: str) -> str:
-    return "f32"
+    return "F32"
 
 
 def runner(config: ModelConfig, made: ExecutionPlan | None = None) -> Forward:
@@ -134,7 +134,7 @@ def test_a_tied_head_is_the_table() -> None:
     assert [matrix.name for matrix in made.matrices].count("embed.weight") == 1
 
 
-def layout_by_name(*odd: str) -> Callable[[str], Hashable]:
+def layout_by_name(*odd: str) -> Callable[[str], str]:
     return lambda name: "odd" if any(each in name for each in odd) else "even"
 
 
@@ -248,22 +248,6 @@ def _with_extra_activation(graph: Graph) -> Graph:
         each for node in graph.nodes for each in ((odd, changed) if node is wanted else (node,))
     ]
     return replace(graph, nodes=tuple(nodes))
-
-
-def test_grain_shares_work_and_is_worth_a_claim() -> None:
-    config = replace(CONFIGS["llama"], hidden_size=576, intermediate_size=1536, vocab_size=49152)
-    graph = build_graph(config)
-    alone, few, many = (plan(graph, Capacity(tokens, tokens), TWO) for tokens in (1, 8, 512))
-    single = plan(graph, Capacity(1, 1), Machine(threads=1))
-    for index, step in enumerate(linears(alone)):
-        matrix = next(each for each in alone.matrices if each.name == step.matrix)
-        units = -(-matrix.rows // (32 if step.gated else 16))
-        grains = [linears(each)[index].grain for each in (alone, few, many)]
-        assert sorted(grains, reverse=True) == grains, "more rows, finer shares"
-        assert 1 <= grains[0] <= max(1, units // 8), "four claims for each thread at least"
-        assert linears(single)[index].grain == units
-    assert linears(alone)[-1].grain > 1
-    assert all(step.grain == 1 for step in linears(many))
 
 
 def test_a_step_beyond_the_capacity_is_refused() -> None:

@@ -115,6 +115,6 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
         blocks[1, 0, :2] = 0xFF  # not a number, in none of the blocks that opening looks at
 
     source = open_model(q8_model(tmp_path / "model.gguf", damage))
-    matrix = PackedMatrix("query", ("layers.0.attn.q.weight",), (), False, 64, 64)
+    matrix = PackedMatrix("query", ("layers.0.attn.q.weight",), (), False, 64, 64, "Q8")
     with pytest.raises(ModelFormatError, match="'query' has a scale"):
         load_weights(source, [matrix], [], threads=1, cache=None)

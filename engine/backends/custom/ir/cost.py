@@ -11,6 +11,7 @@ from engine.backends.custom.ir.plan import (
     LinearStep,
     RopeWriteStep,
     Step,
+    weights_of,
 )
 from engine.backends.custom.ir.types import Counts
 
@@ -72,17 +73,7 @@ class PlanCost:
 
     def weights(self, step: Step) -> tuple[str, ...]:
         """Names of the weights that a step reads."""
-        names: list[str | None] = []
-        match step:
-            case EmbedStep():
-                names = [*self._matrices[step.table].parts, step.positions]
-            case LinearStep():
-                matrix = self._matrices[step.matrix]
-                norm = [step.norm.weight, step.norm.bias] if step.norm else []
-                names = [*norm, *matrix.parts, *matrix.biases]
-            case RopeWriteStep():
-                names = [step.q_norm, step.k_norm]
-        return tuple(name for name in names if name is not None)
+        return weights_of(step, self._matrices)
 
     def _embed(self, step: EmbedStep, counts: Counts) -> StepCost:
         """Only the rows that are looked up are read."""

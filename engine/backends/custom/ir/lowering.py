@@ -1,16 +1,15 @@
 """From a fused graph to steps: a step or a few for each node, over buffers not yet placed."""
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from engine.backends.custom.ir.attributes import Attention, Projection, RopeWrite
+from engine.backends.custom.ir.choice import attention_kernel, product_kernel, split
 from engine.backends.custom.ir.fusion import as_projection, joined_name
 from engine.backends.custom.ir.graph import Graph, GraphError, Node
 from engine.backends.custom.ir.liveness import Room
 from engine.backends.custom.ir.plan import (
-    PANEL_ROWS,
     AttentionStep,
     Capacity,
     EmbedStep,
@@ -19,17 +18,14 @@ from engine.backends.custom.ir.plan import (
     Machine,
     Norm,
     PackedMatrix,
+    Precision,
     RopeWriteStep,
     RowKind,
     Step,
 )
 
-LayoutOf = Callable[[str], Hashable]
+LayoutOf = Callable[[str], str]  # how kernels read a weight, by its name
 
-# A claim costs about 0.1 us; this much work, in multiplications, takes some 2 us.
-_CLAIM_WORK = 1 << 16
-# Each thread gets this many claims at least, so that the last one to finish is not waited for long.
-_CLAIMS = 4
 _KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
 
 
@@ -40,6 +36,7 @@ class Lowering:
     graph: Graph
     capacity: Capacity
     machine: Machine
+    precision: Precision
     layout_of: LayoutOf
     steps: list[Step] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of the buffers
@@ -104,6 +101,7 @@ class Lowering:
                 attributes.head_dim,
                 attributes.scale,
                 attributes.window,
+                attention_kernel(self.machine, self.precision),
             )
         )
 
@@ -169,7 +167,8 @@ class Lowering:
                 attributes.gated,
                 attributes.residual,
                 attributes.has_bias,
-                grain(matrix, attributes.gated, rows, self.machine),
+                product_kernel(matrix.layout, self.machine, self.precision, per == "logit"),
+                split(matrix, attributes.gated, rows, self.machine),
                 column,
                 multiply,
             )
@@ -205,6 +204,7 @@ class Lowering:
             interleaved,
             rows=sum(rows for rows, _ in shapes),
             columns=shapes[0][1],
+            layout=self.layout_of(parts[0]),
         )
         known = self.matrices.setdefault(name, matrix)
         if (known.parts, known.interleaved) != (matrix.parts, matrix.interleaved):
@@ -228,18 +228,3 @@ class Lowering:
         self.names.append(node.name)
         self.rooms.append(Room(width, _KINDS[rows]))
         return self.buffer_of[node.name]
-
-
-def grain(matrix: PackedMatrix, gated: bool, rows: int, machine: Machine) -> int:
-    """How many units a thread claims at once: enough work to be worth it, enough claims to share.
-
-    It says who computes what, never how: results do not depend on it.
-    """
-    panels = 2 if gated else 1
-    units = math.ceil(matrix.rows / (panels * PANEL_ROWS))
-    if machine.threads == 1:
-        return units
-    unit_work = panels * PANEL_ROWS * matrix.columns * rows
-    worthwhile = math.ceil(_CLAIM_WORK / unit_work)
-    shared = units // (machine.threads * _CLAIMS)
-    return max(1, min(worthwhile, shared))

@@ -5,8 +5,11 @@ Buffers that are never alive together share a place of the arena; all buffers of
 same kind of rows. A step's `nodes` are the graph's nodes that it does the work of.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from engine.backends.custom.ir.types import Numerics
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
 RowKind = Literal["token", "logit"]
@@ -24,7 +27,38 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """Abilities of the CPU that a plan is for."""
+
     threads: int
+    instruction_set: str = "generic"  # the best that it has kernels for
+    has_bf16: bool = False  # products in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What whoever runs the model asks for."""
+
+    exact: bool = False  # float activations everywhere
+    kv_type: str = "bfloat16"  # of the cache; or float32, int8
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The arithmetic of tokens that the model generated, and of those of prompts."""
+
+    generated: Numerics
+    prompt: Numerics
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A product's units, and how many of them a thread claims at once.
+
+    A unit is a panel, or a pair of them when gated.
+    """
+
+    units: int
+    grain: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +85,7 @@ class PackedMatrix:
     interleaved: bool
     rows: int  # of all parts, without padding
     columns: int
+    layout: str  # of its panels, the same for all parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +124,8 @@ class LinearStep:
     gated: bool
     residual: bool
     has_bias: bool
-    grain: int  # units that a thread claims at once: panels, or pairs of them when gated
+    kernel: Kernel
+    split: Split
     column: int = 0
     multiply: bool = False
 
@@ -126,6 +162,7 @@ class AttentionStep:
     head_dim: int
     scale: float
     window: int | None  # a token sees this many, itself included
+    kernel: Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +177,21 @@ class GatherStep:
 Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | GatherStep
 
 
+def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, ...]:
+    """Names of the weights that a step reads; `matrices` are the plan's, by name."""
+    names: list[str | None] = []
+    match step:
+        case EmbedStep():
+            names = [*matrices[step.table].parts, step.positions]
+        case LinearStep():
+            matrix = matrices[step.matrix]
+            norm = [step.norm.weight, step.norm.bias] if step.norm else []
+            names = [*norm, *matrix.parts, *matrix.biases]
+        case RopeWriteStep():
+            names = [step.q_norm, step.k_norm]
+    return tuple(name for name in names if name is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
     steps: tuple[Step, ...]
@@ -150,6 +202,7 @@ class ExecutionPlan:
     output: int  # the buffer of the logits
     capacity: Capacity
     machine: Machine
+    precision: Precision
     weights: tuple[str, ...]  # every weight, in the order of first use
 
     def floats_per(self, kind: RowKind) -> int:

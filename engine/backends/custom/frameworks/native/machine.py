@@ -6,6 +6,7 @@ process of its own, which a broken build may take down.
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -68,7 +69,7 @@ def choose_cpus(affinity: str, threads: int) -> list[int]:
         is_shared = quota is not None and quota < len(cores)
         return [] if threads >= len(cores) or is_shared else _spread(cores, threads)
     cpus = parse_cpus(affinity)
-    absent = sorted(set(cpus) - os.sched_getaffinity(0))
+    absent = sorted(set(cpus) - usable_cpus())
     if absent:
         raise ConfigError(
             f"performance.affinity {affinity!r}: this process may not use CPU {absent[0]}"
@@ -81,9 +82,16 @@ def choose_cpus(affinity: str, threads: int) -> list[int]:
     return cpus[:threads]
 
 
+def usable_cpus() -> set[int]:
+    """This process's affinity mask; every CPU where the system has no such thing."""
+    if sys.platform == "linux":
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def usable_cores(sys_root: Path = _SYS, mask: set[int] | None = None) -> list[Core]:
     """Physical cores with a CPU in this process's affinity mask, by NUMA node and number."""
-    usable = os.sched_getaffinity(0) if mask is None else mask
+    usable = usable_cpus() if mask is None else mask
     nodes = _cpu_nodes(sys_root)
     cores = set()
     for cpu in usable:

@@ -9,13 +9,12 @@ import psutil
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.execution.program import (
     LAYOUTS,
-    Arithmetic,
     Numbered,
     add_program,
 )
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.families import build_graph
-from engine.backends.custom.ir.plan import PANEL_ROWS, ExecutionPlan, Machine
+from engine.backends.custom.ir.plan import PANEL_ROWS, ExecutionPlan, Machine, Precision
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.memory import MIB, MemoryNeeds
@@ -99,8 +98,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     native, model_config = kernels(), source.config
     _check(model_config, config)
     threads = config.num_threads or default_threads()
-    isa = native.instruction_sets()[-1]
-    plans = plans_for(source, config, threads)
+    machine = machine_with(threads)
+    plans = plans_for(source, config, machine)
     packed = load_weights(
         source,
         plans[0].matrices,
@@ -109,22 +108,20 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         cache=PackedCache() if source.size_bytes >= MIN_CACHED_BYTES else None,
         progress=PackingProgress(source.path.name),
     )
-    model = native.Model(isa, threads, choose_cpus(config.affinity, threads))
+    model = native.Model(machine.instruction_set, threads, choose_cpus(config.affinity, threads))
     names = {matrix.name: matrix for matrix in plans[0].matrices}
     weights = Numbered(
         matrices={
             name: model.add_matrix(panels.layout, names[name].rows, panels.columns, panels.data)
             for name, panels in packed.matrices.items()
         },
-        layouts={name: panels.layout for name, panels in packed.matrices.items()},
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
     )
     _set_memory(model, source, config, plans[-1])
-    arithmetic = Arithmetic(exact=config.dtype == "float32", has_bf16=native.has_bf16(isa))
     model.set_fast(config.numerics == "fast")
     for plan in plans:
-        add_program(model, plan, weights, arithmetic)
+        add_program(model, plan, weights)
     spec = RunnerSpec(
         block_size=config.block_size,
         num_blocks=config.num_blocks,
@@ -134,7 +131,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         most_step_tokens=STEP_TOKENS,
     )
-    log.info("native: %s kernels on %d threads, layouts %s", isa, threads, _layouts(weights))
+    layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
+    isa = machine.instruction_set
+    log.info("native: %s kernels on %d threads, layouts %s", isa, threads, layouts)
     return NativeRunner(model, spec, model_config.hidden_size)
 
 
@@ -156,16 +155,24 @@ def _check(model: ModelConfig, config: RunnerConfig) -> None:
         )
 
 
-def plans_for(source: ModelSource, config: RunnerConfig, threads: int) -> list[ExecutionPlan]:
+def machine_with(threads: int) -> Machine:
+    """This machine, as a planner sees it."""
+    native = kernels()
+    instruction_set = native.instruction_sets()[-1]
+    return Machine(threads, instruction_set, native.has_bf16(instruction_set))
+
+
+def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> list[ExecutionPlan]:
     """One for each size class of a step; they differ in how work is split, in nothing else."""
     layout_of = kernels().layout_of
     max_tokens = max(config.max_batch_tokens, config.max_slots)
     cache = plan_cache(
         build_graph(source.config),
-        Machine(threads),
+        machine,
         max_tokens,
         min(max_tokens, config.max_slots + MAX_SCORED),
-        lambda name: layout_of(source.weights[name].tensor.dtype),
+        lambda name: LAYOUTS[layout_of(source.weights[name].tensor.dtype)],
+        Precision(config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype)),
     )
     return [cache.get(each.tokens, each.logits) for each in cache.capacities()]
 
@@ -201,7 +208,3 @@ def _kv_type(asked: str, dtype: str) -> str:
     if asked != "auto":
         return asked
     return "float32" if dtype == "float32" else "bfloat16"
-
-
-def _layouts(weights: Numbered) -> str:
-    return ", ".join(sorted({LAYOUTS[layout] for layout in weights.layouts.values()}))

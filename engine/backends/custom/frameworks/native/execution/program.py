@@ -15,30 +15,9 @@ from engine.backends.custom.ir.plan import (
 
 # Codes of csrc/layout.h and csrc/kernels.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
-F32, INT8, BF16 = range(3)
+NUMERICS = ("f32", "int8", "bf16")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 NORMS = ("none", "rms", "layer")
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """How products are computed: for tokens that a model generated, and for those of prompts."""
-
-    exact: bool  # float activations everywhere
-    has_bf16: bool
-
-    def of(self, layout: int) -> tuple[int, int]:
-        """For generated tokens and for prompts, by the layout of the weights.
-
-        A file of float32 weights is computed in float32. Other prompts go through bfloat16 where
-        the CPU has it, being many rows at once; a generated token is rounded to 8 bits in groups,
-        which reads quantized weights as they are.
-        """
-        name = LAYOUTS[layout]
-        if self.exact or name == "F32":
-            return F32, F32
-        generated = F32 if name in ("F16", "BF16") else INT8
-        return generated, BF16 if self.has_bf16 else generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +25,6 @@ class Numbered:
     """Weights that a model has been given, by name."""
 
     matrices: Mapping[str, int]
-    layouts: Mapping[str, int]
     vectors: Mapping[str, int]
     biases: Mapping[str, int]  # by matrix
 
@@ -54,13 +32,13 @@ class Numbered:
         return -1 if name is None else self.vectors[name]
 
 
-def add_program(model: Any, plan: ExecutionPlan, weights: Numbered, arithmetic: Arithmetic) -> None:
+def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
     model.begin_program(plan.capacity.tokens)
     for step in plan.steps:
         if isinstance(step, EmbedStep):
             model.embed(step.out, weights.matrices[step.table], weights.vector(step.positions))
         elif isinstance(step, LinearStep):
-            _add_linear(model, plan, step, weights, arithmetic)
+            _add_linear(model, plan, step, weights)
         elif isinstance(step, RopeWriteStep):
             model.rope_write(
                 qkv=step.qkv,
@@ -90,10 +68,7 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered, arithmetic: 
     model.end_program()
 
 
-def _add_linear(
-    model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered, arithmetic: Arithmetic
-) -> None:
-    generated, prompt = arithmetic.of(weights.layouts[step.matrix])
+def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered) -> None:
     norm = step.norm
     model.linear(
         source=step.source,
@@ -110,7 +85,7 @@ def _add_linear(
         multiply=step.multiply,
         over_logits=plan.buffers[step.out].per == "logit",
         column=step.column,
-        grain=step.grain,
-        generated=generated,
-        prompt=prompt,
+        grain=step.split.grain,
+        generated=NUMERICS.index(step.kernel.generated),
+        prompt=NUMERICS.index(step.kernel.prompt),
     )
