@@ -31,6 +31,9 @@ ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Rounding r
         memcpy(to, &rounded, sizeof rounded);
     } else {
         float whole = rounding.inverse == 0.0f ? 0.0f : value * rounding.inverse;
+#if defined(__aarch64__)
+        __asm__("" : "+w"(whole));  // the product is rounded, not fused with the sum below
+#endif
         *to = uint8_t(float_to_bits(whole + 12582912.0f));  // to nearest, ties to even
     }
 }

@@ -5,43 +5,17 @@
 #include <immintrin.h>
 #endif
 
-#include "common.h"
+#include "vectors.h"
 
 namespace engine {
 namespace {
 
 // Queries and vectors of columns whose sums are held in registers together.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kQueries = 6, kColumns = 4;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8, kQueries = 4, kColumns = 2;
+constexpr int kQueries = 6, kColumns = 4;
 #else
-constexpr int kLanes = 4, kQueries = 4, kColumns = 2;
+constexpr int kQueries = 4, kColumns = 2;
 #endif
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-
-ENGINE_INLINE Floats load(const float* from) {
-    Floats value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-ENGINE_INLINE void store(float* to, Floats value) {
-    memcpy(to, &value, sizeof value);
-}
-
-ENGINE_INLINE Words load_words(const uint8_t* from) {
-    Words value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-ENGINE_INLINE Floats all(float value) {
-    return value - Floats{};
-}
 
 ENGINE_INLINE Floats larger(Floats a, Floats b) {
     return a > b ? a : b;

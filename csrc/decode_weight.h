@@ -31,12 +31,6 @@ ENGINE_INLINE const uint16_t* scales_of(const uint8_t* panel, int groups, int gr
     return reinterpret_cast<const uint16_t*>(panel + where);
 }
 
-ENGINE_INLINE Ints load_words(const uint8_t* from) {
-    Ints words;
-    memcpy(&words, from, sizeof words);
-    return words;
-}
-
 #if defined(__F16C__)
 static_assert(kLanes == 8, "for AVX2");
 
@@ -69,7 +63,7 @@ ENGINE_INLINE Floats load_halves(const uint16_t* from) {
 template <Layout layout>
 ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     constexpr bool nibbles = is_4_bit(layout);
-    Ints four = load_words(group + (nibbles ? k % 16 : k) / 4 * 64 + 4 * n);
+    Ints four = (Ints)load_words(group + (nibbles ? k % 16 : k) / 4 * 64 + 4 * n);
     Ints value = four >> (k % 4 * 8 + (nibbles && k >= 16 ? 4 : 0)) & (nibbles ? 15 : 255);
     return __builtin_convertvector(value, Floats);
 }
@@ -78,7 +72,7 @@ ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
 template <Layout layout>
 ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     if (layout == Layout::F32) return load(reinterpret_cast<const float*>(group) + k * kPanelRows + n);
-    Ints pair = load_words(group + (k / 2 * kPanelRows + n) * 4);
+    Ints pair = (Ints)load_words(group + (k / 2 * kPanelRows + n) * 4);
     if (layout == Layout::BF16) return (Floats)(k % 2 ? pair & int32_t(0xffff0000) : pair << 16);
     return halves_to_floats(k % 2 ? pair >> 16 : pair);
 }

@@ -8,6 +8,7 @@
 #include "dispatch.h"
 #include "epilogue.h"
 #include "packed_input.h"
+#include "with_layout.h"
 
 namespace engine {
 namespace {
@@ -208,41 +209,13 @@ void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch)
 }
 
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
-    switch (job.weights->layout) {
-        case Layout::Q4:
-            return multiply_whole<Layout::Q4>(job, begin, end);
-        case Layout::Q4G16:
-            return multiply_whole<Layout::Q4G16>(job, begin, end);
-        case Layout::Q8:
-            return multiply_whole<Layout::Q8>(job, begin, end);
-        case Layout::Q8M:
-            return multiply_whole<Layout::Q8M>(job, begin, end);
-        case Layout::Q8G16:
-            return multiply_whole<Layout::Q8G16>(job, begin, end);
-        default:
-            return;
-    }
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) multiply_whole<layout>(job, begin, end);
+    });
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    switch (job.weights->layout) {
-        case Layout::Q4:
-            return multiply_floats<Layout::Q4>(job, begin, end, scratch);
-        case Layout::Q4G16:
-            return multiply_floats<Layout::Q4G16>(job, begin, end, scratch);
-        case Layout::Q8:
-            return multiply_floats<Layout::Q8>(job, begin, end, scratch);
-        case Layout::Q8M:
-            return multiply_floats<Layout::Q8M>(job, begin, end, scratch);
-        case Layout::Q8G16:
-            return multiply_floats<Layout::Q8G16>(job, begin, end, scratch);
-        case Layout::F16:
-            return multiply_floats<Layout::F16>(job, begin, end, scratch);
-        case Layout::BF16:
-            return multiply_floats<Layout::BF16>(job, begin, end, scratch);
-        case Layout::F32:
-            return multiply_floats<Layout::F32>(job, begin, end, scratch);
-    }
+    with_layout(job.weights->layout, [&](auto layout) { multiply_floats<layout>(job, begin, end, scratch); });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "dispatch.h"
 #include "epilogue.h"
 #include "packed_input.h"
+#include "with_layout.h"
 
 namespace engine {
 namespace {
@@ -115,35 +116,15 @@ void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) 
     }
 }
 
-template <template <Layout> class Product>
 void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    switch (job.weights->layout) {
-        case Layout::Q4:
-            return multiply_units<Product<Layout::Q4>>(job, begin, end, scratch);
-        case Layout::Q4G16:
-            return multiply_units<Product<Layout::Q4G16>>(job, begin, end, scratch);
-        case Layout::Q8:
-            return multiply_units<Product<Layout::Q8>>(job, begin, end, scratch);
-        case Layout::Q8M:
-            return multiply_units<Product<Layout::Q8M>>(job, begin, end, scratch);
-        case Layout::Q8G16:
-            return multiply_units<Product<Layout::Q8G16>>(job, begin, end, scratch);
-        default:
-            return;
-    }
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) multiply_units<WholeProduct<layout>>(job, begin, end, scratch);
+    });
 }
 
 void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    switch (job.weights->layout) {
-        case Layout::F16:
-            return multiply_units<FloatProduct<Layout::F16>>(job, begin, end, scratch);
-        case Layout::BF16:
-            return multiply_units<FloatProduct<Layout::BF16>>(job, begin, end, scratch);
-        case Layout::F32:
-            return multiply_units<FloatProduct<Layout::F32>>(job, begin, end, scratch);
-        default:
-            return multiply_quantized<FloatProduct>(job, begin, end, scratch);
-    }
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply_units<FloatProduct<layout>>(job, begin, end, scratch); });
 }
 
 }  // namespace
@@ -152,7 +133,7 @@ void fill_matmul_generic(Kernels& table) {
     constexpr int whole = int(Numerics::INT8), floats = int(Numerics::F32);
     table.packed_bytes[whole] = packed_bytes_int8;
     table.pack[whole] = pack_int8;
-    table.matmul[whole] = multiply_quantized<WholeProduct>;
+    table.matmul[whole] = multiply_quantized;
     table.packed_bytes[floats] = packed_bytes_f32;
     table.pack[floats] = pack_f32;
     table.matmul[floats] = multiply_floats;

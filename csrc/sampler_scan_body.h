@@ -11,8 +11,6 @@
 namespace engine {
 namespace {
 
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kFlush = 32;  // vectors added in float before they go on in double
 

@@ -2,6 +2,7 @@
 #include "decode_weight.h"
 #include "dispatch.h"
 #include "vector_kernels.h"
+#include "with_layout.h"
 
 namespace engine {
 namespace {
@@ -44,24 +45,12 @@ void embed_quantized(const Matrix& table, int index, float* out) {
 }
 
 void embed(const Matrix& table, int index, float* out) {
-    switch (table.layout) {
-        case Layout::Q4:
-            return embed_quantized<Layout::Q4>(table, index, out);
-        case Layout::Q4G16:
-            return embed_quantized<Layout::Q4G16>(table, index, out);
-        case Layout::Q8:
-            return embed_quantized<Layout::Q8>(table, index, out);
-        case Layout::Q8M:
-            return embed_quantized<Layout::Q8M>(table, index, out);
-        case Layout::Q8G16:
-            return embed_quantized<Layout::Q8G16>(table, index, out);
-        case Layout::F16:
-            return embed_floats<Layout::F16>(table, index, out);
-        case Layout::BF16:
-            return embed_floats<Layout::BF16>(table, index, out);
-        case Layout::F32:
-            return embed_floats<Layout::F32>(table, index, out);
-    }
+    with_layout(table.layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16)
+            embed_quantized<layout>(table, index, out);
+        else
+            embed_floats<layout>(table, index, out);
+    });
 }
 
 }  // namespace

@@ -1,35 +1,9 @@
-// Vectors of the width that a file is compiled for, and functions on them that no instruction offers.
-// Written with the compiler's vector types, so that one text serves every instruction set.
+// Functions on vectors that no instruction offers.
 #pragma once
-#include "common.h"
+#include "vectors.h"
 
 namespace engine {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-ENGINE_INLINE Floats load(const float* x) {
-    Floats value;
-    memcpy(&value, x, sizeof value);
-    return value;
-}
-
-ENGINE_INLINE void store(float* to, Floats value) {
-    memcpy(to, &value, sizeof value);
-}
-
-ENGINE_INLINE Floats all(float x) {
-    return x - Floats{};
-}
 
 // e to the x, within 2 units in the last place; 0 below -87.3, no more than 2.4e38, NaN for NaN.
 ENGINE_INLINE Floats vexp(Floats x) {
