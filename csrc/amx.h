@@ -47,5 +47,11 @@ ENGINE_INLINE void tile_multiply_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kPairs), "i"(kRows), "i"(kSums));
 }
 
+// sums[m][n] += rows[m][4 k + i] * fours[k][n][i] over the four i: signed bytes
+template <int kSums, int kRows, int kFours>
+ENGINE_INLINE void tile_multiply_int8() {
+    __asm__ volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));
+}
+
 }  // namespace
 }  // namespace engine

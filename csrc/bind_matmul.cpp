@@ -42,7 +42,9 @@ class Product {
             int tokens, bool gated)
         : kernels_(kernels_named(isa)), numerics_(numerics), tokens_(tokens) {
         check(numerics >= 0 && numerics < kNumerics && kernels_.matmul[numerics], "no such numerics");
-        check(layout >= 0 && layout <= int(Layout::F32), "no such layout");
+        check(layout >= 0 && layout <= int(Layout::I8), "no such layout");
+        check((layout == int(Layout::I8)) == (numerics == int(Numerics::INT8_ROWS)),
+              "a layout that these numerics do not read");
         check(rows > 0 && columns > 0 && tokens > 0, "rows, columns and tokens must be positive");
         matrix_ = {Layout(layout), rows, columns, weights.data()};
         units_ = gated ? div_up(rows / 2, kPanelRows) : matrix_.panels();
@@ -91,6 +93,24 @@ Result matmul(const std::string& isa, int numerics, int layout, Bytes weights, i
     return Result(out, {size_t(tokens), size_t(width)}, owner);
 }
 
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> rounded(const std::string& isa, int layout, Bytes weights,
+                                                     int rows, int columns) {
+    const Kernels& kernels = kernels_named(isa);
+    check(kernels.round_panel, "this instruction set has no products of rounded weights");
+    check(layout >= 0 && layout <= int(Layout::F32), "no such layout");
+    const Matrix from{Layout(layout), rows, columns, weights.data()};
+    check(rows > 0 && columns > 0 && from.bytes() <= weights.size(), "the weights are too short");
+    const Matrix to{Layout::I8, rows, columns, nullptr};
+    const size_t panels = weights.size() / from.stride();
+    Buffer values(size_t(round_up(columns, kTileColumns)) * kPanelRows * sizeof(float));
+    uint8_t* out = static_cast<uint8_t*>(aligned_alloc(64, panels * to.stride()));
+    if (!out) throw std::bad_alloc();
+    nb::capsule owner(out, [](void* data) noexcept { free(data); });
+    for (size_t panel = 0; panel < panels; panel++)
+        kernels.round_panel(from, int(panel), values.floats(), out + panel * to.stride());
+    return {out, {panels * to.stride()}, owner};
+}
+
 double bench_matmul(const std::string& isa, int numerics, int layout, Bytes weights, int rows, int columns,
                     int tokens, int repeats) {
     Product product(isa, numerics, layout, weights, rows, columns, tokens, false);
@@ -113,6 +133,10 @@ double bench_matmul(const std::string& isa, int numerics, int layout, Bytes weig
 void bind_matmul(nb::module_& module) {
     using namespace nb::literals;
     module.def("has_bf16", [](const std::string& isa) { return kernels_named(isa).has_bf16; }, "isa"_a);
+    module.def(
+        "has_rounded", [](const std::string& isa) { return kernels_named(isa).round_panel != nullptr; },
+        "isa"_a, "Whether there are products of weights that are rounded to 8 bits, a scale for each row.");
+    module.def("rounded", &rounded, "isa"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a);
     // A gated matrix is pairs of panels (gate, up): `rows` counts both, biases are in the panels' order.
     module.def("matmul", &matmul, "isa"_a, "numerics"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a,
                "x"_a, "bias"_a.none(), "activation"_a, "gated"_a, "residual"_a.none());

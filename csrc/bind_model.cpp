@@ -6,6 +6,7 @@
 
 #include "bind_sampler.h"
 #include "model.h"
+#include "rounded.h"
 
 namespace engine {
 namespace {
@@ -27,6 +28,7 @@ class BoundModel {
         if (reinterpret_cast<uintptr_t>(data.data()) % 64)
             throw nb::value_error("a matrix must be 64-byte aligned");
         matrices_.push_back(matrix);
+        panels_.push_back(int(data.shape(0) / matrix.stride()));
         keep_.push_back(nb::cast(data));
         return int(matrices_.size()) - 1;
     }
@@ -35,6 +37,26 @@ class BoundModel {
         vectors_.push_back(data.data());
         keep_.push_back(nb::cast(data));
         return int(vectors_.size()) - 1;
+    }
+
+    // Returns the numbers of the copies.
+    std::vector<int> add_rounded(const std::vector<int>& numbers) {
+        if (!model.executor.kernels().round_panel)
+            throw nb::value_error("this instruction set has no products of rounded weights");
+        std::vector<StoredPanels> from;
+        for (int number : numbers) {
+            from.push_back({matrix(number), panels_.at(size_t(number))});
+            if (from.back().matrix->columns > kMaxRoundedColumns)
+                throw nb::value_error("a matrix of too many columns to be rounded");
+        }
+        RoundedMatrices rounded = round_matrices(model.executor.kernels(), model.executor.pool(), from);
+        std::vector<int> added;
+        for (const Matrix& matrix : rounded.matrices) {
+            added.push_back(int(matrices_.size()));
+            matrices_.push_back(matrix);
+        }
+        rounded_.push_back(std::move(rounded.memory));
+        return added;
     }
 
     const Matrix* matrix(int index) const { return &matrices_.at(size_t(index)); }
@@ -55,9 +77,11 @@ class BoundModel {
     Model model;
 
   private:
-    std::deque<Matrix> matrices_;
+    std::deque<Matrix> matrices_;  // as they were given, then copies
+    std::vector<int> panels_;      // of those that were given
     std::vector<const float*> vectors_;
     std::vector<nb::object> keep_;
+    std::vector<Block> rounded_;
     Program program_;
 };
 
@@ -67,6 +91,7 @@ AttentionShape shape_of(int heads, int kv_heads, int head_dim, float scale, int 
 
 void bind_memory(nb::class_<BoundModel>& model) {
     model.def("add_matrix", &BoundModel::add_matrix);
+    model.def("add_rounded", &BoundModel::add_rounded);
     model.def("add_vector", &BoundModel::add_vector);
     model.def("set_arena", [](BoundModel& self, const std::vector<std::tuple<int, bool>>& places,
                               const std::vector<std::tuple<int, int>>& buffers, int max_tokens,
@@ -111,14 +136,15 @@ void bind_steps(nb::class_<BoundModel>& model) {
     });
     model.def(
         "linear",
-        [](BoundModel& self, int source, int out, int matrix, int norm, int norm_weight, int norm_bias,
-           float eps, int bias, int activation, bool gated, bool residual, bool multiply, bool over_logits,
-           int column, int grain, int generated, int prompt) {
+        [](BoundModel& self, int source, int out, int matrix, int rounded, int norm, int norm_weight,
+           int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
+           bool over_logits, int column, int grain, int generated, int prompt) {
             Step step;
             step.kind = Step::Kind::Linear;
             step.source = source;
             step.out = out;
             step.matrix = self.matrix(matrix);
+            step.rounded = rounded < 0 ? nullptr : self.matrix(rounded);
             step.norm = Norm{Norm::Kind(norm), self.vector(norm_weight), self.vector(norm_bias), eps};
             step.bias = self.vector(bias);
             step.activation = Activation(activation);
@@ -132,10 +158,10 @@ void bind_steps(nb::class_<BoundModel>& model) {
             step.prompt = Numerics(prompt);
             self.add_step(step);
         },
-        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("norm"),
-        nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"), nb::arg("activation"),
-        nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"), nb::arg("over_logits"), nb::arg("column"),
-        nb::arg("grain"), nb::arg("generated"), nb::arg("prompt"));
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("rounded"),
+        nb::arg("norm"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"),
+        nb::arg("activation"), nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"),
+        nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("generated"), nb::arg("prompt"));
 }
 
 void bind_attention_steps(nb::class_<BoundModel>& model) {

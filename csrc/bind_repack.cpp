@@ -86,6 +86,9 @@ void bind_repack(nb::module_& module) {
             return panel_bytes(layout_numbered(layout), columns);
         },
         nb::arg("layout"), nb::arg("columns"));
+    module.def(
+        "rounded_panel_bytes", [](int columns) { return panel_bytes(Layout::I8, columns); },
+        nb::arg("columns"), "Of a panel that is rounded to 8 bits, a scale for each row.");
     module.def("repack", repack_all, nb::arg("matrices"), nb::arg("threads"),
                "Fill the panels of (layout, columns, interleaved, parts, out) matrices from stored parts: "
                "(type, bytes, rows, order or None, transposed). Returns the index of a matrix with a "

@@ -152,6 +152,8 @@ ENGINE_INLINE void with_layout(Layout layout, F f) {
             return f(std::integral_constant<Layout, Layout::BF16>());
         case Layout::F32:
             return f(std::integral_constant<Layout, Layout::F32>());
+        case Layout::I8:
+            return;  // has a kernel of its own
     }
 }
 

@@ -58,6 +58,10 @@ bool has_amx() {
     return false;
 #endif
 }
+
+bool has_int8_tiles() {
+    return has(cpuid(7, 0).edx, 25);
+}
 #endif
 
 KernelSet find_kernels() {
@@ -89,6 +93,10 @@ KernelSet find_kernels() {
     amx = avx512;
     fill_matmul_amx(amx);
     fill_attention_amx(amx);
+    if (has_int8_tiles()) {
+        fill_round_avx2(amx);
+        fill_matmul_int8_rows_amx(amx);
+    }
     add(amx, "amx");
 #endif
     return set;

@@ -15,6 +15,8 @@ void fill_matmul_bf16_avx512(Kernels& table);
 void fill_vector_avx512(Kernels& table);
 void fill_attention_avx512(Kernels& table);
 void fill_matmul_amx(Kernels& table);
+void fill_round_avx2(Kernels& table);
+void fill_matmul_int8_rows_amx(Kernels& table);
 void fill_attention_amx(Kernels& table);
 
 }  // namespace engine

@@ -9,7 +9,11 @@ namespace {
 
 // Up to so many rows every thread packs the input for itself, which is quicker than waiting for others.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;  // from here on tiles are ahead of vectors
+constexpr int kFastRows = 16;      // from here on tiles are ahead of vectors
+constexpr int kRoundedRows = 256;  // beyond, decoding costs little, and bfloat16 is as quick and more exact
+static_assert(kFastRows > kPrivateRows);
+
+constexpr int kClaims = 4;  // of each thread at least
 constexpr int kTokenGrain = 4;
 constexpr int kAttentionGrain = 1;
 
@@ -77,12 +81,15 @@ void Executor::reserve_scratch() {
             product = std::max(product, size_t(step.matrix->panels() * kPanelRows) * sizeof(float));
         for (Numerics numerics : {step.generated, step.prompt}) {
             auto bytes = kernels_.packed_bytes[int(numerics)];
-            input = std::max(input, bytes(arena_.max_tokens, columns));
+            input = std::max(input, 2 * round_up_size(bytes(arena_.max_tokens, columns), 64));
             private_input = std::max(private_input, 2 * round_up_size(bytes(kPrivateRows, columns), 64));
         }
+        if (step.rounded)
+            input =
+                std::max(input, kernels_.packed_bytes[int(Numerics::INT8_ROWS)](arena_.max_tokens, columns));
     }
     product_ = Block(product * size_t(arena_.max_tokens));
-    shared_input_ = Block(2 * round_up_size(input, 64));
+    shared_input_ = Block(input);
     scratch_.clear();
     private_input_.clear();
     rows_.clear();
@@ -116,13 +123,30 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
         if (!finite[size_t(token)]) erase_kv(cache_, batch.write_slots[token]);
 }
 
+// Tiles take two panels at a time, and finish them beside the next two: a claim of a few is quicker than as
+// many claims.
+int Executor::grain_of(const Step& step) const {
+    if (rows_of(step) < kFastRows) return step.grain;
+    int shared = is_rounded(step) ? step.units() / (pool_.size() * kClaims) : 1;
+    return round_up(std::max(step.grain, shared), step.gated ? 1 : 2);
+}
+
+int Executor::rows_of(const Step& step) const {
+    return step.over_logits ? batch_->logits : batch_->tokens;
+}
+
+bool Executor::is_rounded(const Step& step) const {
+    int rows = rows_of(step);
+    return fast_ && step.rounded && rows >= kFastRows && rows <= kRoundedRows;
+}
+
 void Executor::plan_rounds(const Program& program) {
     rounds_.clear();
     const Batch& batch = *batch_;
     for (const Step& step : program.steps) {
         switch (step.kind) {
             case Step::Kind::Linear:
-                rounds_.push_back({step.units(), step.grain});
+                rounds_.push_back({step.units(), grain_of(step)});
                 break;
             case Step::Kind::Attention:
                 rounds_.push_back({batch.num_items * step.shape.kv_heads, kAttentionGrain});
@@ -208,72 +232,73 @@ void Executor::embed(const Step& step, int begin, int end) {
     }
 }
 
-void Executor::pack(const Step& step, Numerics numerics, int first, int rows, int begin, int end,
-                    uint8_t* input, float* row) {
+void Executor::pack(const Step& step, const Part& part, int begin, int end, float* row) {
     int stride = width(step.source), columns = step.matrix->columns;
-    const float* source = at(step.source, first);
-    auto pack = kernels_.pack[int(numerics)];
-    if (step.norm.kind == Norm::Kind::None) return pack(source, stride, columns, rows, begin, end, input);
+    const float* source = at(step.source, part.first);
+    auto pack = kernels_.pack[int(part.numerics)];
+    const Norm& norm = step.norm;
+    if (norm.kind == Norm::Kind::None)
+        return pack(source, stride, columns, part.rows, begin, end, part.input);
     for (int r = begin; r < end; r++) {
         const float* x = source + size_t(r) * size_t(stride);
-        const Norm& norm = step.norm;
         if (norm.kind == Norm::Kind::Rms)
             kernels_.rms_norm(x, norm.weight, norm.eps, columns, row);
         else
             kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, columns, row);
-        pack(row, 0, columns, rows, r, r + 1, input);  // a stride of 0: every row of the source is this one
+        // a stride of 0: every row of the source is this one
+        pack(row, 0, columns, part.rows, r, r + 1, part.input);
     }
 }
 
-void Executor::linear(const Step& step, int thread, int& index) {
-    const Batch& batch = *batch_;
-    int total = step.over_logits ? batch.logits : batch.tokens;
-    int generated = step.over_logits ? batch.generated_logits : batch.generated;
-    if (fast_ && total >= kFastRows) generated = 0;
-    struct Part {
-        Numerics numerics;
-        int first, rows;
-        uint8_t* input;
-    };
+Executor::Parts Executor::split(const Step& step, int thread) {
+    const int total = rows_of(step);
     bool is_private = total <= kPrivateRows;
     Block& memory = is_private ? private_input_[size_t(thread)] : shared_input_;
-    Part parts[2] = {
-        {step.generated, 0, generated, memory.data()},
-        {step.prompt, generated, total - generated, memory.data() + memory.size() / 2 / 64 * 64}};
-    if (step.generated == step.prompt) {
-        parts[0].rows = total;
-        parts[1].rows = 0;
-    }
-    float* row = rows_[size_t(thread)].floats();
-    for (const Part& part : parts) {
-        if (part.rows == 0) continue;
-        int begin = is_private ? 0 : share(part.rows, thread, pool_.size());
-        int end = is_private ? part.rows : share(part.rows, thread + 1, pool_.size());
-        if (begin < end) pack(step, part.numerics, part.first, part.rows, begin, end, part.input, row);
-    }
-    if (!is_private) pool_.barrier();
+    if (is_rounded(step))
+        return {{{Numerics::INT8_ROWS, step.rounded, 0, total, memory.data()}, {}}, total, is_private};
+    int generated = step.over_logits ? batch_->generated_logits : batch_->generated;
+    if (fast_ && total >= kFastRows) generated = 0;
+    if (step.generated == step.prompt) generated = total;
+    uint8_t* half = memory.data() + memory.size() / 2 / 64 * 64;
+    return {{{step.generated, step.matrix, 0, generated, memory.data()},
+             {step.prompt, step.matrix, generated, total - generated, half}},
+            total,
+            is_private};
+}
 
+void Executor::linear(const Step& step, int thread, int& index) {
+    const Parts parts = split(step, thread);
+    float* row = rows_[size_t(thread)].floats();
+    for (const Part& part : parts.parts) {
+        if (part.rows == 0) continue;
+        int begin = parts.is_private ? 0 : share(part.rows, thread, pool_.size());
+        int end = parts.is_private ? part.rows : share(part.rows, thread + 1, pool_.size());
+        if (begin < end) pack(step, part, begin, end, row);
+    }
+    if (!parts.is_private) pool_.barrier();
+    round(thread, index, [&](int begin, int end) { multiply(step, parts, begin, end, scratch(thread)); });
+}
+
+void Executor::multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch) {
     int stride = step.multiply ? step.matrix->panels() * kPanelRows : width(step.out);
     float* base = step.multiply ? product_.floats() : at(step.out, 0) + step.column;
-    round(thread, index, [&](int begin, int end) {
-        for (const Part& part : parts) {
-            if (part.rows == 0) continue;
-            Epilogue epilogue{base + size_t(part.first) * size_t(stride),
-                              stride,
-                              step.bias,
-                              step.activation,
-                              step.gated,
-                              step.residual};
-            MatmulJob job{step.matrix, part.input, part.rows, epilogue};
-            kernels_.matmul[int(part.numerics)](job, begin, end, scratch(thread));
-        }
-        if (!step.multiply) return;
-        int from = begin * kPanelRows, to = std::min(end * kPanelRows, step.matrix->rows);
-        for (int r = 0; r < total; r++) {
-            float* out = at(step.out, r) + step.column;
-            for (int i = from; i < to; i++) out[i] *= base[size_t(r) * size_t(stride) + size_t(i)];
-        }
-    });
+    for (const Part& part : parts.parts) {
+        if (part.rows == 0) continue;
+        Epilogue epilogue{base + size_t(part.first) * size_t(stride),
+                          stride,
+                          step.bias,
+                          step.activation,
+                          step.gated,
+                          step.residual};
+        MatmulJob job{part.matrix, part.input, part.rows, epilogue};
+        kernels_.matmul[int(part.numerics)](job, begin, end, scratch);
+    }
+    if (!step.multiply) return;
+    int from = begin * kPanelRows, to = std::min(end * kPanelRows, step.matrix->rows);
+    for (int r = 0; r < parts.rows; r++) {
+        float* out = at(step.out, r) + step.column;
+        for (int i = from; i < to; i++) out[i] *= base[size_t(r) * size_t(stride) + size_t(i)];
+    }
 }
 
 void Executor::rope_write(const Step& step, int begin, int end) {

@@ -35,8 +35,9 @@ class Executor {
     void set_cache(const KvCache& shape);
     void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
     void add_program(Program program);
-    // Steps of many rows compute generated tokens like those of prompts: quicker, but then a token's
-    // rounding depends on how many rows share its step.
+    // Steps of many rows compute all tokens from rounded weights or, with no such weights or a great many
+    // rows, generated tokens like those of prompts: quicker, but then a token's rounding depends on how many
+    // rows share its step.
     void set_fast(bool on) { fast_ = on; }
 
     // Computes the batch; its attention fields are filled here. `finite[t]` tells which tokens are sound.
@@ -64,14 +65,30 @@ class Executor {
     };
     void reserve_scratch();
     void plan_rounds(const Program& program);
+    int rows_of(const Step& step) const;      // of a product
+    bool is_rounded(const Step& step) const;  // computed from rounded weights
+    int grain_of(const Step& step) const;
     void work(const Program& program, int thread);
     template <class F>
     void round(int thread, int& index, const F& piece);
 
     void embed(const Step& step, int begin, int end);
+    // Rows of a product that are computed alike.
+    struct Part {
+        Numerics numerics;
+        const Matrix* matrix;
+        int first, rows;
+        uint8_t* input;  // where they are packed
+    };
+    struct Parts {
+        Part parts[2];  // one may be empty
+        int rows;       // of both
+        bool is_private;
+    };
+    Parts split(const Step& step, int thread);
     void linear(const Step& step, int thread, int& index);
-    void pack(const Step& step, Numerics numerics, int first, int rows, int begin, int end, uint8_t* input,
-              float* row);
+    void multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch);
+    void pack(const Step& step, const Part& part, int begin, int end, float* row);
     void rope_write(const Step& step, int begin, int end);
     void attention(const Step& step, int thread, int& index);
     void gather(const Step& step, int begin, int end);

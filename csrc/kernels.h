@@ -1,12 +1,14 @@
 // The kernels of one instruction set, as a table. A better set starts from the table of the one below
 // it and replaces what it does better; `dispatch.cpp` fills one table for each set that the CPU has.
 //
-// Numerics. A product is computed in one of three ways, and which one may depend on the weights' layout
-// and on whether a token is a prompt's, never on how many tokens share the step:
+// Numerics. A product is computed in one of four ways, and which one may depend on the weights' layout
+// and on whether a token is a prompt's; on how many tokens share the step only for the last of them:
 //   F32   float activations, weights decoded to float, float sums
 //   INT8  activations rounded to 8 bits in groups of 32; whole-number dot products of a group are exact,
 //         and are scaled and added up in float, group after group, in ascending order
 //   BF16  activations and decoded weights rounded to bfloat16, float sums
+//   INT8_ROWS  weights of layout I8, activations rounded to 15 bits with one scale for each row; the dot
+//         product of whole rows is a whole number and exact
 // A row's result must be the same to the last bit whatever `rows` is and whichever rows are beside it.
 #pragma once
 #include "batch.h"
@@ -14,8 +16,8 @@
 
 namespace engine {
 
-enum class Numerics : uint8_t { F32, INT8, BF16 };
-constexpr int kNumerics = 3;
+enum class Numerics : uint8_t { F32, INT8, BF16, INT8_ROWS };
+constexpr int kNumerics = 4;
 
 enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
 
@@ -103,6 +105,9 @@ struct Kernels {
                             uint8_t* input);
     void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
     size_t (*scratch_bytes)(int columns);
+    // Panel `panel` of any other layout as one of layout I8; `values` has room for a panel of floats, padded
+    // to whole tiles. Null where there is no INT8_ROWS.
+    void (*round_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
 
     // out[columns] = row `index` of the matrix as float.
     void (*embed)(const Matrix& table, int index, float* out);

@@ -13,6 +13,8 @@
 //   Q8G16  512 B as in Q8, then scales[2][16] = 576 B.
 //   F16, BF16   [16 pairs][16 rows][2] = 1024 B.
 //   F32    [32][16 rows] = 2048 B.
+//   I8     made from the layouts above, never stored: 512 B of signed bytes in the order of Q8, two groups to
+//          a tile; after the panel's last tile 16 float scales, one for each row.  weight = scale * byte.
 //
 // Rows past the last and values past the last column are such that they decode to zero.
 // Panels begin on 64-byte boundaries.
@@ -21,10 +23,12 @@
 
 namespace engine {
 
-enum class Layout : uint8_t { Q4, Q4G16, Q8, Q8M, Q8G16, F16, BF16, F32 };
+enum class Layout : uint8_t { Q4, Q4G16, Q8, Q8M, Q8G16, F16, BF16, F32, I8 };
 
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
+constexpr int kTileColumns = 64;  // of I8
+constexpr size_t kTileBytes = kTileColumns * kPanelRows;
 
 // Bytes from one group to the next.
 ENGINE_INLINE size_t group_bytes(Layout layout) {
@@ -34,6 +38,7 @@ ENGINE_INLINE size_t group_bytes(Layout layout) {
         case Layout::Q4G16:
             return 384;
         case Layout::Q8:
+        case Layout::I8:
             return 512;
         case Layout::Q8M:
         case Layout::Q8G16:
@@ -47,6 +52,8 @@ ENGINE_INLINE size_t group_bytes(Layout layout) {
 }
 
 ENGINE_INLINE size_t panel_bytes(Layout layout, int columns) {
+    if (layout == Layout::I8)
+        return size_t(div_up(columns, kTileColumns)) * kTileBytes + kPanelRows * sizeof(float);
     size_t groups = div_up(columns, kGroup);
     size_t bytes = groups * group_bytes(layout);
     return layout == Layout::Q8 ? bytes + round_up_size(groups * 32, 64) : bytes;

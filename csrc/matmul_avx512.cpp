@@ -364,6 +364,8 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
             return matmul_f32_of<Layout::BF16>(job, begin, end, scratch);
         case Layout::F32:
             return matmul_f32_of<Layout::F32>(job, begin, end, scratch);
+        case Layout::I8:
+            return;  // has a kernel of its own
     }
 }
 

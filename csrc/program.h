@@ -26,6 +26,7 @@ struct Step {
     const float* positions = nullptr;
 
     // Linear
+    const Matrix* rounded = nullptr;  // a copy of `matrix` for steps of many rows; null: there is none
     Norm norm;
     const float* bias = nullptr;
     Activation activation = Activation::None;

@@ -1,6 +1,7 @@
 """From a model source and a configuration to a loaded runner."""
 
 import logging
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -13,8 +14,15 @@ from engine.backends.custom.frameworks.native.execution.program import (
     add_program,
 )
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.ir.choice import product_kernel
 from engine.backends.custom.ir.families import build_graph
-from engine.backends.custom.ir.plan import PANEL_ROWS, ExecutionPlan, Machine, Precision
+from engine.backends.custom.ir.plan import (
+    PANEL_ROWS,
+    ExecutionPlan,
+    LinearStep,
+    Machine,
+    Precision,
+)
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.memory import MIB, MemoryNeeds
@@ -29,6 +37,7 @@ log = logging.getLogger(__name__)
 KERNELS = "engine.backends.custom.frameworks.native._native"
 STORED = "stored"  # weights as their file has them, arithmetic to suit
 KV_TYPES = ("float32", "bfloat16", "int8")
+TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables that are no products
 TILE_TOKENS = 16  # of the paged cache
 STEP_TOKENS = 512  # activations of more do not stay in a second-level cache
 USUAL_POOL_BYTES = 224 * MIB
@@ -67,6 +76,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     weight_bytes = sum(_packed_bytes(weight) for weight in source.weights.values())
+    if options.numerics == "fast" and device.dtype == STORED:
+        weight_bytes += _rounded_bytes(source)
     token_bytes = kv_token_bytes(source.config, _kv_type(options.kv_dtype, device.dtype))
     return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
 
@@ -86,6 +97,23 @@ def _packed_bytes(weight: Weight) -> int:
     panels = -(-shape[0] // PANEL_ROWS)
     bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.tensor.dtype), shape[1])
     return panels * bytes_of_panel
+
+
+def _rounded_bytes(source: ModelSource) -> int:
+    """Of the second copies of quantized matrices that `--numerics fast` has, if the CPU suits."""
+    native = kernels()
+    if not native.has_rounded(native.instruction_sets()[-1]):
+        return 0
+    tables = (POSITIONS,) if source.config.tie_embeddings else (POSITIONS, TOKENS)
+    total = 0
+    for name, weight in source.weights.items():
+        if len(weight.spec.shape) == 1 or name in tables:
+            continue
+        rows, columns = weight.spec.shape
+        layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
+        if product_kernel(layout, Machine(threads=1), Precision()).generated == "int8":
+            total += -(-rows // PANEL_ROWS) * native.rounded_panel_bytes(columns)
+    return total
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
@@ -110,13 +138,15 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     )
     model = native.Model(machine.instruction_set, threads, choose_cpus(config.affinity, threads))
     names = {matrix.name: matrix for matrix in plans[0].matrices}
+    matrices = {
+        name: model.add_matrix(panels.layout, names[name].rows, panels.columns, panels.data)
+        for name, panels in packed.matrices.items()
+    }
     weights = Numbered(
-        matrices={
-            name: model.add_matrix(panels.layout, names[name].rows, panels.columns, panels.data)
-            for name, panels in packed.matrices.items()
-        },
+        matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
+        rounded=_add_rounded(model, plans[0], matrices) if config.numerics == "fast" else {},
     )
     _set_memory(model, source, config, plans[-1])
     model.set_fast(config.numerics == "fast")
@@ -135,6 +165,15 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     isa = machine.instruction_set
     log.info("native: %s kernels on %d threads, layouts %s", isa, threads, layouts)
     return NativeRunner(model, spec, model_config.hidden_size)
+
+
+def _add_rounded(model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]) -> dict[str, int]:
+    """Second copies of quantized matrices, where the CPU has kernels for them."""
+    if not kernels().has_rounded(plan.machine.instruction_set):
+        return {}
+    products = (step for step in plan.steps if isinstance(step, LinearStep))
+    names = dict.fromkeys(step.matrix for step in products if step.kernel.generated == "int8")
+    return dict(zip(names, model.add_rounded([matrices[name] for name in names]), strict=True))
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:

@@ -27,6 +27,7 @@ class Numbered:
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
     biases: Mapping[str, int]  # by matrix
+    rounded: Mapping[str, int]  # copies of matrices, for steps of many rows
 
     def vector(self, name: str | None) -> int:
         return -1 if name is None else self.vectors[name]
@@ -74,6 +75,7 @@ def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numb
         source=step.source,
         out=step.out,
         matrix=weights.matrices[step.matrix],
+        rounded=weights.rounded.get(step.matrix, -1),
         norm=0 if norm is None else NORMS.index(norm.kind),
         norm_weight=-1 if norm is None else weights.vector(norm.weight),
         norm_bias=-1 if norm is None else weights.vector(norm.bias),

@@ -1,0 +1,180 @@
+"""Products of weights rounded to 8 bits, a scale for each row: the copy, then the arithmetic."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.backends.custom.ir import reference
+
+from .conftest import load_native
+from .panels import LAYOUTS, ROWS, aligned, random_panels
+
+I8, INT8_ROWS = 8, 3
+TILE_COLUMNS = 64
+ACTIVATIONS = (lambda x: x, reference.silu, reference.gelu, reference.gelu_tanh)
+# Whole numbers are exact; they are turned into floats and scaled.
+TOLERANCE = 5e-7
+SHAPES = [(16, 64, 16), (7, 33, 2), (33, 70, 17), (48, 576, 32), (100, 100, 13), (80, 1536, 49)]
+
+Floats = NDArray[np.float32]
+Packed = NDArray[np.uint8]
+
+_NATIVE = load_native()
+
+
+@pytest.fixture(params=[each for each in _NATIVE.instruction_sets() if _NATIVE.has_rounded(each)])
+def rounded_isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Floats:
+    return rng.normal(0, 1, shape).astype(np.float32)
+
+
+def with_outliers(x: Floats) -> Floats:
+    x[:, :: x.shape[1] // 2] *= 40
+    return x
+
+
+def multiply(
+    native: ModuleType,
+    isa: str,
+    weights: Packed,
+    rows: int,
+    x: Floats,
+    bias: Floats | None = None,
+    activation: int = 0,
+    gated: bool = False,
+    residual: Floats | None = None,
+) -> Floats:
+    result: Floats = native.matmul(
+        isa, INT8_ROWS, I8, weights, rows, x.shape[1], x, bias, activation, gated, residual
+    )
+    return result
+
+
+def copied(
+    native: ModuleType, isa: str, rng: np.random.Generator, layout: str, rows: int, columns: int
+) -> tuple[Packed, Floats]:
+    """A random matrix's copy, and what the matrix itself decodes to."""
+    weights, dense = random_panels(rng, layout, rows, columns)
+    return native.rounded(isa, LAYOUTS.index(layout), weights, rows, columns), dense
+
+
+def unpacked(weights: Packed, rows: int, columns: int) -> tuple[NDArray[np.int64], Floats]:
+    """(rows, columns) whole numbers, all columns that are there, and the scales of rows."""
+    tiles = -(-columns // TILE_COLUMNS)
+    panels = weights.reshape(-(-rows // ROWS), -1)
+    size = tiles * TILE_COLUMNS * ROWS
+    fours = panels[:, :size].view(np.int8).reshape(len(panels), tiles * 16, ROWS, 4)
+    values = fours.swapaxes(1, 2).reshape(len(panels) * ROWS, tiles * TILE_COLUMNS)
+    scales = np.ascontiguousarray(panels[:, size:]).view(np.float32).reshape(-1)
+    assert not values[rows:].any() and not values[:, columns:].any()
+    return values[:rows, :columns].astype(np.int64), scales[:rows]
+
+
+def split(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+    """High and low terms of rows and what the low one's unit is worth."""
+    peak = np.abs(x).max(axis=1, keepdims=True)
+    value = x * (np.float32(127) / peak)
+    high = np.rint(value)
+    low = np.rint((value - high) * np.float32(254))
+    assert max(np.abs(high).max(), np.abs(low).max()) <= 127
+    return high.astype(np.int64), low.astype(np.int64), peak / np.float32(127 * 254)
+
+
+def expected(x: Floats, weights: Packed, rows: int) -> tuple[NDArray, NDArray]:
+    """The product in float64, and the size of its terms."""
+    values, scales = unpacked(weights, rows, x.shape[1])
+    high, low, unit = split(x)
+    sums = 254 * high @ values.T, low @ values.T
+    scale = unit.astype(np.float64) * scales
+    return (sums[0] + sums[1]) * scale, (np.abs(sums[0]) + np.abs(sums[1])) * scale
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (33, 70), (7, 33), (48, 576)])
+def test_a_copy_is_off_by_half_a_step_at_most(
+    native: ModuleType, rounded_isa: str, layout: str, rows: int, columns: int
+) -> None:
+    rng = np.random.default_rng(rows)
+    weights, dense = copied(native, rounded_isa, rng, layout, rows, columns)
+    values, scales = unpacked(weights, rows, columns)
+    np.testing.assert_allclose(scales, np.abs(dense).max(axis=1) / 127, rtol=1e-6)
+    error = np.abs(dense - values * scales[:, None].astype(np.float64))
+    assert (error <= 0.50001 * scales[:, None]).all()
+
+
+@pytest.mark.parametrize(("rows", "columns", "tokens"), SHAPES)
+def test_products(
+    native: ModuleType, rounded_isa: str, rows: int, columns: int, tokens: int
+) -> None:
+    rng = np.random.default_rng(rows * columns)
+    weights, dense = copied(native, rounded_isa, rng, "Q4", rows, columns)
+    x = with_outliers(normal(rng, tokens, columns))
+    want, size = expected(x, weights, rows)
+    got = multiply(native, rounded_isa, weights, rows, x)
+    assert (np.abs(got - want) <= TOLERANCE * size).all()
+    exact = x.astype(np.float64) @ dense.T
+    assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 0.015
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 37])
+@pytest.mark.parametrize("activation", range(4))
+def test_epilogues(native: ModuleType, rounded_isa: str, tokens: int, activation: int) -> None:
+    rng = np.random.default_rng(tokens)
+    for rows in (5, 16, 49):
+        weights, _ = copied(native, rounded_isa, rng, "Q8", rows, 96)
+        x, bias, residual = normal(rng, tokens, 96), normal(rng, rows), normal(rng, tokens, rows)
+        sums, size = expected(x, weights, rows)
+        want = ACTIVATIONS[activation]((sums + bias).astype(np.float32)) + residual
+        got = multiply(native, rounded_isa, weights, rows, x, bias, activation, residual=residual)
+        assert (np.abs(got - want) <= 2e-6 * (size + np.abs(bias) + np.abs(residual) + 1)).all()
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(16, 1), (20, 19), (64, 50)])
+def test_gated(native: ModuleType, rounded_isa: str, width: int, tokens: int) -> None:
+    rng = np.random.default_rng(width)
+    panels = -(-width // ROWS)
+    gate, up = (random_panels(rng, "Q4", width, 160)[0] for _ in range(2))
+    pairs = aligned(np.stack((gate.reshape(panels, -1), up.reshape(panels, -1)), axis=1).ravel())
+    weights = native.rounded(rounded_isa, LAYOUTS.index("Q4"), pairs, 2 * width, 160)
+    in_turns = weights.reshape(panels, 2, -1)
+    x = normal(rng, tokens, 160)
+    (gates, gate_size), (ups, up_size) = (
+        expected(x, np.ascontiguousarray(in_turns[:, i]).ravel(), width) for i in range(2)
+    )
+    want = reference.silu(gates.astype(np.float32)) * ups
+    got = multiply(native, rounded_isa, weights, 2 * width, x, None, 1, True)
+    assert (np.abs(got - want) <= 4e-6 * (gate_size * up_size + gate_size + up_size)).all()
+
+
+def test_a_row_does_not_depend_on_the_others(native: ModuleType, rounded_isa: str) -> None:
+    rng = np.random.default_rng(7)
+    weights, _ = copied(native, rounded_isa, rng, "Q4", 40, 160)
+    x = normal(rng, 140, 160)
+    alone = np.concatenate([multiply(native, rounded_isa, weights, 40, row[None]) for row in x])
+    for tokens in [*range(2, 41), 70, 140]:
+        start = tokens * 5 % (140 - tokens + 1)
+        part = np.ascontiguousarray(x[start : start + tokens])
+        together = multiply(native, rounded_isa, weights, 40, part)
+        np.testing.assert_array_equal(together, alone[start : start + tokens])
+
+
+def test_nothing_and_what_is_not_finite(native: ModuleType, rounded_isa: str) -> None:
+    weights, _ = copied(native, rounded_isa, np.random.default_rng(3), "Q4", 16, 64)
+    x = np.zeros((4, 64), np.float32)
+    x[1], x[2, 40], x[3, 5] = 1e-40, np.nan, np.inf
+    got = multiply(native, rounded_isa, weights, 16, x)
+    assert not got[:2].any()
+    assert not np.isfinite(got[2:]).any()
+
+
+def test_other_numerics_do_not_read_copies(native: ModuleType, rounded_isa: str) -> None:
+    weights, _ = copied(native, rounded_isa, np.random.default_rng(0), "Q4", 16, 64)
+    x = np.zeros((1, 64), np.float32)
+    for numerics, layout in ((0, I8), (2, I8), (INT8_ROWS, 0)):
+        with pytest.raises(ValueError, match="do not read"):
+            native.matmul(rounded_isa, numerics, layout, weights, 16, 64, x, None, 0, False, None)

@@ -1,0 +1,136 @@
+"""`--numerics fast` on the default model: many rows from rounded weights, few rows as ever."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.backends.custom.frameworks.native.execution.build import (
+    STORED,
+    build_runner,
+    find_device,
+    kernels,
+    memory_needs,
+)
+from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.utils.tokenizer import Tokenizer
+from tests.parity.seam_driver import SeamDriver
+
+TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
+FAST_ROWS, ROUNDED_ROWS = 16, 256  # of csrc/executor.cpp
+OFF_FLOAT = 0.08  # the default's generated tokens are off by 0.03 here
+Runners = Callable[..., NativeRunner]
+
+
+@pytest.fixture(scope="module")
+def source(default_model: Path) -> Iterator[ModelSource]:
+    source = open_model(default_model)
+    yield source
+    source.close()
+
+
+@pytest.fixture(scope="module")
+def text_ids(source: ModelSource) -> list[int]:
+    text = TEXT.read_text(encoding="ascii")
+    return Tokenizer.from_gguf(source.metadata).encode(text[:4000])
+
+
+@pytest.fixture(scope="module")
+def runners(source: ModelSource) -> Runners:
+    @cache
+    def runner(numerics: str, dtype: str = STORED) -> NativeRunner:
+        config = RunnerConfig(
+            device="cpu",
+            dtype=dtype,
+            block_size=16,
+            num_blocks=128,
+            max_slots=32,
+            max_seq_len=512,
+            num_threads=2,
+            numerics=numerics,
+        )
+        return build_runner(source, config)
+
+    return runner
+
+
+def has_rounded() -> bool:
+    native = kernels()
+    return bool(native.has_rounded(native.instruction_sets()[-1]))
+
+
+def logits_after(runner: NativeRunner, prompts: list[list[int]]) -> np.ndarray:
+    """Of the last token of each prompt, whole prompts but for that token being computed before."""
+    driver = SeamDriver(runner)
+    tracks = [driver.add(prompt) for prompt in prompts]
+    for track in tracks:
+        runner.forward(driver.inputs([(track, len(track.tokens) - 1)]))
+        track.num_computed = len(track.tokens) - 1
+        track.num_prompt = track.num_computed
+    return runner.logits(runner.forward(driver.inputs([(track, 1) for track in tracks])))
+
+
+def off(found: np.ndarray, expected: np.ndarray) -> float:
+    """The distance of a row, relative to the row, in the mean."""
+    distance = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    return float(distance.mean())
+
+
+def test_few_rows_are_the_default_to_the_last_bit(runners: Runners, text_ids: list[int]) -> None:
+    prompts = [text_ids[i * 20 : i * 20 + 1 + i] for i in range(1, FAST_ROWS - 1)]
+    found, expected = (logits_after(runners(each), prompts) for each in ("fast", "invariant"))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [FAST_ROWS, 27])
+def test_many_generated_rows_stay_near_float(
+    runners: Runners, text_ids: list[int], rows: int
+) -> None:
+    prompts = [text_ids[i * 20 : i * 20 + 30] for i in range(rows)]
+    expected = logits_after(runners("invariant", "float32"), prompts)
+    found = logits_after(runners("fast"), prompts)
+    assert 0 < off(found, expected) < OFF_FLOAT
+    if has_rounded():  # within this arithmetic a row does not depend on those beside it
+        more = logits_after(runners("fast"), [*prompts, text_ids[:40]])
+        np.testing.assert_array_equal(more[:rows], found)
+
+
+def after_prompt(runner: NativeRunner, prompt: list[int]) -> np.ndarray:
+    driver = SeamDriver(runner)
+    return runner.logits(runner.forward(driver.inputs([(driver.add(prompt), len(prompt))])))
+
+
+def test_prompts_stay_near_float(runners: Runners, text_ids: list[int]) -> None:
+    expected = after_prompt(runners("invariant", "float32"), text_ids[:ROUNDED_ROWS])
+    assert 0 < off(after_prompt(runners("fast"), text_ids[:ROUNDED_ROWS]), expected) < OFF_FLOAT
+
+
+def test_large_steps_are_the_default_to_the_last_bit(runners: Runners, text_ids: list[int]) -> None:
+    found, expected = (
+        after_prompt(runners(each), text_ids[: ROUNDED_ROWS + 1]) for each in ("fast", "invariant")
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_float_arithmetic_has_no_fast_variant(runners: Runners, text_ids: list[int]) -> None:
+    prompts = [text_ids[i * 20 : i * 20 + 30] for i in range(FAST_ROWS)]
+    found, expected = (
+        logits_after(runners(each, "float32"), prompts) for each in ("fast", "invariant")
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_copies_are_part_of_the_memory_plan(source: ModelSource) -> None:
+    def weight_bytes(numerics: str, dtype: str = "auto") -> int:
+        options = EngineOptions(model_path="", framework="native", numerics=numerics, dtype=dtype)
+        return memory_needs(source, options, find_device("auto", dtype)).weight_bytes
+
+    more = weight_bytes("fast") - weight_bytes("invariant")
+    params = source.config.num_params
+    assert params <= more <= 1.01 * params if has_rounded() else more == 0
+    assert weight_bytes("fast", "float32") == weight_bytes("invariant", "float32")
