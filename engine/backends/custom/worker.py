@@ -109,6 +109,22 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
     return Scheduler(kv, spec.max_slots)
 
 
+def build_loop(
+    runner: ModelRunner,
+    options: EngineOptions,
+    bytes_per_token: int,
+    channel: Channel,
+    beat: Callable[[bool], None] = lambda busy: None,
+) -> EngineLoop:
+    """The loop of a loaded model: its scheduler, cache, step budget and grammars."""
+    spec = runner.spec
+    scheduler = build_scheduler(spec, options, bytes_per_token)
+    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
+    budget = StepBudget(most, spec.max_slots)
+    grammars = Grammars(functools.partial(_vocabulary, options))
+    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
+
+
 def _vocabulary(options: EngineOptions) -> Vocabulary:
     from engine.backends.custom.text import load_text  # only grammars need the tokenizer here
 
@@ -136,12 +152,8 @@ def run_engine(
     runner, config, plan = load_runner(source, options)
     warm_up(runner)
     on_loaded()
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, beat)
     spec = runner.spec
-    scheduler = build_scheduler(spec, options, plan.bytes_per_token)
-    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
-    budget = StepBudget(most, spec.max_slots)
-    grammars = Grammars(functools.partial(_vocabulary, options))
-    loop = EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
     channel.send(
         Ready(
             max_seq_len=spec.max_seq_len,

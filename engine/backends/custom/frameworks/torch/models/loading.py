@@ -23,6 +23,7 @@ from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
 from engine.backends.custom.frameworks.torch.models.llama import Llama
 from engine.backends.custom.frameworks.torch.models.qwen2 import Qwen2
 from engine.backends.custom.frameworks.torch.models.qwen3 import Qwen3
+from engine.backends.custom.weights.random import RandomWeight
 from engine.core.errors import ModelFormatError
 
 MODELS: dict[str, type[Decoder]] = {"gpt2": GPT2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
@@ -52,7 +53,7 @@ def build_model(
     if config.rope is not None:
         factors = weights.get(ROPE_FACTORS)
         rotary = Rotary(
-            config.rope, max_seq_len, device, None if factors is None else _tensor(factors)
+            config.rope, max_seq_len, device, None if factors is None else _tensor(factors, device)
         )
     with _factory_defaults(device, dtype):
         model = MODELS[config.family](config, rotary)
@@ -95,7 +96,7 @@ def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
             f"missing weights {missing[:4]}, unexpected weights {unknown[:4]}"
         )
     for name, place in places.items():
-        value = _tensor(weights[name])
+        value = _tensor(weights[name], place.device)
         if value.shape != place.shape:
             raise ModelFormatError(
                 f"weight '{name}' has shape {tuple(value.shape)}, "
@@ -119,6 +120,14 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             start += size
 
 
-def _tensor(weight: Weight) -> Tensor:
+def _tensor(weight: Weight, device: torch.device) -> Tensor:
+    """The weight's values; random ones are drawn where they are needed, the same for every dtype."""
+    if isinstance(weight, RandomWeight):
+        normal = weight.values
+        generator = torch.Generator(device).manual_seed(normal.seed)
+        drawn = torch.randn(
+            weight.spec.shape, generator=generator, device=device, dtype=torch.bfloat16
+        )
+        return drawn.mul_(normal.std).add_(normal.mean)
     values = weight.numpy()
     return torch.from_numpy(values if values.flags.writeable else values.copy())
