@@ -6,7 +6,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-LEVELS := unit native property security parity e2e
+LEVELS := unit native kernels property security parity e2e
 CODE := engine tests benchmarks
 step = @printf '\n==> %s\n' "$(1)"
 
