@@ -1,8 +1,8 @@
-"""A model of random weights, from nothing but its config: what a model's shape costs can be measured
-before there is a checkpoint, since speed does not depend on values.
+"""A model of random weights, from nothing but its config: what a shape costs can be measured before
+there is a checkpoint, since speed does not depend on values.
 
-Weights are ordinary ones whose bytes are drawn when they are asked for. A framework may draw them on
-its own device instead (`RandomWeight` says how), which for a large model saves most of its start.
+Weights are ordinary ones whose bytes are drawn when they are asked for. A framework may draw them
+on its own device instead, which saves a large model most of its start: `RandomWeight` says how.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def open_random(folder: Path) -> ModelSource:
 
 
 def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
-    """A model of the shape that the content of a config.json describes; `path` is what to call it."""
+    """A model of the shape that the content of a config.json describes, under any path."""
     family: Architecture = architecture_for_hf(
         Reader(metadata, CONFIG_NAME).read(list, "architectures")
     )
@@ -83,7 +83,9 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
             _decode=partial(dequantize, STORED),
         )
         weights[spec.name] = RandomWeight(spec, tensor, "none", config.head_dim)
-    checkpoint = RandomCheckpoint({weight.tensor.name: weight.tensor for weight in weights.values()})
+    checkpoint = RandomCheckpoint(
+        {weight.tensor.name: weight.tensor for weight in weights.values()}
+    )
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 

@@ -121,7 +121,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensor(weight: Weight, device: torch.device) -> Tensor:
-    """The weight's values; random ones are drawn where they are needed, the same for every dtype."""
+    """A weight's values; random ones are drawn on the device, the same for every dtype."""
     if isinstance(weight, RandomWeight):
         normal = weight.values
         generator = torch.Generator(device).manual_seed(normal.seed)
