@@ -20,6 +20,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
 )
+from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.seam import (
@@ -42,9 +43,10 @@ class PagedStep:
     plan: AttentionPlan
     cache: PagedCache
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.write(layer, self.write_slots, k, v)
-        return self.plan.attend(q, k, v, self.cache.layers[layer])
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        q, k, v = attention.heads(qkv, self.rotation)
+        self.cache.write(attention.layer, self.write_slots, k, v)
+        return self.plan.attend(q, k, v, self.cache.layers[attention.layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,10 @@ class TorchRunner:
         self._device = device
         self._attention = attention_backend(
             config.attention,
+            model.config,
             block_size=config.block_size,
-            window=model.config.sliding_window,
             dtype=dtype,
+            device=device,
         )
         self._cache = PagedCache(model.config, config.num_blocks, config.block_size, device, dtype)
         self._history = TokenHistory(config.max_slots, config.max_seq_len, device)

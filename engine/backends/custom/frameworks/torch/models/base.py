@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.torch.layers.attention import Step
+from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
+
+Norm = RMSNorm | LayerNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,9 @@ class SequenceStep:
     rotation: Rotation | None
     visible: Tensor  # (T, T) bool: which keys each query sees
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, N or K, T, H)
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        heads = attention.heads(qkv, self.rotation)
+        q, k, v = (x.transpose(0, 1)[None] for x in heads)  # (1, N or K, T, H)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, enable_gqa=True)
         return out[0].transpose(0, 1)
 
@@ -36,22 +40,31 @@ class PreNormBlock(nn.Module):
     """One layer: attention, then feed-forward, each on a normalised copy of the stream."""
 
     def __init__(
-        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+        self, attn_norm: Norm, attn: nn.Module, mlp_norm: Norm, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn = attn_norm, attn
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), step)  # (T, D)
-        return x + self.mlp(self.mlp_norm(x))  # (T, D)
+        x, delta = self.parts(x, None, step)
+        return x + delta
+
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """The stream, and what is still to be added to it: the next norm adds as it reads."""
+        if delta is None:
+            normed = self.attn_norm(x)
+        else:
+            normed, x = self.attn_norm.add(delta, x)
+        normed, x = self.mlp_norm.add(self.attn(normed, step), x)
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
     """Subclasses set `layers` and `norm`; names of parameters are the names of weights."""
 
     layers: nn.ModuleList
-    norm: nn.Module
+    norm: Norm
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -67,10 +80,16 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
-        x = self.embed_tokens(token_ids, step)
+        x, delta = self.stream(token_ids, step)
+        return x + delta
+
+    def stream(self, token_ids: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """The residual stream in two parts, the last block's addition apart."""
+        x, delta = self.embed_tokens(token_ids, step), None
         for block in self.layers:
-            x = block(x, step)
-        return x
+            x, delta = block.parts(x, delta, step)
+        assert delta is not None, "a model has layers"
+        return x, delta
 
     def logits(self, x: Tensor) -> Tensor:
         """(R, D) -> (R, V) float32"""
