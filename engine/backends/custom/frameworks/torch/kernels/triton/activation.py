@@ -12,11 +12,13 @@ _BLOCK = 1024
 def activate(x, KIND: tl.constexpr):
     """float32 in, float32 out."""
     if KIND == "silu":
-        return x * tl.sigmoid(x)
-    if KIND == "gelu":
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x * tl.sigmoid(2 * inner)
+        factor = tl.sigmoid(x)
+    elif KIND == "gelu":
+        factor = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        # (1 + tanh(z)) / 2 is sigmoid(2 z).
+        factor = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * factor
 
 
 @triton.jit
