@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import gpu_vllm
-from benchmarks.gpu_engine import BenchEngine, Run, shape_source
+from benchmarks.gpu_engine import BenchEngine, shape_source
 from benchmarks.gpu_roof import H200, roof_seconds
 from benchmarks.gpu_start import measure_starts
 from benchmarks.gpu_workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
+from engine.backends.custom.driver import Run
 from engine.backends.custom.options import EngineOptions
 
 START = "start"
@@ -130,7 +131,7 @@ def measure(
     """Every repeat of every workload, on one engine."""
     if not names:
         return {}
-    engine = BenchEngine(shape_source(model), EngineOptions(**options))
+    engine = BenchEngine(model, EngineOptions(**options))
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for seed in range(repeats):
         requested = workloads(SHAPES[model], seed)
@@ -155,8 +156,8 @@ def workload_row(model: str, name: str, runs: list[Run], here: list[float] | Non
         figure.bar.get(model),
         figure.higher_is_better,
         roof_share=roof_s / best.seconds,
-        host_ms=1e3 * best.host_s / best.num_steps,
-        steps=best.num_steps,
+        host_ms=1e3 * best.host_s / len(best.steps),
+        steps=len(best.steps),
     )
 
 
@@ -220,7 +221,7 @@ def run_facts(run: Run) -> dict[str, float]:
     return {
         "seconds": run.seconds,
         "first_token_s": run.first_token_s,
-        "steps": run.num_steps,
+        "steps": len(run.steps),
         "host_s": run.host_s,
         "launch_s": run.launch_s,
         "wait_s": run.wait_s,

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_engine import BenchEngine, Run, shape_source
+from benchmarks.gpu_engine import BenchEngine, shape_source, tokens_of
 from benchmarks.gpu_workloads import SHAPES, Shape, Workload
 from engine.backends.custom.memory import DTYPE_BYTES
 from engine.backends.custom.options import EngineOptions
@@ -80,8 +80,7 @@ def greedy_check(model: str, device: str, attention: str) -> Check:
     tokens = []
     for each in (REFERENCE, attention):
         with engine(model, device, "float32", each) as bench:
-            run = bench.run(workload)
-        tokens.append([run.tokens(number) for number in range(NUM_PROMPTS)])
+            tokens.append(tokens_of(bench.run(workload), workload))
     reference, fast = tokens
     different = [number for number in range(NUM_PROMPTS) if reference[number] != fast[number]]
     total = sum(map(len, reference))
@@ -115,21 +114,13 @@ def scores(model: str, device: str, dtype: str, attention: str) -> Scores:
     with engine(model, device, dtype, attention) as bench:
         scored = bench.run(workload, logprobs=0, score_prompt=True, max_tokens=1)
         generated = bench.run(workload, logprobs=0)
-    return Scores(
-        [prompt_scores(scored, number) for number in range(NUM_PROMPTS)],
-        [generated.tokens(number) for number in range(NUM_PROMPTS)],
-        [generated_scores(generated, number) for number in range(NUM_PROMPTS)],
-    )
-
-
-def prompt_scores(run: Run, request: int) -> list[float]:
-    found = [d for d in run.deltas if d.request_id == str(request)]
-    return [each.logprob for d in found for each in d.prompt_logprobs or ()]
-
-
-def generated_scores(run: Run, request: int) -> list[float]:
-    found = [d for d in run.deltas if d.request_id == str(request)]
-    return [each.logprob for d in found for each in d.logprobs or ()]
+    asked: list[list[float]] = [[] for _ in workload.prompts]
+    for _, delta in scored.answers:
+        asked[int(delta.request_id)] += [each.logprob for each in delta.prompt_logprobs or ()]
+    drawn: list[list[float]] = [[] for _ in workload.prompts]
+    for _, delta in generated.answers:
+        drawn[int(delta.request_id)] += [each.logprob for each in delta.logprobs or ()]
+    return Scores(asked, tokens_of(generated, workload), drawn)
 
 
 def prompt_drift(exact: Scores, other: Scores) -> Drift:
@@ -161,8 +152,7 @@ def common_length(first: list[int], second: list[int]) -> int:
 
 @contextmanager
 def engine(model: str, device: str, dtype: str, attention: str) -> Iterator[BenchEngine]:
-    source = shape_source(model)
-    token_bytes = source.config.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    token_bytes = shape_source(model).config.kv_bytes_per_token(DTYPE_BYTES[dtype])
     options = EngineOptions(
         model_path=model,
         framework="torch",
@@ -174,7 +164,7 @@ def engine(model: str, device: str, dtype: str, attention: str) -> Iterator[Benc
         pool_bytes=NUM_PROMPTS * 2 * LONGEST * token_bytes,
         max_batch_tokens=STEP_TOKENS // SHAPES[model].divisor,
     )
-    with closing(BenchEngine(source, options)) as bench:
+    with closing(BenchEngine(model, options)) as bench:
         yield bench
     del bench
     gc.collect()

@@ -42,11 +42,11 @@ def main() -> None:
     parser.add_argument("options", type=json.loads)
     parser.add_argument("started_at", type=float)
     given = parser.parse_args()
-    from benchmarks.gpu_engine import BenchEngine, shape_source
+    from benchmarks.gpu_engine import BenchEngine
     from engine.backends.custom.options import EngineOptions
 
     imported_at = time.time()
-    engine = BenchEngine(shape_source(given.model), EngineOptions(**given.options))
+    engine = BenchEngine(given.model, EngineOptions(**given.options))
     loaded_at = time.time()
     engine.run(workloads(SHAPES[given.model])["single"], max_tokens=1)
     done_at = time.time()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import Row, best_value, results_table
-from benchmarks.gpu_engine import BenchEngine, requests_of, shape_source
+from benchmarks.gpu_engine import BenchEngine, requests_of, shape_source, tokens_of
 from benchmarks.gpu_roof import H200, roof_seconds, weight_bytes
 from benchmarks.gpu_workloads import FIGURES, SHAPES, Workload, workloads
 from engine.backends.custom.options import EngineOptions
+from engine.core.errors import InferenceError
 
 TINY = SHAPES["tiny"]
 
@@ -19,7 +20,7 @@ TINY = SHAPES["tiny"]
 def engine(**changes) -> BenchEngine:
     options = {"max_slots": 8, "max_batch_tokens": 64, "device": "cpu", **changes}
     options |= {"model_path": "tiny", "framework": "torch", "max_seq_len": 256}
-    return BenchEngine(shape_source("tiny"), EngineOptions(**options))
+    return BenchEngine("tiny", EngineOptions(**options))
 
 
 def test_a_seed_always_means_the_same_ids() -> None:
@@ -69,10 +70,9 @@ def test_every_workload_gives_all_of_its_tokens() -> None:
     bench = engine()
     for workload in workloads(TINY).values():
         run = bench.run(workload)
-        got = [run.tokens(number) for number in range(len(workload.prompts))]
-        assert [len(tokens) for tokens in got] == workload.num_new
+        assert [len(tokens) for tokens in tokens_of(run, workload)] == workload.num_new
         assert 0 < run.first_token_s <= run.seconds
-        assert run.num_steps >= max(workload.num_new)
+        assert len(run.steps) >= max(workload.num_new)
         assert run.launch_s + run.wait_s < run.seconds
     bench.close()
 
@@ -80,14 +80,12 @@ def test_every_workload_gives_all_of_its_tokens() -> None:
 def test_random_weights_are_the_same_at_every_start() -> None:
     prompts = workloads(TINY)["batch256"]
     first, again = engine(), engine(attention="reference")
-    assert [first.run(prompts).tokens(n) for n in range(8)] == [
-        again.run(prompts).tokens(n) for n in range(8)
-    ]
+    assert tokens_of(first.run(prompts), prompts) == tokens_of(again.run(prompts), prompts)
 
 
 def test_a_request_that_fails_is_told() -> None:
     too_long = Workload([[5] * 300], [4])
-    with pytest.raises(RuntimeError, match="request 0 failed"):
+    with pytest.raises(InferenceError, match="request 0 failed"):
         engine().generate(requests_of(too_long))
 
 

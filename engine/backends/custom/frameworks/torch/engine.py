@@ -3,6 +3,7 @@
 from engine.backends.custom.encoder_loop import Encoder
 from engine.backends.custom.memory import MemoryNeeds, dense_needs
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 
@@ -24,6 +25,15 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     from engine.backends.custom.frameworks.torch.execution import build
 
     return build.build_runner(source, config)
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """What PyTorch's profiler sees of a runner's calls."""
+    import torch
+
+    from engine.backends.custom.frameworks.torch.execution.profiling import TorchProfiler
+
+    return TorchProfiler(torch.device(config.device))
 
 
 def build_encoder(
