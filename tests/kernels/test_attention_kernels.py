@@ -14,6 +14,7 @@ from engine.backends.custom.runtime.seam import BatchInputs
 
 BLOCK_SIZE = 8
 TOLERANCE = 2e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def config(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> ModelConfig:
@@ -66,17 +67,15 @@ def step(rows: list[tuple[int, int]], shared: int = 0) -> BatchInputs:
 
 
 def compare(model: ModelConfig, inputs: BatchInputs) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     num_blocks = int(inputs.block_tables.max()) + 1
-    cache = torch.randn(
-        (num_blocks, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim), generator=generator
-    )
-    q = torch.randn(
-        (len(inputs.token_ids), model.num_heads, model.head_dim), generator=generator
-    )
+    pages = (num_blocks, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim)
+    cache = torch.randn(pages, generator=generator, device=DEVICE)
+    queries = (len(inputs.token_ids), model.num_heads, model.head_dim)
+    q = torch.randn(queries, generator=generator, device=DEVICE)
     # What lies behind a row's end is another's, or NaN: nothing of it may be seen.
     cache[0] = float("nan")
-    positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64)
+    positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64, device=DEVICE)
     found, expected = (
         backend(model, block_size=BLOCK_SIZE, dtype=torch.float32)
         .plan(inputs, positions)
@@ -164,12 +163,11 @@ def test_two_steps_use_the_same_counters() -> None:
     model = config(4, 2, 16)
     backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
     inputs = step([(700, 1), (400, 1)])
-    cache = torch.randn(int(inputs.block_tables.max()) + 1, BLOCK_SIZE, 2, 2, 16)
-    q = torch.randn(2, 4, 16)
-    plan = backend.plan(inputs, torch.zeros(2, dtype=torch.int64))
+    cache = torch.randn(int(inputs.block_tables.max()) + 1, BLOCK_SIZE, 2, 2, 16, device=DEVICE)
+    q = torch.randn(2, 4, 16, device=DEVICE)
+    positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    plan = backend.plan(inputs, positions)
     first = plan.attend(q, q, q, cache)
     torch.testing.assert_close(plan.attend(q, q, q, cache), first)
     shorter = replace(inputs, seq_lens=np.array([650, 399], np.int32))
-    assert not torch.equal(
-        backend.plan(shorter, torch.zeros(2, dtype=torch.int64)).attend(q, q, q, cache), first
-    )
+    assert not torch.equal(backend.plan(shorter, positions).attend(q, q, q, cache), first)

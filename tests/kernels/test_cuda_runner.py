@@ -17,6 +17,9 @@ from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
 from tests.parity.seam_driver import SeamDriver, sampling_inputs
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there the runner itself can be tested"
+)
 CPU = torch.device("cpu")
 LENGTHS = (21, 5, 1)
 

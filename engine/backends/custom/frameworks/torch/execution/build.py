@@ -3,6 +3,7 @@
 import psutil
 import torch
 
+from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.loading import build_model
@@ -54,6 +55,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     model = build_model(source.config, source.weights, config.max_seq_len, device, dtype)
     if can_pack(dtype, device):
         pack_linears(model)
+    if device.type == "cuda" and config.attention in ("auto", "triton"):
+        return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
 
 

@@ -105,7 +105,8 @@ class TorchRunner:
         )
         self._cache = PagedCache(model.config, config.num_blocks, config.block_size, device, dtype)
         self._history = TokenHistory(config.max_slots, config.max_seq_len, device)
-        self._last_token = torch.zeros(config.max_slots, dtype=torch.int64, device=device)
+        # One more: the padding of a step draws for nobody.
+        self._last_token = torch.zeros(config.max_slots + 1, dtype=torch.int64, device=device)
         self._words = to_device(token_words(vocab_size), device)
 
     @property

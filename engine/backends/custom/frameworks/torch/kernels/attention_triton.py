@@ -71,7 +71,7 @@ class TritonPlan:
                 self.arrays,
                 self.scratch,
                 window=self.window,
-                shares=self.room.shared > 0,
+                shares="shared" in self.arrays and self.room.shared > 0,
                 span_block=SPAN_BLOCK,
                 member_block=MEMBER_BLOCK,
             )
@@ -108,13 +108,27 @@ class TritonAttention:
             "tables": np.ascontiguousarray(inputs.block_tables),
         }
         on_device = {name: to_device(array, positions.device) for name, array in given.items()}
-        return self.plan_on(on_device, room, len(inputs.seq_lens))
+        self.reserve(len(inputs.seq_lens), positions.device)
+        return self.plan_on(on_device, room)
 
-    def plan_on(self, arrays: Mapping[str, Tensor], room: Room, rows: int) -> TritonPlan:
+    def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
         """Over arrays that are on the device already, or will be when the plan is applied."""
-        device = arrays["counts"].device
-        scratch = self._room_for(room.partials, rows, device) if room.spans else None
-        return TritonPlan(arrays, room, scratch, self._window)
+        return TritonPlan(arrays, room, self._scratch, self._window)
+
+    def reserve(self, rows: int, device: torch.device) -> None:
+        """Make room for the partial results of so many rows. Plans made before keep their own."""
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
+
+        if self._scratch is None or len(self._scratch.arrived) < rows:
+            config = self._config
+            self._scratch = Scratch(
+                MAX_SPLITS * rows + _span_room(rows),
+                rows,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                device,
+            )
 
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> Room:
         """The longest lists of a step of so many tokens and rows."""
@@ -123,6 +137,12 @@ class TritonAttention:
         if not shares:
             return Room(spans, tiles, 0, spans)
         return Room(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
+
+    def has_shared(self, inputs: BatchInputs) -> bool:
+        """Whether a step that only continues may have work items over shared prefixes."""
+        if self._window or not len(inputs.prefix_blocks):
+            return False
+        return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
     def lists(self, inputs: BatchInputs, room: Room | None = None) -> tuple[dict[str, I32], Room]:
         """The work items of a step; with `room`, no more of them than it has."""
@@ -141,7 +161,7 @@ class TritonAttention:
             "partials": partials,
             "tiles": tiles,
             "shared": shared,
-            "members": members if len(members) else np.zeros(min(rows, 1), np.int32),
+            "members": members if len(members) else np.zeros(0, np.int32),
         }
         return lists, room or Room(len(spans), len(tiles), len(shared), total)
 
@@ -193,16 +213,6 @@ class TritonAttention:
         if not items:
             return none
         return np.array(items, np.int32), np.concatenate(members).astype(np.int32), begins, splits
-
-    def _room_for(self, partials: int, rows: int, device: torch.device) -> "Scratch":
-        from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
-
-        config, scratch = self._config, self._scratch
-        if scratch is None or len(scratch.weight) < partials or len(scratch.arrived) < rows:
-            scratch = self._scratch = Scratch(
-                partials, rows, config.num_heads, config.num_kv_heads, config.head_dim, device
-            )
-        return scratch
 
 
 def _span_room(rows: int) -> int:

@@ -52,6 +52,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.o(step.attend(self, self.qkv(x)).flatten(1))
 
+    def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
+        """x and what the half adds to it, for a few rows."""
+        attended = step.attend(self, self.qkv.fused(x, norm=norm)).flatten(1)
+        return self.o.fused(attended, residual=x)
+
     def heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
         heads, kv_heads = self.num_heads, self.num_kv_heads

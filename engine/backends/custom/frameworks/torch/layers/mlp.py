@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -17,6 +18,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(gated(self.gate_up(x), self.activation))
+
+    def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x and what the half adds to it, for a few rows."""
+        return self.down.fused(self.gate_up.fused(x, norm=norm, gate=self.activation), residual=x)
 
 
 class MLP(nn.Module):

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
 from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
 
@@ -40,7 +42,7 @@ class PreNormBlock(nn.Module):
     """One layer: attention, then feed-forward, each on a normalised copy of the stream."""
 
     def __init__(
-        self, attn_norm: Norm, attn: nn.Module, mlp_norm: Norm, mlp: nn.Module
+        self, attn_norm: Norm, attn: Attention, mlp_norm: Norm, mlp: GatedMLP | MLP
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn = attn_norm, attn
@@ -48,10 +50,17 @@ class PreNormBlock(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         x, delta = self.parts(x, None, step)
-        return x + delta
+        return x if delta is None else x + delta
 
-    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """The stream, and what is still to be added to it: the next norm adds as it reads."""
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what is still to be added to it: the next norm adds as it reads. With a
+        few rows, matrix products do both.
+        """
+        attn_norm, mlp_norm, mlp = self.attn_norm, self.mlp_norm, self.mlp
+        if is_few(x) and isinstance(mlp, GatedMLP):
+            assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
+            assert delta is None, "all blocks are alike"
+            return mlp.fused(self.attn.fused(x, attn_norm, step), mlp_norm), None
         if delta is None:
             normed = self.attn_norm(x)
         else:
@@ -80,20 +89,20 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
-        x, delta = self.stream(token_ids, step)
-        return x + delta
-
-    def stream(self, token_ids: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """The residual stream in two parts, the last block's addition apart."""
         x, delta = self.embed_tokens(token_ids, step), None
         for block in self.layers:
             x, delta = block.parts(x, delta, step)
-        assert delta is not None, "a model has layers"
-        return x, delta
+        return x if delta is None else x + delta
 
     def logits(self, x: Tensor) -> Tensor:
         """(R, D) -> (R, V) float32"""
         return self.head_logits(self.norm(x))
+
+    def stream_logits(self, x: Tensor) -> Tensor:
+        """Of the residual stream: (R, D) -> (R, V) in the model's dtype"""
+        if is_few(x) and isinstance(self.norm, RMSNorm):
+            return self.head.fused(x, norm=self.norm)
+        return self.head(self.norm(x))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Of normed states: (R, D) -> (R, V) float32"""

@@ -58,14 +58,12 @@ def _guard_kernel(
     if value - value != 0.0:
         tl.store(finite_ptr + tl.load(rows_ptr + token), 0)
         place = cache_ptr + tl.load(slots_ptr + token).to(tl.int64) * slot_stride
-        for layer in tl.range(0, num_layers):
+        nothing = tl.zeros((BLOCK,), cache_ptr.dtype.element_ty)
+        for _ in tl.range(0, num_layers):
             for start in tl.range(0, SLOT_SIZE, BLOCK):
                 at = start + columns
-                tl.store(
-                    place + layer.to(tl.int64) * layer_stride + at,
-                    tl.zeros((BLOCK,), cache_ptr.dtype.element_ty),
-                    mask=at < SLOT_SIZE,
-                )
+                tl.store(place + at, nothing, mask=at < SLOT_SIZE)
+            place += layer_stride
 
 
 def guard(
