@@ -29,6 +29,11 @@ from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 MAX_ROWS = 16
 
 
+def is_few(x: Tensor) -> bool:
+    """Whether products with x (T, D) take a single launch, whatever stands around them."""
+    return len(x) <= MAX_ROWS and use_triton(x)
+
+
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, D), weight (F, D) -> (T, F), for T of at most MAX_ROWS."""
     return _SKINNY_LINEAR(x, weight, bias)
@@ -57,7 +62,7 @@ def fused_linear(
         "gate": gate,
         "residual": residual,
     }
-    if len(x) <= MAX_ROWS and use_triton(x):
+    if is_few(x):
         return _SKINNY_LINEAR(x, weight, bias, **parts)
     return _composed(x, weight, bias, **parts)
 
