@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.runtime.profiler import KernelTime
@@ -42,7 +41,7 @@ class TorchProfiler:
 
     def kernels(self) -> list[KernelTime]:
         on_gpu = self._device.type == "cuda"
-        wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        wanted = "CUDA" if on_gpu else "CPU"
         found = [
             KernelTime(
                 event.key,
@@ -50,7 +49,7 @@ class TorchProfiler:
                 _US * (event.self_device_time_total if on_gpu else event.self_cpu_time_total),
             )
             for event in self._profile.key_averages()
-            if event.device_type == wanted and not event.key.startswith(SPAN)
+            if event.device_type.name == wanted and not event.key.startswith(SPAN)
         ]
         return sorted((each for each in found if each.seconds), key=lambda each: -each.seconds)
 
