@@ -13,10 +13,11 @@ def check(spec: KernelSpec, example: Example) -> None:
     """Raises AssertionError where results, or tensors that the call writes to, differ."""
     expected = outcome(spec.reference, example)
     actual = outcome(spec.triton, example)
+    tolerance = _tolerance(spec, expected)
     assert len(actual) == len(expected), (spec.name, example.label, len(actual), len(expected))
     for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         where = f"{spec.name}, {example.label}, tensor {index}"
-        _compare(ours, theirs, _tolerance(spec, example), where)
+        _compare(ours, theirs, tolerance, where)
 
 
 def outcome(call: Any, example: Example) -> list[Tensor]:
@@ -43,10 +44,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _tolerance(spec: KernelSpec, example: Example) -> Tolerance:
-    """That of the least precise type among the arguments."""
-    values = [*example.args, *example.kwargs.values()]
-    found = [spec.tolerance[t.dtype] for t in _tensors(values) if t.dtype in spec.tolerance]
+def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:
+    """That of the least precise type among results and arguments."""
+    found = [spec.tolerance[t.dtype] for t in tensors if t.dtype in spec.tolerance]
     return max(found, key=lambda tolerance: tolerance.relative)
 
 

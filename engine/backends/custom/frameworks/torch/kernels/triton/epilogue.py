@@ -33,6 +33,7 @@ def finish(
     residual_ptr,
     out_ptr,
     outputs,
+    first_token,
     num_tokens,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -41,7 +42,10 @@ def finish(
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """y (ROWS, TOKENS) float32 to out (T, F). Rows that repeat the last write it again."""
+    """y (ROWS, TOKENS) float32, of tokens from `first_token` on, to out (T, F).
+
+    Rows that repeat the last write it again.
+    """
     if SCALED:
         y *= tl.load(scale_ptr + rows)[:, None]
     if BIAS:
@@ -57,7 +61,7 @@ def finish(
         width = outputs // 2
     else:
         width = outputs
-    tokens = tl.arange(0, TOKENS)
+    tokens = first_token + tl.arange(0, TOKENS)
     places = tokens.to(tl.int64)[None, :] * width + rows[:, None]
     known = (tokens < num_tokens)[None, :]
     if ADDS:
