@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_roof import H200
 from benchmarks.gpu_timing import copies_of, microseconds
 from engine.backends.custom.frameworks.torch.kernels.base import (
     LLAMA_1B,
@@ -26,17 +27,13 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.checking import check
 
-# Of one H200, measured: a device copy counts what it reads and what it writes.
-ROOF_BYTES = 4.25e12
-ROOF_FLOPS = 803e12
-
 
 def measure(spec: KernelSpec, shape: Shape, example: Example) -> dict:
     inputs = copies_of(example.args, example.kwargs)
     moved = spec.bytes_of(*example.args, **example.kwargs)
     flops = spec.flops_of(*example.args, **example.kwargs)
     ours = microseconds(spec.triton, inputs)
-    least = max(moved / ROOF_BYTES, flops / ROOF_FLOPS) * 1e6
+    least = max(moved / H200.bytes_per_s, flops / H200.flops_per_s) * 1e6
     row = {
         "kernel": spec.name,
         "shape": shape.name,
