@@ -111,7 +111,7 @@ class Decoder(nn.Module):
     def rotation(self, positions: Tensor) -> Rotation | None:
         if self.rotary is None:
             return None
-        return self.rotary.rotation(positions, self.embed.weight.dtype)
+        return self.rotary.rotation(positions, self.norm.weight.dtype)
 
     @overload
     def forward_sequence(self, token_ids: Tensor) -> Tensor: ...

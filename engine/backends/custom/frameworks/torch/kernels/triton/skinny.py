@@ -1,7 +1,7 @@
 """A program takes some rows of the weight over the whole input; nothing is reduced across programs.
 
-One row of input is multiplied in plain float32 arithmetic; up to sixteen go through the tensor
-cores, the weights as their left operand. A norm needs no pass of its own: its weight multiplies the
+One row of input is multiplied in plain float32 arithmetic; more go through the tensor cores, the
+weights as their left operand. A norm needs no pass of its own: its weight multiplies the
 input on the way, its sum of squares is gathered beside the product, and the scale is applied to the
 result.
 """
@@ -107,13 +107,14 @@ def _few_rows_kernel(
     ADDS: tl.constexpr,
 ):
     rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
-    tokens = tl.arange(0, TOKENS)
+    first_token = tl.program_id(1) * TOKENS
+    tokens = first_token + tl.arange(0, TOKENS)
     y = tl.zeros((ROWS, TOKENS), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
-        sources = x_ptr + tokens[None, :] * x_stride + columns[:, None]
+        sources = x_ptr + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
         known = (tokens < num_tokens)[None, :]
         if SIZE % COLUMNS == 0:
             weight = tl.load(places, eviction_policy="evict_first")
@@ -138,7 +139,7 @@ def _few_rows_kernel(
         residual_ptr,
         out_ptr,
         outputs,
-        0,
+        first_token,
         num_tokens,
         ROWS,
         TOKENS,
@@ -189,8 +190,8 @@ def skinny_linear(
     if num_tokens == 1:
         _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
     else:
-        tokens = {"TOKENS": max(16, triton.next_power_of_2(num_tokens))}
-        _few_rows_kernel[grid](
+        tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)
+        _few_rows_kernel[(*grid, triton.cdiv(num_tokens, tokens))](
             x,
             weight,
             *tensors,
@@ -200,7 +201,7 @@ def skinny_linear(
             num_tokens,
             x.stride(0),
             **shape,
-            **tokens,
+            TOKENS=tokens,
             **parts,
             **options,
         )
