@@ -82,8 +82,13 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences whose prompt is computed: those that a long step keeps waiting."""
-        return sum(seq.num_computed >= seq.num_prompt for seq in self._running)
+        """Running sequences whose prompt is computed and whose last token is not on its way: those
+        that a long step keeps waiting.
+        """
+        return sum(
+            seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
+            for seq in self._running
+        )
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running

@@ -21,9 +21,14 @@ from engine.backends.custom.runtime.seam import I32, BatchInputs
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
-QUERY_BLOCK = 128  # lines of a tile: tokens times the heads that share a key head
-SPAN_BLOCK = 64  # keys that a program takes at once
-MEMBER_BLOCK = 64  # lines of a tile of rows that share a prefix
+# (queries, keys, warps, stages) of a program, the fastest of those tried on an H200: for heads of
+# up to 64 values, and for wider ones.
+CHUNK_TILES = (128, 64, 8, 3), (256, 64, 8, 3)
+SPAN_TILE = (1, 128, 4, 3)
+MANY_SPANS, MANY_SPANS_TILE = 256, (1, 64, 2, 3)  # of narrow heads
+SHARED_TILES = (64, 64, 4, 3), (64, 64, 4, 3)
+NARROW_HEAD = 64
+KEY_BLOCK = 64  # spans are multiples of it
 MIN_SPAN = 128
 SPARE_SPANS = 64  # what a single row may be cut into
 # A prefix that is shorter, or that fewer rows share, is read as often as there are rows.
@@ -60,9 +65,12 @@ class TritonPlan:
             attention_decode,
             attention_prefill,
         )
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         out = torch.empty_like(q)
+        wide = cache.shape[4] > NARROW_HEAD
         if self.room.spans:
+            many = not wide and self.room.spans > MANY_SPANS
             assert self.scratch is not None
             attention_decode.decode(
                 q,
@@ -72,22 +80,12 @@ class TritonPlan:
                 self.scratch,
                 window=self.window,
                 shares="shared" in self.arrays and self.room.shared > 0,
-                span_block=SPAN_BLOCK,
-                member_block=MEMBER_BLOCK,
+                span_tile=Tile(*(MANY_SPANS_TILE if many else SPAN_TILE)),
+                shared_tile=Tile(*SHARED_TILES[wide]),
             )
         if self.room.tiles:
-            wide = cache.shape[4] > 64
-            attention_prefill.prefill(
-                q,
-                cache,
-                out,
-                self.arrays,
-                window=self.window,
-                query_block=QUERY_BLOCK,
-                key_block=64 if wide else 128,
-                num_warps=8,
-                num_stages=3,
-            )
+            tile = Tile(*CHUNK_TILES[wide])
+            attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
         return out
 
 
@@ -97,6 +95,9 @@ class TritonAttention:
         self._block_size = block_size
         self._window = config.sliding_window or 0
         self._group = config.num_heads // config.num_kv_heads
+        wide = config.head_dim > NARROW_HEAD
+        self._tile_tokens = CHUNK_TILES[wide][0] // self._group
+        self._tile_members = SHARED_TILES[wide][0] // self._group
         self._scratch: Scratch | None = None
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> TritonPlan:
@@ -165,10 +166,6 @@ class TritonAttention:
         }
         return lists, room or Room(len(spans), len(tiles), len(shared), total)
 
-    @property
-    def _tile_tokens(self) -> int:
-        return QUERY_BLOCK // self._group
-
     def _tiles(self, counts: I32, rows: np.ndarray) -> I32:
         """(row, first query), a row's last tile first: it has the most keys to see."""
         each = -(-counts[rows] // self._tile_tokens)
@@ -191,7 +188,7 @@ class TritonAttention:
             return none
         keys = inputs.prefix_blocks * self._block_size
         items, members = [], []
-        per_tile = MEMBER_BLOCK // self._group
+        per_tile = self._tile_members
         first_member = 0
         for group in np.flatnonzero(keys >= MIN_SHARED_KEYS).tolist():
             rows_of = np.flatnonzero(inputs.prefix_groups == group)
@@ -199,7 +196,7 @@ class TritonAttention:
                 continue
             length = int(keys[group])
             num_splits = min(MAX_SPLITS, -(-length // MIN_SHARED_KEYS))
-            span = -(-length // (num_splits * SPAN_BLOCK)) * SPAN_BLOCK
+            span = -(-length // (num_splits * KEY_BLOCK)) * KEY_BLOCK
             starts = range(0, length, span)
             begins[rows_of], splits[rows_of] = length, len(starts)
             for offset in range(0, len(rows_of), per_tile):
@@ -231,7 +228,7 @@ def _spans(
     most = room.spans if room is not None else _span_room(len(decodes))
     own = inputs.seq_lens[decodes] - begins[decodes]
     size = int(1.25 * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
-    size = max(MIN_SPAN, -(-size // SPAN_BLOCK) * SPAN_BLOCK)
+    size = max(MIN_SPAN, -(-size // KEY_BLOCK) * KEY_BLOCK)
     each = -(-own // size)
     places = each + splits[decodes]
     ends = np.cumsum(places)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
+    Tile,
     attend_span,
     normalised,
 )
@@ -97,7 +98,7 @@ def _decode_kernel(
         return
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
     tl.store(partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :], result, mask=here)
-    tl.store(weight_ptr + slot, peak + tl.log2(total), mask=group < GROUP)
+    tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=group < GROUP)
     if MERGES:
         tl.debug_barrier()
         arrived = arrived_ptr + row * KV_HEADS + kv_head
@@ -276,7 +277,7 @@ def _shared_kernel(
         normalised(acc, total),
         mask=here,
     )
-    tl.store(weight_ptr + slot, peak + tl.log2(total), mask=there)
+    tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=there)
 
 
 def decode(
@@ -288,8 +289,8 @@ def decode(
     *,
     window: int,
     shares: bool,
-    span_block: int,
-    member_block: int,
+    span_tile: Tile,
+    shared_tile: Tile,
 ) -> None:
     """Rows of one query, as the arrays' spans say; `shares`: some keys are read for many rows."""
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
@@ -321,12 +322,12 @@ def decode(
             arrays["tables"],
             scale,
             *strides,
-            BLOCK_M=max(member_block, group_block),
-            BLOCK_N=span_block,
+            BLOCK_M=max(shared_tile.queries, group_block),
+            BLOCK_N=shared_tile.keys,
             **sizes,
             **paging,
-            num_warps=4,
-            num_stages=3,
+            num_warps=shared_tile.warps,
+            num_stages=shared_tile.stages,
         )
     _decode_kernel[(kv_heads, len(arrays["spans"]))](
         q,
@@ -344,13 +345,13 @@ def decode(
         scale,
         *strides,
         GROUP_BLOCK=group_block,
-        BLOCK_N=span_block,
+        BLOCK_N=span_tile.keys,
         WINDOW=window,
         MERGES=not shares,
         **sizes,
         **paging,
-        num_warps=4,
-        num_stages=3,
+        num_warps=span_tile.warps,
+        num_stages=span_tile.stages,
     )
     if shares:
         _merge_kernel[(kv_heads, len(arrays["partials"]))](

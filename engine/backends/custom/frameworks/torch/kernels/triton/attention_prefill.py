@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
+    Tile,
     attend_span,
     normalised,
 )
@@ -125,10 +126,7 @@ def prefill(
     arrays: dict[str, Tensor],
     *,
     window: int,
-    query_block: int,
-    key_block: int,
-    num_warps: int,
-    num_stages: int,
+    tile: Tile,
 ) -> None:
     """Rows of several queries, as the arrays' tiles say."""
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
@@ -151,10 +149,10 @@ def prefill(
         HEAD_DIM=head_dim,
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=cache.shape[1],
-        BLOCK_M=query_block,
-        BLOCK_N=key_block,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
         WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )

@@ -1,11 +1,24 @@
 """Keys and values of one head, gathered from their pages tile by tile, under a running softmax.
 
-Scores are in powers of two, which the hardware has an instruction for. The running peak starts at a
-finite number: a row that sees nothing in a tile then keeps weight zero instead of NaN.
+`score_scale` makes powers of two of scores, which the hardware has an instruction for; it is
+applied where the peak is subtracted, as one operation. The running peak starts at a finite number:
+a row that sees nothing in a tile then keeps weight zero instead of NaN.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """What a program holds at a time, and with how many threads."""
+
+    queries: int  # lines: tokens times the heads that share a key head
+    keys: int
+    warps: int
+    stages: int
+
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
 
@@ -57,7 +70,7 @@ def attend_span(
             keys = tl.load(keys_ptr)
         else:
             keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
-        scores = tl.dot(q, keys, input_precision=PRECISION) * score_scale
+        scores = tl.dot(q, keys, input_precision=PRECISION)
         if MASKED:
             visible = exists[None, :]
             if CAUSAL:
@@ -66,8 +79,8 @@ def attend_span(
                 visible = visible & (query[:, None] - position[None, :] < WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        rescale = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores * score_scale - (new_peak * score_scale)[:, None])
+        rescale = tl.exp2((peak - new_peak) * score_scale)
         total = total * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
         if MASKED:

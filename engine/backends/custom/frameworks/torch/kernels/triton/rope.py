@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS_AT_ONCE = 4
+# Heads of a program: few where there are few tokens, so that the card is filled.
+_FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
 
 
 @triton.jit
@@ -104,7 +105,8 @@ def rope_write(
     tokens, half = qkv.shape[0], cos_sin_table.shape[1] // 2
     assert cache_layer.stride(4) == 1 and cos_sin_table.is_contiguous()
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    grid = (tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE))
+    group = _FEW_HEADS if tokens < _MANY_TOKENS else _MANY_HEADS
+    grid = (tokens, triton.cdiv(heads + 2 * kv_heads, group))
     _rope_kernel[grid](
         qkv,
         positions,
@@ -124,8 +126,8 @@ def rope_write(
         HALF=half,
         HALF_BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-        GROUP=_HEADS_AT_ONCE,
+        GROUP=group,
         NORMS=q_norm is not None,
-        num_warps=2,
+        num_warps=2 if group == _FEW_HEADS else 4,
     )
     return q
