@@ -8,6 +8,7 @@ figures are those of one H200; where vLLM is installed it is measured as well, f
 """
 
 import argparse
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,8 @@ def measure(
     if not names:
         return {}
     engine = BenchEngine(model, EngineOptions(**options))
+    gc.collect()
+    gc.freeze()  # as a served engine does: what was loaded stays
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for seed in range(repeats):
         requested = workloads(SHAPES[model], seed)

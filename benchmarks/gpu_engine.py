@@ -1,6 +1,5 @@
 """The real engine in this process on random weights of a model's shape, drawn on the device."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ class BenchEngine(DrivenEngine):
 
     def __init__(self, model: str, options: EngineOptions) -> None:
         super().__init__(shape_source(model), options)
-        gc.collect()
-        gc.freeze()  # as a served engine does: what was loaded stays
 
     def run(self, workload: Workload, **params: Any) -> Run:
         return self.generate(requests_of(workload, **params))

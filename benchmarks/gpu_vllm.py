@@ -46,9 +46,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(dict(SHAPES[given.model].config)))
         llm = _build(folder)
-    _report("start", [time.perf_counter() - began])
-    for name in given.workloads:
-        _report(name, [_seconds(llm, given.model, name, seed) for seed in range(given.repeats)])
+        _report("start", [time.perf_counter() - began])
+        for name in given.workloads:
+            _report(name, [_seconds(llm, given.model, name, seed) for seed in range(given.repeats)])
 
 
 def _build(folder: str) -> Any:

@@ -36,7 +36,11 @@ def print_profile(
     ]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print("", _first_token_table(found.first_token), "", _kernel_table(found, top))
+    console.print("", _first_token_table(found.first_token), "")
+    if found.kernels:
+        console.print(_kernel_table(found, top))
+    else:
+        console.print("PyTorch's profiler saw no kernel: CUPTI is missing, or may not be used here")
     if trace is not None:
         console.print(f"Trace: {trace}", highlight=False, markup=False, soft_wrap=True)
 
