@@ -26,6 +26,9 @@ NumericsOption = Annotated[
     str | None,
     typer.Option(help="invariant: answers never depend on batch mates; fast: they may."),
 ]
+QuantizationOption = Annotated[
+    str | None, typer.Option(help="Weights as fp8 or int8, on a GPU; auto: as they are stored.")
+]
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
 ]

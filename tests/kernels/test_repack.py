@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.backends.custom.frameworks.torch.kernels.quantized import dequantize
-from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, repack
+from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
 from engine.backends.custom.weights.quants import TRAITS
 from engine.backends.custom.weights.quants import dequantize as decode
 
@@ -50,3 +50,9 @@ def test_a_repacked_matrix_decodes_to_its_values(name: str, device: torch.device
     )
     if TRAITS[name].block_bytes * 8 < 5.1 * TRAITS[name].block_elems and "IQ" not in name:
         assert weight.bits == 4
+
+
+@pytest.mark.parametrize("name", sorted(REPACKED))
+def test_the_plan_knows_a_repacked_matrix_size(name: str) -> None:
+    weight = repack(name, torch.from_numpy(stored(name)), SHAPE)
+    assert weight.nbytes == SHAPE[0] * SHAPE[1] * packed_bits(name) / 8

@@ -83,6 +83,7 @@ def source(config: ModelConfig = MODEL, **changes: Array | None) -> SimpleNamesp
         ({"device": "meta"}, "cuda"),
         ({"device": "cuda:99"}, "cuda:99"),
         ({"attention": "magic"}, "sdpa"),
+        ({"quantization": "fp8"}, "needs a GPU"),
     ],
 )
 def test_unusable_settings_are_refused_by_name(changes, word):

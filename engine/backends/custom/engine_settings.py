@@ -34,6 +34,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         framework=framework,
         device=model.device,
         dtype=model.dtype,
+        quantization=model.quantization,
         max_seq_len=model.max_sequence_length,
         use_mmap=performance.use_mmap,
         threads=performance.threads,

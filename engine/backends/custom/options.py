@@ -12,6 +12,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     framework: str
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"
     max_seq_len: int | None = None
     use_mmap: bool = True
     threads: int | None = None

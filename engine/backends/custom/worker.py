@@ -89,6 +89,7 @@ def load_runner(
         kv_dtype=options.kv_dtype,
         numerics=options.numerics,
         affinity=options.affinity,
+        quantization=options.quantization,
     )
     return framework.build_runner(source, config), config, plan
 

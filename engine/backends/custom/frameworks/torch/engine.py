@@ -1,7 +1,9 @@
 """The PyTorch framework's entry. Importing it does not import PyTorch; its functions do."""
 
+from dataclasses import replace
+
 from engine.backends.custom.encoder_loop import Encoder
-from engine.backends.custom.memory import MemoryNeeds, dense_needs
+from engine.backends.custom.memory import DTYPE_BYTES, MemoryNeeds, dense_needs
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
@@ -17,7 +19,13 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     """What the weights and a token's keys and values take."""
-    return dense_needs(source.config, device)
+    needs = dense_needs(source.config, device)
+    if not device.name.startswith("cuda") or source.quantization is None:
+        return needs
+    from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
+
+    value_bytes = DTYPE_BYTES[device.dtype]
+    return replace(needs, weight_bytes=placed_bytes(source.weights.values(), value_bytes))
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:

@@ -45,6 +45,14 @@ def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
     )
 
 
+def packed_bits(dtype: str) -> float:
+    """What a value of a stored type comes to, its share of scales and minima included."""
+    traits = traits_of(dtype)
+    groups = REPACKED[dtype](torch.zeros((1, traits.block_bytes), dtype=torch.uint8))
+    factors = groups.scales.numel() * (1 if groups.minima is None else 2)
+    return groups.bits + 16 * factors / traits.block_elems
+
+
 def _half(blocks: Tensor, offset: int) -> Tensor:
     """The float16 at `offset` of every block, as a float32 column."""
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()

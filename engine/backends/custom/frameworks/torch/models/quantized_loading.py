@@ -4,15 +4,16 @@ A fused layer keeps its parts' own types: neighbours of one layout become one ma
 part that is not quantized stays a plain one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from math import prod
 
 import torch
 from torch import nn
 
 from engine.backends.custom.frameworks.torch.kernels.base import interpreting
 from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
-from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, repack
+from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedEmbedding,
@@ -51,6 +52,15 @@ def place_quantized(
         setattr(model.get_submodule(parent), name, layer)
         taken.update(names)
     return taken
+
+
+def placed_bytes(weights: Iterable[Weight], value_bytes: int) -> int:
+    """What the weights take on a device, those that are not quantized at `value_bytes` a value."""
+    total = 0.0
+    for weight in weights:
+        bits = packed_bits(weight.tensor.dtype) if _is_quantized(weight) else 8 * value_bytes
+        total += prod(weight.spec.shape) * bits / 8
+    return int(total)
 
 
 def _is_quantized(weight: object) -> bool:
