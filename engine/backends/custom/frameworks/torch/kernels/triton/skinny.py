@@ -4,6 +4,9 @@ One row of input is multiplied in plain float32 arithmetic; more go through the 
 weights as their left operand. A norm needs no pass of its own: its weight multiplies the
 input on the way, its sum of squares is gathered beside the product, and the scale is applied to the
 result.
+
+A chain of products can overlap: the next one starts while the last programs of this one are still
+at work, and waits for them only once its first weights are on their way.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ class Config:
     columns: int  # of the input, at a time
     warps: int
     stages: int = 3
+    overlaps: bool = False  # of one token: whether weights are read before the last kernel ends
 
 
 @triton.jit
@@ -43,23 +47,28 @@ def _vector_kernel(
     NORMS: tl.constexpr,
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+        inside = columns < SIZE
         if SIZE % COLUMNS == 0:
             weight = tl.load(places, eviction_policy="evict_first")
-            x = tl.load(x_ptr + columns).to(tl.float32)
         else:
-            inside = columns < SIZE
             weight = tl.load(places, mask=inside[None, :], other=0.0)
-            x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if OVERLAPS:  # noqa: SIM102 - only the first is known when the kernel is compiled
+            if start == 0:
+                tl.extra.cuda.gdc_wait()  # what came before this launch has been written
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if NORMS:
             squares += x * x
-            x *= tl.load(norm_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+            x *= tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         products += weight.to(tl.float32) * x[None, :]
     y = tl.sum(products, axis=1)
     if NORMS:
@@ -177,7 +186,7 @@ def skinny_linear(
     outputs = rows // 2 if gate else rows
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tensors = [x if each is None else each for each in (bias, scale, norm, residual)]
-    parts = {
+    parts: dict[str, bool | str] = {
         "BIAS": bias is not None,
         "SCALED": scale is not None,
         "NORMS": norm is not None,
@@ -186,8 +195,11 @@ def skinny_linear(
     }
     shape = {"SIZE": size, "ROWS": chosen.rows, "COLUMNS": chosen.columns}
     grid = (triton.cdiv(rows, chosen.rows),)
-    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    options: dict[str, int | bool] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     if num_tokens == 1:
+        if chosen.overlaps:
+            options["launch_pdl"] = True
+        parts["OVERLAPS"] = chosen.overlaps
         _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
     else:
         tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)
