@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.random import gumbel, row_keys, token_words
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.kernels.base import TINY
-from engine.backends.custom.frameworks.torch.kernels.sampling import add_bias_, draw, penalize
+from engine.backends.custom.frameworks.torch.kernels.sampling import draw
 from engine.backends.custom.runtime.seam import SamplingInputs
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40
 
 
-def step(rng: np.random.Generator, greedy: bool) -> SamplingInputs:
+def step(rng: np.random.Generator, greedy: bool, unmasked: bool) -> SamplingInputs:
     def some(values: np.ndarray, off: float) -> np.ndarray:
         return np.where(rng.random(ROWS) < 0.5, values, off).astype(np.float32)
 
@@ -36,10 +37,12 @@ def step(rng: np.random.Generator, greedy: bool) -> SamplingInputs:
         seed=rng.integers(0, 2**62, ROWS),
         choice=np.zeros(ROWS, np.int32),
         position=lengths.astype(np.int32),
-        mask=rng.integers(0, 2**32, (ROWS, -(-VOCABULARY // 32)), dtype=np.uint32),
-        forced=np.full(ROWS, -1, np.int32),
+        mask=None
+        if unmasked
+        else rng.integers(0, 2**32, (ROWS, -(-VOCABULARY // 32)), dtype=np.uint32),
+        forced=np.where(rng.random(ROWS) < 0.2, 3, -1).astype(np.int32),
         hidden_rows=np.zeros(0, np.int32),
-        num_logprobs=np.full(ROWS, -1, np.int32),
+        num_logprobs=np.full(ROWS, 2, np.int32),
         history_slots=np.zeros(0, np.int32),
         history_start=np.zeros(1, np.int32),
         history_tokens=np.zeros(0, np.int32),
@@ -51,7 +54,7 @@ def step(rng: np.random.Generator, greedy: bool) -> SamplingInputs:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_gives_the_samplers_tokens(seed: int, greedy: bool, device: torch.device) -> None:
     rng = np.random.default_rng(seed)
-    sampling = step(rng, greedy)
+    sampling = step(rng, greedy, unmasked=seed == 0)
     tokens = rng.integers(0, VOCABULARY, (ROWS, MAX_LENGTH + 1))
     num_prompt = rng.integers(0, MAX_LENGTH // 2, ROWS)
     logits = torch.from_numpy(rng.normal(0, 3, (ROWS, VOCABULARY)).astype(np.float32)).to(device)
@@ -61,44 +64,13 @@ def test_a_step_gives_the_samplers_tokens(seed: int, greedy: bool, device: torch
     history = TokenHistory(ROWS, MAX_LENGTH, device)
     history._tokens.copy_(torch.from_numpy(tokens))
     history._num_prompt[:] = num_prompt
-    expected = sample(logits, sampling, history, words).tokens
+    expected = sample(logits, sampling, history, words)
 
-    def put(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
-    counts = torch.zeros(logits.shape, dtype=torch.int32, device=device)
-    slots = put(sampling.slots.astype(np.int64))
-    adjusted = penalize(
-        logits,
-        put(tokens),
-        slots,
-        put(sampling.position),
-        put(num_prompt[sampling.slots]),
-        put(sampling.repetition),
-        put(sampling.presence),
-        put(sampling.frequency),
-        counts,
-    )
-    add_bias_(
-        adjusted,
-        put(sampling.bias_rows.astype(np.int64)),
-        put(sampling.bias_ids.astype(np.int64)),
-        put(sampling.bias_values),
-    )
-    assert sampling.mask is not None
-    actual = draw(
-        adjusted,
-        put(sampling.temperature),
-        put(sampling.top_k),
-        put(sampling.top_p),
-        put(sampling.min_p),
-        put(row_keys(sampling.seed, sampling.choice, sampling.position)),
-        words,
-        put(sampling.mask.view(np.int32)),
-    )
-    assert torch.equal(actual, expected)
+    actual = device_sampler.sample(logits, sampling, history, words)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert actual.logprobs is not None and expected.logprobs is not None
+    torch.testing.assert_close(actual.logprobs, expected.logprobs)
     assert torch.equal(logits, before)
-    assert not counts.any()
 
 
 def test_noise_is_the_samplers_for_every_token_word(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.random import token_words
@@ -20,6 +21,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
 )
+from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
@@ -137,7 +139,8 @@ class TorchRunner:
             sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         else:
             self._history.begin(sampling)
-            sampled = sample(handle.logits, sampling, self._history, self._words)
+            choose = device_sampler.sample if use_triton(handle.logits) else sample
+            sampled = choose(handle.logits, sampling, self._history, self._words)
             self._remember(sampling, sampled.tokens)
         return self._send(sampled, handle.finite, self._hidden(handle, sampling))
 

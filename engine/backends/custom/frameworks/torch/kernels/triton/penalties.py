@@ -81,7 +81,7 @@ def _penalize_kernel(
 def _bias_kernel(logits_ptr, rows_ptr, ids_ptr, values_ptr, stride, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values_ptr + index, mask=index < count, other=0.0)
-    row = tl.load(rows_ptr + index, mask=index < count, other=0)
+    row = tl.load(rows_ptr + index, mask=index < count, other=0).to(tl.int64)
     token = tl.load(ids_ptr + index, mask=index < count, other=0)
     tl.atomic_add(logits_ptr + row * stride + token, value, mask=value != 0.0)
 
