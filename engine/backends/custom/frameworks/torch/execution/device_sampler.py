@@ -57,7 +57,7 @@ def _adjusted(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) -
     """With penalties and biases; the logits themselves where there are none."""
     adjusted = logits
     if sampling.has_penalties:
-        slots, lengths, num_prompt, *settings = _sent(
+        slots, lengths, num_prompt, repetition, presence, frequency = _sent(
             logits.device,
             sampling.slots,
             sampling.position,
@@ -72,7 +72,9 @@ def _adjusted(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) -
             slots,
             lengths,
             num_prompt,
-            *(setting.view(torch.float32) for setting in settings),
+            repetition.view(torch.float32),
+            presence.view(torch.float32),
+            frequency.view(torch.float32),
             torch.zeros(logits.shape, dtype=torch.int32, device=logits.device),
         )
     if len(sampling.bias_rows):

@@ -38,18 +38,17 @@ def place_quantized(
     taken = set()
     if _is_quantized(weights.get(EMBED)):
         table = _grouped(weights[EMBED], device)
-        model.embed = GroupedEmbedding(table, dtype)
+        model.set_submodule("embed", GroupedEmbedding(table, dtype))
         taken.add(EMBED)
         if model.config.tie_embeddings:
-            model.head = GroupedLinear([table])
+            model.set_submodule("head", GroupedLinear([table]))
     for path, module in list(_linears(model)):
         names = list(_weight_names(path, module))
         if not all(_is_quantized(weights.get(name)) for name in names):
             continue
         parts = [_grouped(weights[name], device) for name in names]
         layer = GroupedLinear(_stacked(parts), module.bias, module.parts)
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer)
+        model.set_submodule(path, layer)
         taken.update(names)
     return taken
 
