@@ -8,7 +8,7 @@ from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.random import gumbel, row_keys, token_words
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
-from engine.backends.custom.frameworks.torch.kernels.base import TINY
+from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, TINY
 from engine.backends.custom.frameworks.torch.kernels.sampling import draw
 from engine.backends.custom.runtime.seam import SamplingInputs
 
@@ -84,3 +84,29 @@ def test_noise_is_the_samplers_for_every_token_word(device: torch.device) -> Non
     none = torch.zeros(rows, dtype=torch.int32, device=device)
     drawn = draw(torch.zeros(rows, size, device=device), ones, none, ones, zeros, keys, words)
     assert torch.equal(drawn, gumbel(keys, words).argmax(dim=-1))
+
+
+@pytest.mark.parametrize("setting", ["top-k", "top-p", "min-p"])
+def test_no_token_below_a_floor_is_ever_drawn(setting: str, device: torch.device) -> None:
+    """So hot that what is kept is all but equally likely: one token too many would be drawn."""
+    rows, size = 48, 60
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(0, 1, (rows, size)).astype(np.float32)).to(device)
+    seeds, zeros = rng.integers(0, 2**62, rows), np.zeros(rows, np.int32)
+
+    def setting_of(name: str, used: float, unused: float) -> torch.Tensor:
+        return torch.full((rows,), used if setting == name else unused, device=device)
+
+    args = (
+        logits,
+        torch.full((rows,), 20.0, device=device),
+        setting_of("top-k", 4, 0).int(),
+        setting_of("top-p", 0.1, 1.0),
+        setting_of("min-p", 0.95, 0.0),
+        torch.from_numpy(row_keys(seeds, zeros, zeros)).to(device),
+        torch.from_numpy(token_words(size)).to(device),
+    )
+    drawn = draw(*args)
+    assert torch.equal(drawn, KERNELS["draw"].reference(*args, None))
+    ranks = (logits > logits.gather(1, drawn[:, None])).sum(dim=1)
+    assert ranks.float().mean() > 1, "the draw is not hot enough to tell"
