@@ -25,7 +25,7 @@ from engine.backends.custom.memory import MemoryPlan, plan_memory
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.engine_process import STACKS_SIGNAL
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.heartbeat import Heartbeat
@@ -121,7 +121,7 @@ def build_loop(
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
     most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
-    budget = StepBudget(most, spec.max_slots)
+    budget = StepBudget(most, spec.max_slots, spec.target_step_s or TARGET_STEP_S)
     grammars = Grammars(functools.partial(_vocabulary, options))
     return EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
 

@@ -65,6 +65,7 @@ class RunnerSpec:
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it does not
     most_step_tokens: int | None = None  # a larger step gains nothing; None: the larger the better
+    target_step_s: float | None = None  # how long prompts may keep others waiting; None: as usual
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ that has a graph; a larger one launches its kernels one by one, which takes less
 All of them read their arrays from one buffer on the device, so a graph serves any lengths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ from engine.backends.custom.runtime.seam import (
 
 FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
 Arrays = dict[str, NDArray[np.generic]]
+# Large steps use the device best, and it soon has no prompt left to compute.
+TARGET_STEP_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class CudaRunner(TorchRunner):
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(model, config, device, dtype)
+        self._spec = replace(self._spec, target_step_s=TARGET_STEP_S)
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         self._angles = None
