@@ -25,6 +25,7 @@ from benchmarks.gpu_workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
 from engine.backends.custom.driver import Run
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.worker import keep_all
 
 START = "start"
 WIDTH = 160  # the table's, also where no terminal says
@@ -134,7 +135,7 @@ def measure(
         return {}
     engine = BenchEngine(model, EngineOptions(**options))
     gc.collect()
-    gc.freeze()  # as a served engine does: what was loaded stays
+    keep_all()  # as a served engine does
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for seed in range(repeats):
         requested = workloads(SHAPES[model], seed)

@@ -56,9 +56,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner, "Capturer", FakeCapturer)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(staging, "_page_locked", lambda size: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(
-        staging.Pinned, "__init__", lambda self, tensor: _fill(self, tensor)
-    )
+    monkeypatch.setattr(staging.Pinned, "__init__", lambda self, tensor: _fill(self, tensor))
 
 
 def _fill(pinned: staging.Pinned, tensor: torch.Tensor) -> None:
@@ -81,9 +79,7 @@ def config(attention: str) -> RunnerConfig:
 def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
     _, path = tiny_models.save(name, folder)
     source = open_model(path)
-    model = build_model(
-        source.config, source.weights, tiny_models.MAX_POSITION, CPU, torch.float32
-    )
+    model = build_model(source.config, source.weights, tiny_models.MAX_POSITION, CPU, torch.float32)
     ours = CudaRunner(model, config("triton"), CPU, torch.float32)
     return ours, build_runner(source, config("reference"))
 

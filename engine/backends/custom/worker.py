@@ -50,6 +50,7 @@ log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it 
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 OPTIONS_TIMEOUT_S = 30.0
+GARBAGE_OBJECTS = 50_000  # new ones before a collection
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
@@ -206,7 +207,7 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     try:
         options = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
-        run_engine(options, channel, Heartbeat(heartbeat_fd).beat, _keep_all)
+        run_engine(options, channel, Heartbeat(heartbeat_fd).beat, keep_all)
     except ConnectionClosedError:
         return 0  # the frontend is gone, and so is our purpose
     except EngineError as error:
@@ -219,9 +220,12 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     return 0
 
 
-def _keep_all() -> None:
-    """What was loaded stays, so that no collection has to look at it, least of all in a step."""
+def keep_all() -> None:
+    """What was loaded stays, so that no collection has to look at it, least of all in a step; and a
+    step's many small objects, which need none, do not call for one each time.
+    """
     gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
     gc.enable()
 
 

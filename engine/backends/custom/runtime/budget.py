@@ -47,9 +47,7 @@ class Line:
 class StepBudget:
     """Knows no more than what it was told of finished steps."""
 
-    def __init__(
-        self, max_tokens: int, max_slots: int, target_s: float = TARGET_STEP_S
-    ) -> None:
+    def __init__(self, max_tokens: int, max_slots: int, target_s: float = TARGET_STEP_S) -> None:
         self._max_tokens = max(max_tokens, max_slots)
         self._target_s = target_s
         self._continuing = Line()

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
@@ -37,6 +38,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     TritonAttention,
     TritonPlan,
 )
+from engine.backends.custom.frameworks.torch.kernels.attention_whole import WholeRow
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
@@ -107,6 +109,7 @@ class BufferedStep:
     def __init__(self, runner: "CudaRunner", size: Size, room: Room) -> None:
         self.size, self.room = size, room
         self.layout = runner.layout(size, room)
+        self.whole: tuple[WholeRow, ...] = ()
         self.num_uses = 0
         self.views: dict[str, Tensor] = {}
         self.results = torch.empty(0)  # (draws + rows + 1,) int32: tokens, whether finite
@@ -156,9 +159,7 @@ class CudaRunner(TorchRunner):
         if model.rotary is not None:
             self._angles = model.rotary.table(config.max_seq_len)
         self._row_sizes = row_sizes(config.max_slots)
-        self._buffer = torch.zeros(
-            self._largest_buffer(config), dtype=torch.int32, device=device
-        )
+        self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
         self._lists.reserve(config.max_slots, device)
         self._each = torch.arange(
             max(config.max_slots, TOKEN_SIZES[-1]) + 1, dtype=torch.int32, device=device
@@ -222,9 +223,7 @@ class CudaRunner(TorchRunner):
                 "logit_rows": size.draws,
                 "draw_slots": size.draws,
             }
-        pads = dict.fromkeys(
-            ("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0
-        )
+        pads = dict.fromkeys(("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0)
         pads |= {"slots": nobody, "draw_slots": nobody, "token_rows": rows}
         return Layout(sizes, pads)
 
@@ -252,7 +251,8 @@ class CudaRunner(TorchRunner):
         return step
 
     def _exact_step(self, inputs: BatchInputs) -> BufferedStep:
-        lists, room = self._lists.lists(inputs)
+        whole = self._lists.whole_rows(inputs)
+        lists, room = self._lists.lists(inputs, whole=whole)
         size = Size(
             len(inputs.token_ids),
             len(inputs.slots),
@@ -261,6 +261,7 @@ class CudaRunner(TorchRunner):
             shares=room.shared > 0,
         )
         step = BufferedStep(self, size, room)
+        step.whole = whole
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
         return step
 
@@ -329,12 +330,13 @@ class CudaRunner(TorchRunner):
     def _compute(self, step: BufferedStep) -> None:
         """The forward pass, from the step's arrays to its logits."""
         views, size, model = step.views, step.size, self._model
+        prefer_blas(size.tokens)
         finite = step.results[size.draws :].fill_(1)
         cached = CachedStep(
             views["positions"],
             views["write_slots"],
             self._angles,
-            self._lists.plan_on(views, step.room),
+            self._lists.plan_on(views, step.room, step.whole),
             self._cache,
         )
         token_ids = resolve_tokens(

@@ -49,9 +49,7 @@ class Layout:
 
     def views(self, buffer: Tensor, fields: Mapping[str, int]) -> dict[str, Tensor]:
         """The arrays as parts of the buffer; those of several `fields` are two-dimensional."""
-        found = {
-            name: buffer[start : start + size] for name, (start, size) in self._places.items()
-        }
+        found = {name: buffer[start : start + size] for name, (start, size) in self._places.items()}
         found[OPEN] = buffer[self._open_at :]
         for name, width in fields.items():
             found[name] = found[name].view(-1, width)

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.attention_whole import (
+    WHOLE_QUERIES,
+    WholeRow,
+    has_vendor_kernel,
+)
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
 if TYPE_CHECKING:
@@ -23,10 +28,10 @@ if TYPE_CHECKING:
 
 # (queries, keys, warps, stages) of a program, the fastest of those tried on an H200: for heads of
 # up to 64 values, and for wider ones.
-CHUNK_TILES = (128, 64, 8, 3), (256, 64, 8, 3)
+CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
 MANY_SPANS, MANY_SPANS_TILE = 256, (1, 64, 2, 3)  # of narrow heads
-SHARED_TILES = (64, 64, 4, 3), (64, 64, 4, 3)
+SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
 NARROW_HEAD = 64
 KEY_BLOCK = 64  # spans are multiples of it
 MIN_SPAN = 128
@@ -55,6 +60,7 @@ class TritonPlan:
     room: Room
     scratch: "Scratch | None"
     window: int
+    whole: tuple[WholeRow, ...] = ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         return self.attend_cached(q, cache)
@@ -86,6 +92,8 @@ class TritonPlan:
         if self.room.tiles:
             tile = Tile(*CHUNK_TILES[wide])
             attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
+        for row in self.whole:
+            row.attend(q, cache, self.arrays["tables"], out)
         return out
 
 
@@ -98,6 +106,7 @@ class TritonAttention:
         wide = config.head_dim > NARROW_HEAD
         self._tile_tokens = CHUNK_TILES[wide][0] // self._group
         self._tile_members = SHARED_TILES[wide][0] // self._group
+        self._has_vendor_kernel = not self._window and has_vendor_kernel(config.head_dim, dtype)
         self._scratch: Scratch | None = None
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> TritonPlan:
@@ -112,9 +121,11 @@ class TritonAttention:
         self.reserve(len(inputs.seq_lens), positions.device)
         return self.plan_on(on_device, room)
 
-    def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
+    def plan_on(
+        self, arrays: Mapping[str, Tensor], room: Room, whole: tuple[WholeRow, ...] = ()
+    ) -> TritonPlan:
         """Over arrays that are on the device already, or will be when the plan is applied."""
-        return TritonPlan(arrays, room, self._scratch, self._window)
+        return TritonPlan(arrays, room, self._scratch, self._window, whole)
 
     def reserve(self, rows: int, device: torch.device) -> None:
         """Make room for the partial results of so many rows. Plans made before keep their own."""
@@ -145,12 +156,27 @@ class TritonAttention:
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
-    def lists(self, inputs: BatchInputs, room: Room | None = None) -> tuple[dict[str, I32], Room]:
-        """The work items of a step; with `room`, no more of them than it has."""
+    def whole_rows(self, inputs: BatchInputs) -> tuple[WholeRow, ...]:
+        """Long prompts that begin in this step: the vendor's kernel is faster for those."""
+        if not self._has_vendor_kernel:
+            return ()
         counts = np.diff(inputs.query_start)
-        rows = len(counts)
+        rows = np.flatnonzero((counts >= WHOLE_QUERIES) & (counts == inputs.seq_lens)).tolist()
+        width = inputs.block_tables.shape[1]
+        return tuple(
+            WholeRow(int(inputs.query_start[row]), int(counts[row]), row * width) for row in rows
+        )
+
+    def lists(
+        self, inputs: BatchInputs, room: Room | None = None, whole: tuple[WholeRow, ...] = ()
+    ) -> tuple[dict[str, I32], Room]:
+        """The work items of a step but for its `whole` rows; with `room`, no more than it has."""
+        counts = np.diff(inputs.query_start)
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
+        if whole:
+            starts = [row.first_token for row in whole]
+            chunks = chunks[~np.isin(inputs.query_start[chunks], starts)]
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         spans, partials = _spans(inputs, decodes, begins, splits, room)
         tiles = self._tiles(counts, chunks)

@@ -143,9 +143,7 @@ def _merged(
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     for index in tl.range(0, count):
         slot = ((first + index) * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
-        weight = tl.load(
-            weight_ptr + slot, mask=group < GROUP, other=0.0, cache_modifier=".cg"
-        )
+        weight = tl.load(weight_ptr + slot, mask=group < GROUP, other=0.0, cache_modifier=".cg")
         part = tl.load(
             partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :],
             mask=here,
@@ -370,7 +368,13 @@ class Scratch:
     """Where partial results meet. One for all layers: each is done with it before the next."""
 
     def __init__(
-        self, partials: int, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+        self,
+        partials: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
     ) -> None:
         self.partial = torch.empty((partials, heads, head_dim), device=device)
         self.weight = torch.empty((partials, heads), device=device)

@@ -160,10 +160,16 @@ def _few_rows_kernel(
 
 
 def choose(num_tokens: int, outputs: int, size: int) -> Config:
-    """Enough programs to fill the card, and enough bytes in flight in each of them."""
+    """The fastest of those tried on an H200 for the matrices of Llama models."""
     if num_tokens > 1:
-        return Config(rows=16 if outputs <= 8192 else 32, columns=256, warps=2, stages=4)
+        return Config(rows=64, columns=128 if outputs > 8192 else 256, warps=4, stages=4)
     columns = min(triton.next_power_of_2(size), 2048)
+    if size > 8192:
+        return Config(rows=2, columns=columns, warps=4)
+    if size > 2048:
+        return Config(8, 512, 4) if outputs > 65536 else Config(rows=2, columns=columns, warps=8)
+    if 8192 < outputs <= 65536:
+        return Config(rows=2, columns=min(columns, 1024), warps=4)
     return Config(rows=2 if outputs <= 8192 else 4, columns=columns, warps=4)
 
 
