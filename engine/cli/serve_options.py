@@ -15,6 +15,12 @@ BatchSizeOption = Annotated[int | None, typer.Option(help="Most sequences comput
 MemoryPoolSizeOption = Annotated[
     int | None, typer.Option(help="KV cache in MiB; default: planned from free memory.")
 ]
+GpuMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization", help="Share of the GPU's free memory to use; default: 0.9."
+    ),
+]
 CacheOption = Annotated[
     bool | None, typer.Option("--cache/--no-cache", help="Share common prefixes.")
 ]

@@ -66,23 +66,28 @@ def step(rows: list[tuple[int, int]], shared: int = 0) -> BatchInputs:
     )
 
 
-def compare(model: ModelConfig, inputs: BatchInputs) -> None:
+def compare(
+    model: ModelConfig,
+    inputs: BatchInputs,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = TOLERANCE,
+) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     num_blocks = int(inputs.block_tables.max()) + 1
     pages = (num_blocks, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim)
-    cache = torch.randn(pages, generator=generator, device=DEVICE)
+    cache = torch.randn(pages, generator=generator, device=DEVICE).to(dtype)
     queries = (len(inputs.token_ids), model.num_heads, model.head_dim)
-    q = torch.randn(queries, generator=generator, device=DEVICE)
+    q = torch.randn(queries, generator=generator, device=DEVICE).to(dtype)
     # What lies behind a row's end is another's, or NaN: nothing of it may be seen.
     cache[0] = float("nan")
     positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64, device=DEVICE)
     found, expected = (
-        backend(model, block_size=BLOCK_SIZE, dtype=torch.float32)
+        backend(model, block_size=BLOCK_SIZE, dtype=dtype)
         .plan(inputs, positions)
         .attend(q, q, q, cache)
         for backend in (TritonAttention, ReferenceAttention)
     )
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 HEADS = [(4, 1, 16), (6, 2, 24), (2, 2, 32)]
@@ -102,6 +107,15 @@ def test_rows_of_several_queries(heads: tuple[int, int, int], window: int | None
 
 def test_a_mixed_step() -> None:
     compare(config(4, 2, 16), step([(40, 40), (150, 1), (1, 1), (90, 33), (140, 1)]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_half_precision_takes_other_tiles(head_dim: int) -> None:
+    inputs = step([(40, 40), (150, 1), (1, 1), (190, 70), (140, 1)])
+    compare(config(4, 2, head_dim), inputs, torch.float16, 2e-3)
+    compare(
+        config(4, 2, head_dim), step([(300 + row, 1) for row in range(17)], 35), torch.float16, 2e-3
+    )
 
 
 def test_a_long_row_is_cut_and_merged() -> None:

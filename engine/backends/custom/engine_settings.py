@@ -46,6 +46,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         max_batch_tokens=performance.max_batch_tokens,
         max_queued=performance.max_queued_requests,
         pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
+        gpu_memory_utilization=performance.gpu_memory_utilization,
         block_size=cache.block_size,
         cache_enabled=cache.enabled,
         cache_bytes=cache.max_size_mb * 2**20 if cache.max_size_mb is not None else None,

@@ -38,7 +38,6 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     TritonAttention,
     TritonPlan,
 )
-from engine.backends.custom.frameworks.torch.kernels.attention_whole import WholeRow
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
@@ -46,6 +45,7 @@ from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.seam import (
     DRAW,
+    I32,
     BatchInputs,
     RunnerConfig,
     SamplingInputs,
@@ -109,7 +109,6 @@ class BufferedStep:
     def __init__(self, runner: "CudaRunner", size: Size, room: Room) -> None:
         self.size, self.room = size, room
         self.layout = runner.layout(size, room)
-        self.whole: tuple[WholeRow, ...] = ()
         self.num_uses = 0
         self.views: dict[str, Tensor] = {}
         self.results = torch.empty(0)  # (draws + rows + 1,) int32: tokens, whether finite
@@ -174,13 +173,12 @@ class CudaRunner(TorchRunner):
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
-        if step.forward is not None:
-            step.forward.replay()
-        else:
+        if step.forward is None:
             self._compute(step)
             if size is not None and (size.only_decodes or step.num_uses > 1):
-                step.forward = self._capturer.capture(lambda: self._compute(step))
-                step.greedy = self._capture_greedy(step)
+                self._capture(step)
+        if step.forward is not None:
+            step.forward.replay()
         return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows))
 
     @torch.inference_mode()
@@ -251,8 +249,7 @@ class CudaRunner(TorchRunner):
         return step
 
     def _exact_step(self, inputs: BatchInputs) -> BufferedStep:
-        whole = self._lists.whole_rows(inputs)
-        lists, room = self._lists.lists(inputs, whole=whole)
+        lists, room = self._lists.lists(inputs)
         size = Size(
             len(inputs.token_ids),
             len(inputs.slots),
@@ -261,11 +258,10 @@ class CudaRunner(TorchRunner):
             shares=room.shared > 0,
         )
         step = BufferedStep(self, size, room)
-        step.whole = whole
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
         return step
 
-    def _arrays(self, inputs: BatchInputs, lists: Arrays, size: Size) -> Arrays:
+    def _arrays(self, inputs: BatchInputs, lists: dict[str, I32], size: Size) -> Arrays:
         arrays: Arrays = {
             "token_ids": inputs.token_ids,
             "positions": inputs.positions,
@@ -336,7 +332,7 @@ class CudaRunner(TorchRunner):
             views["positions"],
             views["write_slots"],
             self._angles,
-            self._lists.plan_on(views, step.room, step.whole),
+            self._lists.plan_on(views, step.room),
             self._cache,
         )
         token_ids = resolve_tokens(
@@ -357,10 +353,11 @@ class CudaRunner(TorchRunner):
         step.results[: step.size.draws].copy_(tokens)
         self._last_token[step.views["draw_slots"].long()] = tokens
 
-    def _capture_greedy(self, step: BufferedStep) -> torch.cuda.CUDAGraph | None:
-        if not step.size.draws:
-            return None
-        return self._capturer.capture(lambda: self._draw_greedily(step))
+    def _capture(self, step: BufferedStep) -> None:
+        """Record both halves. The recording's outputs are new ones, which only a replay fills."""
+        step.forward = self._capturer.capture(lambda: self._compute(step))
+        if step.size.draws:
+            step.greedy = self._capturer.capture(lambda: self._draw_greedily(step))
 
     def _is_plain(self, sampling: SamplingInputs) -> bool:
         """Every row takes its most likely token and nothing else is asked for."""

@@ -16,11 +16,6 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.frameworks.torch.kernels.attention_whole import (
-    WHOLE_QUERIES,
-    WholeRow,
-    has_vendor_kernel,
-)
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
 if TYPE_CHECKING:
@@ -32,6 +27,8 @@ CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
 MANY_SPANS, MANY_SPANS_TILE = 256, (1, 64, 2, 3)  # of narrow heads
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
+# Values of four bytes take twice the room.
+FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
 NARROW_HEAD = 64
 KEY_BLOCK = 64  # spans are multiples of it
 MIN_SPAN = 128
@@ -52,6 +49,25 @@ class Room:
     partials: int
 
 
+TileSize = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    chunk: TileSize
+    span: TileSize
+    many_spans: TileSize
+    shared: TileSize
+
+
+def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
+    wide = head_dim > NARROW_HEAD
+    many = SPAN_TILE if wide else MANY_SPANS_TILE
+    return Tiles(CHUNK_TILES[wide], SPAN_TILE, many, SHARED_TILES[wide])
+
+
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     """A step's lists on the device."""
@@ -60,7 +76,7 @@ class TritonPlan:
     room: Room
     scratch: "Scratch | None"
     window: int
-    whole: tuple[WholeRow, ...] = ()
+    tiles: Tiles
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         return self.attend_cached(q, cache)
@@ -74,9 +90,9 @@ class TritonPlan:
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         out = torch.empty_like(q)
-        wide = cache.shape[4] > NARROW_HEAD
+        tiles = self.tiles
         if self.room.spans:
-            many = not wide and self.room.spans > MANY_SPANS
+            many = self.room.spans > MANY_SPANS
             assert self.scratch is not None
             attention_decode.decode(
                 q,
@@ -86,14 +102,12 @@ class TritonPlan:
                 self.scratch,
                 window=self.window,
                 shares="shared" in self.arrays and self.room.shared > 0,
-                span_tile=Tile(*(MANY_SPANS_TILE if many else SPAN_TILE)),
-                shared_tile=Tile(*SHARED_TILES[wide]),
+                span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
+                shared_tile=Tile(*tiles.shared),
             )
         if self.room.tiles:
-            tile = Tile(*CHUNK_TILES[wide])
+            tile = Tile(*tiles.chunk)
             attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
-        for row in self.whole:
-            row.attend(q, cache, self.arrays["tables"], out)
         return out
 
 
@@ -103,10 +117,9 @@ class TritonAttention:
         self._block_size = block_size
         self._window = config.sliding_window or 0
         self._group = config.num_heads // config.num_kv_heads
-        wide = config.head_dim > NARROW_HEAD
-        self._tile_tokens = CHUNK_TILES[wide][0] // self._group
-        self._tile_members = SHARED_TILES[wide][0] // self._group
-        self._has_vendor_kernel = not self._window and has_vendor_kernel(config.head_dim, dtype)
+        self._tiles_of = tiles_for(config.head_dim, dtype)
+        self._tile_tokens = self._tiles_of.chunk[0] // self._group
+        self._tile_members = self._tiles_of.shared[0] // self._group
         self._scratch: Scratch | None = None
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> TritonPlan:
@@ -121,11 +134,9 @@ class TritonAttention:
         self.reserve(len(inputs.seq_lens), positions.device)
         return self.plan_on(on_device, room)
 
-    def plan_on(
-        self, arrays: Mapping[str, Tensor], room: Room, whole: tuple[WholeRow, ...] = ()
-    ) -> TritonPlan:
+    def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
         """Over arrays that are on the device already, or will be when the plan is applied."""
-        return TritonPlan(arrays, room, self._scratch, self._window, whole)
+        return TritonPlan(arrays, room, self._scratch, self._window, self._tiles_of)
 
     def reserve(self, rows: int, device: torch.device) -> None:
         """Make room for the partial results of so many rows. Plans made before keep their own."""
@@ -156,27 +167,11 @@ class TritonAttention:
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
-    def whole_rows(self, inputs: BatchInputs) -> tuple[WholeRow, ...]:
-        """Long prompts that begin in this step: the vendor's kernel is faster for those."""
-        if not self._has_vendor_kernel:
-            return ()
-        counts = np.diff(inputs.query_start)
-        rows = np.flatnonzero((counts >= WHOLE_QUERIES) & (counts == inputs.seq_lens)).tolist()
-        width = inputs.block_tables.shape[1]
-        return tuple(
-            WholeRow(int(inputs.query_start[row]), int(counts[row]), row * width) for row in rows
-        )
-
-    def lists(
-        self, inputs: BatchInputs, room: Room | None = None, whole: tuple[WholeRow, ...] = ()
-    ) -> tuple[dict[str, I32], Room]:
-        """The work items of a step but for its `whole` rows; with `room`, no more than it has."""
+    def lists(self, inputs: BatchInputs, room: Room | None = None) -> tuple[dict[str, I32], Room]:
+        """The work items of a step; with `room`, no more of them than it has."""
         counts = np.diff(inputs.query_start)
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
-        if whole:
-            starts = [row.first_token for row in whole]
-            chunks = chunks[~np.isin(inputs.query_start[chunks], starts)]
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         spans, partials = _spans(inputs, decodes, begins, splits, room)
         tiles = self._tiles(counts, chunks)
@@ -213,7 +208,8 @@ class TritonAttention:
         if has_chunks or self._window or not len(inputs.prefix_blocks):
             return none
         keys = inputs.prefix_blocks * self._block_size
-        items, members = [], []
+        items: list[tuple[int, ...]] = []
+        members = []
         per_tile = self._tile_members
         first_member = 0
         for group in np.flatnonzero(keys >= MIN_SHARED_KEYS).tolist():

@@ -91,6 +91,7 @@ class Decoder(nn.Module):
         """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
         x, delta = self.embed_tokens(token_ids, step), None
         for block in self.layers:
+            assert isinstance(block, PreNormBlock)
             x, delta = block.parts(x, delta, step)
         return x if delta is None else x + delta
 

@@ -4,6 +4,8 @@ A program takes a span of one row and one key head, with all query heads that sh
 has several spans, the program that finishes last merges them, so that a step needs one launch.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -282,7 +284,7 @@ def decode(
     q: Tensor,
     cache: Tensor,
     out: Tensor,
-    arrays: dict[str, Tensor],
+    arrays: Mapping[str, Tensor],
     scratch: "Scratch",
     *,
     window: int,

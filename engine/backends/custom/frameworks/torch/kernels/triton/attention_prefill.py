@@ -5,6 +5,8 @@ line is a token and one of its heads. Keys that every query of the tile sees com
 mask; the tiles on the diagonal follow.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -123,7 +125,7 @@ def prefill(
     q: Tensor,
     cache: Tensor,
     out: Tensor,
-    arrays: dict[str, Tensor],
+    arrays: Mapping[str, Tensor],
     *,
     window: int,
     tile: Tile,
