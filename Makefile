@@ -1,4 +1,4 @@
-# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench), PYTHON.
+# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu), PYTHON.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 MODEL ?= smollm2-135m-instruct
@@ -6,12 +6,12 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-LEVELS := unit native property security parity e2e
+LEVELS := unit native kernels property security parity e2e
 CODE := engine tests benchmarks
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-native lint format bench clean
+.PHONY: help serve test test-slow test-gpu test-native lint format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test-slow: $(VENV)/.dev ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
+
+test-gpu: $(VENV)/.dev ## Run all that needs a GPU: tests, correctness, speed (ARGS="--models llama-1b")
+	@$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
 
 # The sanitizers' runtimes must be there before Python; Python itself leaks at exit by design.
 SANITIZED := build/sanitized

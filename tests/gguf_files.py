@@ -120,10 +120,13 @@ def write_gguf(
     stored: Arrays,
     extra: Mapping[str, Any] | None = None,
     num_tokens: int | None = None,
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     **writer_options: Any,
 ) -> None:
     """Write with the `gguf` package; `extra` adds or replaces unsigned, float, string or list keys,
     a whole vocabulary among them.
+
+    Bytes are blocks of the tensor's type in `types`, Q8_0 unless it says otherwise.
     """
     writer = gguf.GGUFWriter(path, config.family, **writer_options)
     prefix = config.family
@@ -158,9 +161,10 @@ def write_gguf(
         writer.add_token_list([f"token{index}" for index in range(count)])
         writer.add_token_types([1] * count)
     for name, values in stored.items():
-        # Bytes are Q8_0 blocks; the writer works their shape out.
-        kind = gguf.GGMLQuantizationType.Q8_0 if values.dtype == np.uint8 else None
-        writer.add_tensor(name, values, raw_dtype=kind)
+        kind = None
+        if values.dtype == np.uint8:
+            kind = (types or {}).get(name, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, values, raw_dtype=kind)  # it works the shape out
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -4,8 +4,6 @@ Everything is plain data, in full; the other modules named graph_* fold it and s
 is loaded unless steps are to be timed; the compiled kernels are asked for layouts where they exist.
 """
 
-import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
@@ -22,6 +20,7 @@ from engine.backends.custom.ir import plan as ir
 from engine.backends.custom.ir.cost import PlanCost
 from engine.backends.custom.ir.families import build_graph
 from engine.backends.custom.ir.graph import Graph, Node
+from engine.backends.custom.ir.labels import layer_of, step_kind, step_label
 from engine.backends.custom.ir.liveness import touched
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.types import Counts
@@ -41,14 +40,6 @@ if TYPE_CHECKING:
 
 _FLOAT = 4
 _KV_TYPE = "bfloat16"  # what a server keeps keys and values as, unless it is told otherwise
-_LAYER = re.compile(r"layers\.(\d+)\.")
-_KINDS: Mapping[type, str] = {
-    ir.EmbedStep: "embed",
-    ir.LinearStep: "linear",
-    ir.RopeWriteStep: "rope + write",
-    ir.AttentionStep: "attention",
-    ir.GatherStep: "gather",
-}
 
 
 def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -> Report:
@@ -155,7 +146,7 @@ class _Facts:
         return NodeFacts(
             node.name,
             node.op,
-            _layer(node.name),
+            layer_of(node.name),
             node.inputs,
             tuple(self._weights[name] for name in node.weights),
             asdict(node.attributes),
@@ -175,9 +166,9 @@ class _Facts:
         weights = tuple(self._weights[name] for name in self._cost.weights(step))
         layout, generated, prompt = self._kernel(step)
         return StepFacts(
-            kind=_KINDS[type(step)],
-            label=_label(step),
-            layer=_layer(step.nodes[0]),
+            kind=step_kind(step),
+            label=step_label(step),
+            layer=layer_of(step.nodes[0]),
             nodes=step.nodes,
             layout=layout,
             generated=generated,
@@ -219,21 +210,6 @@ class _Facts:
         layout = self._native.layout_of(weight.tensor.dtype)
         panel = self._native.panel_bytes(layout, shape[1])
         return shape[0] * panel // ir.PANEL_ROWS
-
-
-def _layer(name: str) -> int | None:
-    found = _LAYER.match(name)
-    return int(found[1]) if found else None
-
-
-def _label(step: ir.Step) -> str:
-    """linear attn.q_k_v, attention, ..."""
-    kind = _KINDS[type(step)]
-    if not isinstance(step, ir.LinearStep):
-        return kind
-    inside = _LAYER.match(step.matrix)
-    name = step.matrix[inside.end() :].removesuffix(".weight") if inside else step.nodes[-1]
-    return f"{kind} {name}"
 
 
 def _kv_value_bytes(source: "ModelSource") -> float:

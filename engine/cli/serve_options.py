@@ -15,6 +15,12 @@ BatchSizeOption = Annotated[int | None, typer.Option(help="Most sequences comput
 MemoryPoolSizeOption = Annotated[
     int | None, typer.Option(help="KV cache in MiB; default: planned from free memory.")
 ]
+GpuMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization", help="Share of the GPU's free memory to use; default: 0.9."
+    ),
+]
 CacheOption = Annotated[
     bool | None, typer.Option("--cache/--no-cache", help="Share common prefixes.")
 ]
@@ -25,6 +31,9 @@ AffinityOption = Annotated[
 NumericsOption = Annotated[
     str | None,
     typer.Option(help="invariant: answers never depend on batch mates; fast: they may."),
+]
+QuantizationOption = Annotated[
+    str | None, typer.Option(help="Weights as fp8 or int8, on a GPU; auto: as they are stored.")
 ]
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")

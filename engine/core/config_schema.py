@@ -114,6 +114,7 @@ class ModelSettings(Section):
     backend: Name = "auto"
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3})?$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["auto", "fp8", "int8"] = "auto"  # of weights; auto: as they are stored
     max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)  # None: the model's
 
 
@@ -134,6 +135,7 @@ class PerformanceSettings(Section):
     max_batch_tokens: int = Field(default=2048, ge=1, le=2**20)  # tokens in one step
     max_queued_requests: int = Field(default=1024, ge=1, le=10**6)
     memory_pool_size_mb: Megabytes | None = None  # the KV pool; None: planned from free memory
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)  # of what is free at the start
     use_mmap: bool = True
     threads: int | None = Field(default=None, ge=1, le=1024)  # None: the framework's choice
     attention: Name = "auto"

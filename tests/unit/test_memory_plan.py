@@ -130,3 +130,15 @@ def test_a_usual_pool_holds_one_full_context_at_least_and_no_more_than_it_says(u
     plan = plan_memory(CONFIG, OPTIONS, device, MemoryNeeds(10**6, 4096, usual))
     assert tokens - 32 <= (plan.num_blocks - 1) * 16 <= tokens
     assert plan.max_seq_len == 2048
+
+
+def test_a_framework_says_what_it_needs_beside_weights_and_pool():
+    device = DeviceInfo("cuda", "bfloat16", 10**9)
+    options = replace_options(max_seq_len=2048, max_slots=4096)
+    needs = dense_needs(CONFIG, device)
+    usual = plan_memory(CONFIG, options, device, needs)
+    greedy = plan_memory(
+        CONFIG, options, device, replace(needs, workspace_bytes=300 * MIB, pool_share=1.0)
+    )
+    assert usual.pool_bytes < greedy.pool_bytes
+    assert greedy.weight_bytes + greedy.pool_bytes + 300 * MIB <= 10**9

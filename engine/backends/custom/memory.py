@@ -53,6 +53,8 @@ class MemoryNeeds:
     weight_bytes: int
     token_bytes: int  # of keys and values, for one token
     usual_pool_bytes: int | None = None  # a KV pool that is enough for most; None: as memory allows
+    workspace_bytes: int = WORKSPACE_BYTES  # beside weights and pool
+    pool_share: float = POOL_SHARE
 
 
 def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
@@ -74,7 +76,7 @@ def plan_memory(
     notes: list[str] = []
     max_seq_len = min(options.max_seq_len or config.max_position, config.max_position)
     least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
-    room = available_bytes - weight_bytes - WORKSPACE_BYTES
+    room = available_bytes - weight_bytes - needs.workspace_bytes
     if room < least:
         raise ResourceError(_refusal(weight_bytes, least, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > config.max_position:
@@ -87,7 +89,7 @@ def plan_memory(
         if needs.usual_pool_bytes is not None:
             one = _pool_bytes(max_seq_len, options.block_size, block_bytes)
             wanted = min(wanted, max(one, needs.usual_pool_bytes))
-        pool_bytes = max(least, min(wanted, int(room * POOL_SHARE)))
+        pool_bytes = max(least, min(wanted, int(room * needs.pool_share)))
     else:
         pool_bytes = _asked_pool(options.pool_bytes, least, room, notes)
     num_blocks = pool_bytes // block_bytes

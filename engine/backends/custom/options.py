@@ -12,6 +12,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     framework: str
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"
     max_seq_len: int | None = None
     use_mmap: bool = True
     threads: int | None = None
@@ -23,6 +24,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     max_batch_tokens: int = 2048
     max_queued: int = 1024
     pool_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9  # of what is free on the GPU at the start
     block_size: int = 16
     cache_enabled: bool = True
     cache_bytes: int | None = None

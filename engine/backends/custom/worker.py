@@ -25,7 +25,7 @@ from engine.backends.custom.memory import MemoryPlan, plan_memory
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.engine_process import STACKS_SIGNAL
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.heartbeat import Heartbeat
@@ -50,6 +50,7 @@ log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it 
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 OPTIONS_TIMEOUT_S = 30.0
+GARBAGE_OBJECTS = 50_000  # new ones before a collection
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
@@ -89,6 +90,7 @@ def load_runner(
         kv_dtype=options.kv_dtype,
         numerics=options.numerics,
         affinity=options.affinity,
+        quantization=options.quantization,
     )
     return framework.build_runner(source, config), config, plan
 
@@ -107,6 +109,22 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_sequences=options.cache_max_sequences,
     )
     return Scheduler(kv, spec.max_slots)
+
+
+def build_loop(
+    runner: ModelRunner,
+    options: EngineOptions,
+    bytes_per_token: int,
+    channel: Channel,
+    beat: Callable[[bool], None] = lambda busy: None,
+) -> EngineLoop:
+    """The loop of a loaded model: its scheduler, cache, step budget and grammars."""
+    spec = runner.spec
+    scheduler = build_scheduler(spec, options, bytes_per_token)
+    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
+    budget = StepBudget(most, spec.max_slots, spec.target_step_s or TARGET_STEP_S)
+    grammars = Grammars(functools.partial(_vocabulary, options))
+    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
@@ -136,12 +154,8 @@ def run_engine(
     runner, config, plan = load_runner(source, options)
     warm_up(runner)
     on_loaded()
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, beat)
     spec = runner.spec
-    scheduler = build_scheduler(spec, options, plan.bytes_per_token)
-    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
-    budget = StepBudget(most, spec.max_slots)
-    grammars = Grammars(functools.partial(_vocabulary, options))
-    loop = EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
     channel.send(
         Ready(
             max_seq_len=spec.max_seq_len,
@@ -193,7 +207,7 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     try:
         options = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
-        run_engine(options, channel, Heartbeat(heartbeat_fd).beat, _keep_all)
+        run_engine(options, channel, Heartbeat(heartbeat_fd).beat, keep_all)
     except ConnectionClosedError:
         return 0  # the frontend is gone, and so is our purpose
     except EngineError as error:
@@ -206,9 +220,12 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     return 0
 
 
-def _keep_all() -> None:
-    """What was loaded stays, so that no collection has to look at it, least of all in a step."""
+def keep_all() -> None:
+    """What was loaded stays, so that no collection has to look at it, least of all in a step; and a
+    step's many small objects, which need none, do not call for one each time.
+    """
     gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
     gc.enable()
 
 

@@ -59,12 +59,15 @@ class BatchBuilder:
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
-        has_grown = False
-        for seq, _, _, _, slot, life, _ in rows:
-            if self._lives[slot] != life or self._num_blocks[slot] != len(seq.blocks):
+        has_grown, only_continues = False, True
+        lives, num_blocks = self._lives, self._num_blocks
+        for seq, _, length, samples, slot, life, num_scored in rows:
+            if lives[slot] != life or num_blocks[slot] != len(seq.blocks):
                 self._sync(seq, slot, life)
                 has_grown = True
-        continued = _admissions(rows)
+            if length != 1 or not samples or num_scored:
+                only_continues = False
+        continued = tuple([row[5] for row in rows]) if only_continues else None
         if self._inputs is not None and continued is not None and continued == self._continued:
             self._inputs = self._one_further(self._inputs, rows, has_grown)
         else:
@@ -217,13 +220,6 @@ def _without_history(sampling: SamplingInputs) -> SamplingInputs:
         history_tokens=none,
         history_num_prompt=none,
     )
-
-
-def _admissions(rows: tuple[Row, ...]) -> tuple[int, ...] | None:
-    """Which sequences a step continues; None: it does more than that."""
-    if any(length != 1 or not samples or scored for _, _, length, samples, _, _, scored in rows):
-        return None
-    return tuple([row.life for row in rows])
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:

@@ -47,8 +47,9 @@ class Line:
 class StepBudget:
     """Knows no more than what it was told of finished steps."""
 
-    def __init__(self, max_tokens: int, max_slots: int) -> None:
+    def __init__(self, max_tokens: int, max_slots: int, target_s: float = TARGET_STEP_S) -> None:
         self._max_tokens = max(max_tokens, max_slots)
+        self._target_s = target_s
         self._continuing = Line()
         # Of recent steps with prompts, older ones fading: what prompts added, and their tokens.
         self._prompt_s = 0.0
@@ -63,7 +64,7 @@ class StepBudget:
         if not num_decoding:
             return self._max_tokens
         continuing_s = self._continuing.at(num_decoding)
-        spare_s = max(TARGET_STEP_S - continuing_s, PROMPT_SHARE * continuing_s)
+        spare_s = max(self._target_s - continuing_s, PROMPT_SHARE * continuing_s)
         affordable = 0.0
         if self._prompt_s:
             affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)

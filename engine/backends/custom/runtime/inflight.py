@@ -5,6 +5,7 @@ shared instead of computed a second time. Blocks are known by a chained hash, so
 mean equal prefixes (a collision would only delay a sequence, never mix contents).
 """
 
+from array import array
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.sequence import Sequence
@@ -22,10 +23,11 @@ class InflightPrefixes:
 
     def add(self, seq: Sequence) -> None:
         """The sequence waits: remember its chain, so that it is hashed once in its life."""
-        size, parent = self._block_size, hash(seq.namespace)
-        chain = []
-        for start in range(0, seq.num_prompt - size + 1, size):
-            parent = hash((parent, tuple(seq.tokens[start : start + size])))
+        tokens = array("q", seq.tokens[: seq.num_prompt])
+        data, width = tokens.tobytes(), self._block_size * tokens.itemsize
+        parent, chain = hash(seq.namespace), []
+        for start in range(0, len(data) - width + 1, width):
+            parent = hash((parent, data[start : start + width]))
             chain.append(parent)
         self._chains[seq] = chain
 

@@ -82,8 +82,13 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences whose prompt is computed: those that a long step keeps waiting."""
-        return sum(seq.num_computed >= seq.num_prompt for seq in self._running)
+        """Running sequences whose prompt is computed and whose last token is not on its way: those
+        that a long step keeps waiting.
+        """
+        return sum(
+            seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
+            for seq in self._running
+        )
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
@@ -128,22 +133,27 @@ class Scheduler:
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
-            seq = row.seq
-            draw, pool = drawn + row.num_scored, pooled
-            drawn = draw + row.samples
-            pooled += row.samples and seq.pools
+            seq, start, length, samples, _, life, num_scored = row
+            draw, pool = drawn + num_scored, pooled
+            drawn = draw + samples
+            pooled += samples and seq.pools
             if seq.finish_reason is not None:
                 continue
-            seq.num_sampling -= row.samples
+            seq.num_sampling -= samples
             if not finite[index]:
                 self.num_nonfinite += 1
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
                 continue
-            if row.num_scored and seq.life in (row.life, 0):  # 0: preempted meanwhile
-                seq.prompt_scores += scores(seq, output, draw - row.num_scored, draw)
-            self._confirm(row)
-            if row.samples:
+            if num_scored and seq.life in (life, 0):  # 0: preempted meanwhile
+                seq.prompt_scores += scores(seq, output, draw - num_scored, draw)
+            # Computed before a preemption, its blocks would no longer be the sequence's.
+            if life == seq.life:
+                if seq.num_confirmed < seq.num_prompt:
+                    self._confirm_prompt(seq, start + length)
+                else:
+                    seq.num_confirmed = start + length
+            if samples:
                 deltas.append(self._take(seq, output, draw, pool, tokens[draw], now))
         return deltas
 
@@ -187,17 +197,27 @@ class Scheduler:
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
         running, block_size, index = self._running, self.kv.block_size, 0
+        new_row = tuple.__new__  # by far the quickest way to a named tuple
         while index < len(running):
             seq = running[index]
             index += 1
             ahead = len(seq.tokens) + seq.num_sampling
-            if ahead >= seq.num_prompt + seq.max_tokens:
+            start = seq.num_computed
+            end = seq.num_prompt + seq.max_tokens
+            if ahead == start + 1 and ahead < end and start < len(seq.blocks) * block_size:
+                # It continues, by one token that it has room for: most rows of most steps.
+                seq.num_computed = ahead
+                seq.num_sampling += 1
+                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0)))
+                budget -= 1
+                continue
+            if ahead >= end:
                 continue  # its last token is being sampled: known early, so no row is wasted on it
             # Every later row is left one token, so that nobody running misses a step.
-            count = min(ahead - seq.num_computed, budget - (len(running) - index))
+            count = min(ahead - start, budget - (len(running) - index))
             if seq.is_scoring:
                 count = min(count, _scorable(rows))
-            end = seq.num_computed + count
+            end = start + count
             if end > len(seq.blocks) * block_size:
                 while seq.slot >= 0 and not self.kv.extend(seq, end):
                     self._preempt(running[-1])
@@ -267,16 +287,11 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting.add(seq)
 
-    def _confirm(self, row: Row) -> None:
-        seq = row.seq
-        if row.life != seq.life:
-            return  # computed before a preemption: its blocks are no longer the sequence's
-        was_prompt = seq.num_confirmed < seq.num_prompt
-        seq.num_confirmed = row.start + row.length
-        if was_prompt:
-            self.kv.commit(seq)
-            if seq.num_confirmed >= seq.num_prompt:
-                self._inflight.disown(seq)
+    def _confirm_prompt(self, seq: Sequence, num_confirmed: int) -> None:
+        seq.num_confirmed = num_confirmed
+        self.kv.commit(seq)
+        if num_confirmed >= seq.num_prompt:
+            self._inflight.disown(seq)
 
     def _take(
         self, seq: Sequence, output: StepOutput, draw: int, pool: int, token: int, now: float

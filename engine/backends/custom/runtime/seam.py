@@ -41,6 +41,7 @@ class RunnerConfig:
     kv_dtype: str = "auto"  # "float32", "bfloat16", "int8"; "auto": the framework's choice
     numerics: str = "invariant"  # "fast": rounding may depend on how many rows share a step
     affinity: str = "auto"  # "auto", "off", or CPU numbers such as "0-3,8"
+    quantization: str = "auto"  # of weights: "fp8", "int8"; "auto": as they are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class RunnerSpec:
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it does not
     most_step_tokens: int | None = None  # a larger step gains nothing; None: the larger the better
+    target_step_s: float | None = None  # how long prompts may keep others waiting; None: as usual
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 # The sixteen levels of IQ4 types, denser around zero.
-_IQ4_LEVELS = np.array(
+IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 
@@ -101,7 +101,7 @@ def decode_q6_k(blocks: Bytes, out: Floats) -> None:
 
 def decode_iq4_nl(blocks: Bytes, out: Floats) -> None:
     """0 factor, 2-17 four-bit indices into the levels, low halves first."""
-    levels = _IQ4_LEVELS[_plane(blocks[:, 2:18], 16, 4)]
+    levels = IQ4_LEVELS[_plane(blocks[:, 2:18], 16, 4)]
     np.multiply(levels.reshape(out.shape), _half(blocks, 0), out=out)
 
 
@@ -111,4 +111,4 @@ def decode_iq4_xs(blocks: Bytes, out: Floats) -> None:
     pairs = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     high = (pairs & 3).astype(np.uint8)
     scales = _half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
-    _scaled(_IQ4_LEVELS[_plane(blocks[:, 8:136], 16, 4)], scales, out)
+    _scaled(IQ4_LEVELS[_plane(blocks[:, 8:136], 16, 4)], scales, out)

@@ -5,6 +5,7 @@ Models run on C++ kernels on the CPU, from weights in the form that their file s
 
 from engine.backends.custom.memory import MemoryNeeds
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 
@@ -28,3 +29,17 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     from engine.backends.custom.frameworks.native.execution import build
 
     return build.build_runner(source, config)
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """Seconds of a runner's calls by the steps of its plan."""
+    from engine.backends.custom.frameworks.native.execution import build
+    from engine.backends.custom.frameworks.native.execution.profiling import NativeProfiler
+    from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+    from engine.backends.custom.frameworks.native.machine import default_threads
+    from engine.backends.custom.ir.labels import step_label
+
+    assert isinstance(runner, NativeRunner), runner
+    machine = build.machine_with(config.num_threads or default_threads())
+    plan = build.plans_for(source, config, machine)[0]
+    return NativeProfiler(runner, [step_label(step) for step in plan.steps])

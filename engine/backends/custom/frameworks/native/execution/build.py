@@ -182,6 +182,11 @@ def _check(model: ModelConfig, config: RunnerConfig) -> None:
             f"the native backend has one kind of attention; performance.attention "
             f"{config.attention} needs --backend torch"
         )
+    if config.quantization != "auto":
+        raise ConfigError(
+            "the native backend computes with weights as they are stored; "
+            f"quantization {config.quantization} needs --backend torch on a GPU"
+        )
     if config.block_size % TILE_TOKENS:
         raise ConfigError(
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "

@@ -3,8 +3,10 @@
 import psutil
 import torch
 
+from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
+from engine.backends.custom.frameworks.torch.layers.quantized_linear import quantize_linears
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
@@ -44,6 +46,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
         )
     if config.affinity not in ("auto", "off"):
         raise ConfigError("performance.affinity binds the native backend's threads, not PyTorch's")
+    if config.quantization != "auto" and device.type != "cuda":
+        raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
     if source.config.rope is None and config.max_seq_len > source.config.max_position:
         raise ConfigError(
             f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
@@ -54,6 +58,10 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     model = build_model(source.config, source.weights, config.max_seq_len, device, dtype)
     if can_pack(dtype, device):
         pack_linears(model)
+    if config.quantization != "auto":
+        quantize_linears(model, config.quantization)
+    if device.type == "cuda" and config.attention in ("auto", "triton"):
+        return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
 
 

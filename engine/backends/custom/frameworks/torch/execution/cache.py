@@ -28,10 +28,10 @@ class PagedCache:
             dtype,
             device,
         )
-        self._slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
+        self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
         self._null_slot = NULL_BLOCK * block_size
         # Per layer, indexed once here rather than in every step.
-        self._layer_slots = self._slots.unbind(0)
+        self._layer_slots = self.slots.unbind(0)
         self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, 2, K, H) each
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -44,7 +44,7 @@ class PagedCache:
         A block that held NaN would poison its next owner through masked positions. The flag stays
         on the device: slots that keep their contents are replaced by one of the null block.
         """
-        self._slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
+        self.slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

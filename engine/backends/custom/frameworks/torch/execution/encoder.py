@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.backends.custom.encoder_loop import EncoderSpec, Prompt
 from engine.backends.custom.frameworks.torch.execution.build import DTYPES, find_device
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
@@ -36,7 +37,8 @@ class TextsStep:
     visible: Tensor  # (S, 1, 1, L) bool: which places of a padded text hold a token
     rotation: None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        q, k, v = attention.heads(qkv, self.rotation)
         out = F.scaled_dot_product_attention(
             self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible
         )  # (S, N, L, H)

@@ -33,6 +33,14 @@ class TokenHistory:
             sampling.history_tokens[: len(slots)].astype(np.int64)
         )
 
+    @property
+    def tokens(self) -> Tensor:
+        """(max_slots, max_seq_len + 1) int64"""
+        return self._tokens
+
+    def num_prompt(self, slots: I32) -> I32:
+        return self._num_prompt[slots].astype(np.int32)
+
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         self._tokens[slots, positions] = tokens
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.random import token_words
@@ -20,6 +21,8 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
 )
+from engine.backends.custom.frameworks.torch.kernels.base import use_triton
+from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.seam import (
@@ -42,9 +45,10 @@ class PagedStep:
     plan: AttentionPlan
     cache: PagedCache
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.write(layer, self.write_slots, k, v)
-        return self.plan.attend(q, k, v, self.cache.layers[layer])
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        q, k, v = attention.heads(qkv, self.rotation)
+        self.cache.write(attention.layer, self.write_slots, k, v)
+        return self.plan.attend(q, k, v, self.cache.layers[attention.layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +100,15 @@ class TorchRunner:
         self._device = device
         self._attention = attention_backend(
             config.attention,
+            model.config,
             block_size=config.block_size,
-            window=model.config.sliding_window,
             dtype=dtype,
+            device=device,
         )
         self._cache = PagedCache(model.config, config.num_blocks, config.block_size, device, dtype)
         self._history = TokenHistory(config.max_slots, config.max_seq_len, device)
-        self._last_token = torch.zeros(config.max_slots, dtype=torch.int64, device=device)
+        # One more: the padding of a step draws for nobody.
+        self._last_token = torch.zeros(config.max_slots + 1, dtype=torch.int64, device=device)
         self._words = to_device(token_words(vocab_size), device)
 
     @property
@@ -133,7 +139,8 @@ class TorchRunner:
             sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         else:
             self._history.begin(sampling)
-            sampled = sample(handle.logits, sampling, self._history, self._words)
+            choose = device_sampler.sample if use_triton(handle.logits) else sample
+            sampled = choose(handle.logits, sampling, self._history, self._words)
             self._remember(sampling, sampled.tokens)
         return self._send(sampled, handle.finite, self._hidden(handle, sampling))
 

@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.runtime.seam import BatchInputs
 from engine.core.errors import ConfigError
 
@@ -32,23 +34,25 @@ class AttentionBackend(Protocol):
 
 class AttentionFactory(Protocol):
     def __call__(
-        self, *, block_size: int, window: int | None, dtype: torch.dtype
+        self, config: ModelConfig, *, block_size: int, dtype: torch.dtype
     ) -> AttentionBackend: ...
 
 
 ATTENTION: dict[str, AttentionFactory] = {
     "reference": ReferenceAttention,
     "sdpa": SdpaAttention,
+    "triton": TritonAttention,
 }
-AUTO = "sdpa"
 
 
 def attention_backend(
-    name: str, *, block_size: int, window: int | None, dtype: torch.dtype
+    name: str, config: ModelConfig, *, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionBackend:
-    chosen = AUTO if name == "auto" else name
+    chosen = name
+    if name == "auto":
+        chosen = "triton" if device.type == "cuda" else "sdpa"
     if chosen not in ATTENTION:
         raise ConfigError(
             f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
         )
-    return ATTENTION[chosen](block_size=block_size, window=window, dtype=dtype)
+    return ATTENTION[chosen](config, block_size=block_size, dtype=dtype)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.seam import BatchInputs
 
@@ -43,9 +44,9 @@ class ReferencePlan:
 
 
 class ReferenceAttention:
-    def __init__(self, *, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
         self._block_size = block_size
-        self._window = window
+        self._window = config.sliding_window
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
         return ReferencePlan(inputs, self._block_size, self._window)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
@@ -106,9 +107,9 @@ class SdpaPlan:
 
 
 class SdpaAttention:
-    def __init__(self, *, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
         self._block_size = block_size
-        self._window = window
+        self._window = config.sliding_window
         self._dtype = dtype
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> SdpaPlan:

@@ -27,8 +27,10 @@ class Step(Protocol):
         """None: the model has no rotary embedding."""
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q (T, N, H) to k, v (T, K, H) and whatever came before them: (T, N, H)."""
+    def attend(self, attention: "Attention", qkv: Tensor) -> Tensor:
+        """From a layer's projections (T, (N + 2 K) H), attending to whatever came before them too:
+        (T, N, H).
+        """
         ...
 
 
@@ -48,13 +50,22 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.o(step.attend(self, self.qkv(x)).flatten(1))
+
+    def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
+        """x and what the half adds to it, for a few rows."""
+        attended = step.attend(self, self.qkv.fused(x, norm=norm)).flatten(1)
+        return self.o.fused(attended, residual=x)
+
+    def heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)  # (T, N + K, H), (T, K, H)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        if step.rotation is not None:
-            qk = rotate(qk, step.rotation)
-        q, k = qk.split((heads, kv_heads), dim=1)  # (T, N, H), (T, K, H)
-        return self.o(step.attend(self.layer, q, k, v).flatten(1))
+        if rotation is not None:
+            qk = rotate(qk, rotation)
+        q, k = qk.split((heads, kv_heads), dim=1)
+        return q, k, v

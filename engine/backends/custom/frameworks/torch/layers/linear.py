@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.backends.custom.frameworks.torch.kernels.skinny import fused_linear
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
+
 
 class Linear(nn.Module):
     """y = x W^T + b. `parts` names row ranges that checkpoints store as separate matrices."""
@@ -27,6 +30,27 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + gate(W norm(x) + b), in one launch where there are few rows."""
+        if norm is None:
+            return fused_linear(x, self.weight, self.bias, gate=gate, residual=residual)
+        return fused_linear(
+            x,
+            self.weight,
+            self.bias,
+            norm=norm.weight,
+            eps=norm.eps,
+            gate=gate,
+            residual=residual,
+        )
 
 
 class PackedLinear(nn.Module):

@@ -1,16 +1,11 @@
 """The feed-forward half of a block: gated (Llama and its descendants) or plain (GPT-2)."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
-
-
-def activate(x: Tensor, kind: str) -> Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -22,8 +17,11 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (T, F) each
-        return self.down(activate(gate, self.activation) * up)
+        return self.down(gated(self.gate_up(x), self.activation))
+
+    def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x and what the half adds to it, for a few rows."""
+        return self.down.fused(self.gate_up.fused(x, norm=norm, gate=self.activation), residual=x)
 
 
 class MLP(nn.Module):

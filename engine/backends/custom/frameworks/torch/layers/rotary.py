@@ -32,6 +32,12 @@ class Rotary:
         inv_freq, self.scale = rope_frequencies(rope, max_seq_len, given)
         self.inv_freq = torch.from_numpy(inv_freq).to(device)  # (dim / 2,)
 
+    def table(self, num_positions: int) -> Tensor:
+        """(num_positions, dim) float32: cosines, then sines."""
+        positions = torch.arange(num_positions, device=self.inv_freq.device, dtype=torch.float32)
+        angles = positions[:, None] * self.inv_freq
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         angles = positions.to(torch.float32)[:, None] * self.inv_freq  # (T, dim / 2)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale

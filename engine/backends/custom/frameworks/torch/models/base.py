@@ -12,10 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.torch.layers.attention import Step
+from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
+from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
+from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
+
+Norm = RMSNorm | LayerNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,9 @@ class SequenceStep:
     rotation: Rotation | None
     visible: Tensor  # (T, T) bool: which keys each query sees
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, N or K, T, H)
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        heads = attention.heads(qkv, self.rotation)
+        q, k, v = (x.transpose(0, 1)[None] for x in heads)  # (1, N or K, T, H)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, enable_gqa=True)
         return out[0].transpose(0, 1)
 
@@ -36,22 +42,38 @@ class PreNormBlock(nn.Module):
     """One layer: attention, then feed-forward, each on a normalised copy of the stream."""
 
     def __init__(
-        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+        self, attn_norm: Norm, attn: Attention, mlp_norm: Norm, mlp: GatedMLP | MLP
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn = attn_norm, attn
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), step)  # (T, D)
-        return x + self.mlp(self.mlp_norm(x))  # (T, D)
+        x, delta = self.parts(x, None, step)
+        return x if delta is None else x + delta
+
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what is still to be added to it: the next norm adds as it reads. With a
+        few rows, matrix products do both.
+        """
+        attn_norm, mlp_norm, mlp = self.attn_norm, self.mlp_norm, self.mlp
+        if is_few(x) and isinstance(mlp, GatedMLP):
+            assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
+            assert delta is None, "all blocks are alike"
+            return mlp.fused(self.attn.fused(x, attn_norm, step), mlp_norm), None
+        if delta is None:
+            normed = self.attn_norm(x)
+        else:
+            normed, x = self.attn_norm.add(delta, x)
+        normed, x = self.mlp_norm.add(self.attn(normed, step), x)
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
     """Subclasses set `layers` and `norm`; names of parameters are the names of weights."""
 
     layers: nn.ModuleList
-    norm: nn.Module
+    norm: Norm
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -67,14 +89,21 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
-        x = self.embed_tokens(token_ids, step)
+        x, delta = self.embed_tokens(token_ids, step), None
         for block in self.layers:
-            x = block(x, step)
-        return x
+            assert isinstance(block, PreNormBlock)
+            x, delta = block.parts(x, delta, step)
+        return x if delta is None else x + delta
 
     def logits(self, x: Tensor) -> Tensor:
         """(R, D) -> (R, V) float32"""
         return self.head_logits(self.norm(x))
+
+    def stream_logits(self, x: Tensor) -> Tensor:
+        """Of the residual stream: (R, D) -> (R, V) in the model's dtype"""
+        if is_few(x) and isinstance(self.norm, RMSNorm):
+            return self.head.fused(x, norm=self.norm)
+        return self.head(self.norm(x))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Of normed states: (R, D) -> (R, V) float32"""
@@ -83,7 +112,7 @@ class Decoder(nn.Module):
     def rotation(self, positions: Tensor) -> Rotation | None:
         if self.rotary is None:
             return None
-        return self.rotary.rotation(positions, self.embed.weight.dtype)
+        return self.rotary.rotation(positions, self.norm.weight.dtype)
 
     @overload
     def forward_sequence(self, token_ids: Tensor) -> Tensor: ...

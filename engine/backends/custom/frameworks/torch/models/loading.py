@@ -16,13 +16,20 @@ from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.quantized_linear import GroupedLinear
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
 from engine.backends.custom.frameworks.torch.models.llama import Llama
+from engine.backends.custom.frameworks.torch.models.quantized_loading import (
+    EMBED,
+    keeps_quantized,
+    place_quantized,
+)
 from engine.backends.custom.frameworks.torch.models.qwen2 import Qwen2
 from engine.backends.custom.frameworks.torch.models.qwen3 import Qwen3
+from engine.backends.custom.weights.random import RandomWeight
 from engine.core.errors import ModelFormatError
 
 MODELS: dict[str, type[Decoder]] = {"gpt2": GPT2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
@@ -52,11 +59,18 @@ def build_model(
     if config.rope is not None:
         factors = weights.get(ROPE_FACTORS)
         rotary = Rotary(
-            config.rope, max_seq_len, device, None if factors is None else _tensor(factors)
+            config.rope, max_seq_len, device, None if factors is None else _tensor(factors, device)
         )
-    with _factory_defaults(device, dtype):
+    keeps = keeps_quantized(weights, device)
+    with _factory_defaults(torch.device("meta") if keeps else device, dtype):
         model = MODELS[config.family](config, rotary)
-    _fill(model, weights)
+    taken = set()
+    if keeps:
+        taken = place_quantized(model, weights, device, dtype)
+        model.to_empty(device=device)
+        if config.tie_embeddings and EMBED not in taken:
+            model.head.weight = model.embed.weight
+    _fill(model, {name: weight for name, weight in weights.items() if name not in taken})
     return model
 
 
@@ -95,7 +109,7 @@ def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
             f"missing weights {missing[:4]}, unexpected weights {unknown[:4]}"
         )
     for name, place in places.items():
-        value = _tensor(weights[name])
+        value = _tensor(weights[name], place.device)
         if value.shape != place.shape:
             raise ModelFormatError(
                 f"weight '{name}' has shape {tuple(value.shape)}, "
@@ -110,7 +124,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():  # a tied head is not listed twice
         path, _, kind = name.rpartition(".")
         module = model.get_submodule(path)
-        if not isinstance(module, Linear) or not module.parts:
+        if not isinstance(module, Linear | GroupedLinear) or not module.parts:
             yield name, parameter
             continue
         start, parent = 0, path.rpartition(".")[0]
@@ -119,6 +133,14 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             start += size
 
 
-def _tensor(weight: Weight) -> Tensor:
+def _tensor(weight: Weight, device: torch.device) -> Tensor:
+    """A weight's values; random ones are drawn on the device, the same for every dtype."""
+    if isinstance(weight, RandomWeight):
+        normal = weight.values
+        generator = torch.Generator(device).manual_seed(normal.seed)
+        drawn = torch.randn(
+            weight.spec.shape, generator=generator, device=device, dtype=torch.bfloat16
+        )
+        return drawn.mul_(normal.std).add_(normal.mean)
     values = weight.numpy()
     return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -1,0 +1,236 @@
+"""All GPU workloads for this engine, beside vLLM's figures and the card's roof, as one table.
+
+    python -m benchmarks.gpu --model llama-1b --output gpu-1b.json
+
+Weights are random ones of the model's shape. Each workload is run several times, with other ids
+each time, and the best counts; "start" is a process's way to its first token. vLLM's recorded
+figures are those of one H200; where vLLM is installed it is measured as well, first.
+"""
+
+import argparse
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import gpu_vllm
+from benchmarks.gpu_engine import BenchEngine, shape_source
+from benchmarks.gpu_roof import H200, roof_seconds
+from benchmarks.gpu_start import measure_starts
+from benchmarks.gpu_workloads import FIGURES, SHAPES, START_FIGURES, workloads
+from benchmarks.machine import machine, machine_line
+from engine.backends.custom.driver import Run
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.worker import keep_all
+
+START = "start"
+WIDTH = 160  # the table's, also where no terminal says
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. Ratios are above 1 where this engine is the better one."""
+
+    name: str
+    label: str
+    unit: str
+    ours: float
+    vllm: float | None  # on record
+    vllm_here: float | None
+    bar: float | None
+    higher_is_better: bool
+    roof_share: float | None = None  # 1: no GPU of this kind could be faster
+    host_ms: float | None = None  # of each step
+    steps: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        return self._better_by(self.vllm_here or self.vllm)
+
+    @property
+    def meets_bar(self) -> bool | None:
+        by = self._better_by(self.bar)
+        return None if by is None else by >= 1
+
+    def _better_by(self, other: float | None) -> float | None:
+        if other is None:
+            return None
+        return self.ours / other if self.higher_is_better else other / self.ours
+
+
+def main() -> None:
+    given = _arguments()
+    names = [name for name in given.workloads if name != START]
+    options = engine_options(given)
+    console = Console(width=WIDTH)
+    facts = {**machine(), **device_facts(options["device"])}
+    console.print(machine_line(facts), facts["device"], sep="; ", highlight=False)
+    here = {}
+    if given.vllm and gpu_vllm.is_installed():
+        here = gpu_vllm.measure(given.model, names, given.repeats)
+    starts = measure_starts(given.model, options) if START in given.workloads else {}
+    runs = measure(given.model, names, given.repeats, options)
+    rows = [workload_row(given.model, name, runs[name], here.get(name)) for name in names]
+    rows += [_start_row(given.model, name, found) for name, found in starts.items()]
+    console.print(results_table(given.model, rows))
+    if given.output:
+        report = {
+            "machine": facts,
+            "model": given.model,
+            "options": options,
+            "rows": [row_facts(row) for row in rows],
+            "runs": {name: [run_facts(run) for run in found] for name, found in runs.items()},
+            "starts": starts,
+        }
+        given.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    everything = [*FIGURES, START]
+    parser.add_argument("--model", choices=SHAPES, default="llama-1b")
+    parser.add_argument("--workloads", nargs="+", choices=everything, default=everything)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--attention", default="auto", help="name of an attention backend")
+    parser.add_argument("--max-slots", type=int, default=256)
+    parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    parser.add_argument("--no-vllm", dest="vllm", action="store_false")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON with every repeat")
+    return parser.parse_args()
+
+
+def engine_options(given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "model_path": given.model,
+        "framework": "torch",
+        "device": given.device,
+        "dtype": given.dtype,
+        "attention": given.attention,
+        "max_slots": given.max_slots,
+        "max_batch_tokens": given.max_batch_tokens,
+    }
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"device": "no GPU in use", "torch": torch.__version__}
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+
+def measure(
+    model: str, names: list[str], repeats: int, options: dict[str, Any]
+) -> dict[str, list[Run]]:
+    """Every repeat of every workload, on one engine."""
+    if not names:
+        return {}
+    engine = BenchEngine(model, EngineOptions(**options))
+    gc.collect()
+    keep_all()  # as a served engine does
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for seed in range(repeats):
+        requested = workloads(SHAPES[model], seed)
+        for name in names:
+            runs[name].append(engine.run(requested[name]))
+    engine.close()
+    return runs
+
+
+def workload_row(model: str, name: str, runs: list[Run], here: list[float] | None) -> Row:
+    figure = FIGURES[name]
+    value, seed = best_value(model, name, [run.seconds for run in runs])
+    best, workload = runs[seed], workloads(SHAPES[model], seed)[name]
+    roof_s = roof_seconds(shape_source(model).config, workload, H200)
+    return Row(
+        name,
+        figure.label,
+        figure.unit,
+        value,
+        figure.vllm.get(model),
+        best_value(model, name, here)[0] if here else None,
+        figure.bar.get(model),
+        figure.higher_is_better,
+        roof_share=roof_s / best.seconds,
+        host_ms=1e3 * best.host_s / len(best.steps),
+        steps=len(best.steps),
+    )
+
+
+def best_value(model: str, name: str, seconds: list[float]) -> tuple[float, int]:
+    """The best figure over repeats, and its seed. Each is judged by the lengths of its own list."""
+    figure = FIGURES[name]
+    values = [
+        figure.value(workloads(SHAPES[model], seed)[name], took)
+        for seed, took in enumerate(seconds)
+    ]
+    best = max(values) if figure.higher_is_better else min(values)
+    return best, values.index(best)
+
+
+def _start_row(model: str, name: str, found: dict[str, float]) -> Row:
+    figure = START_FIGURES[name]
+    return Row(
+        f"{START} {name}",
+        figure.label,
+        figure.unit,
+        found["seconds"],
+        figure.vllm.get(model),
+        None,
+        figure.bar.get(model),
+        figure.higher_is_better,
+    )
+
+
+def results_table(model: str, rows: list[Row]) -> Table:
+    table = Table("workload", title=f"{model}, random weights", title_justify="left", box=None)
+    titles = ("ours", "vLLM", "vLLM here", "better by", "of roof", "host ms/step", "bar", "")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.name}: {row.label}, {row.unit}",
+            _number(row.ours),
+            _number(row.vllm),
+            _number(row.vllm_here),
+            "-" if row.ratio is None else f"{row.ratio:.2f}x",
+            "-" if row.roof_share is None else f"{row.roof_share:.0%}",
+            "-" if row.host_ms is None else f"{row.host_ms:.3f}",
+            _number(row.bar),
+            {True: "met", False: "missed", None: ""}[row.meets_bar],
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
+
+
+def row_facts(row: Row) -> dict[str, Any]:
+    facts = {name: getattr(row, name) for name in Row.__dataclass_fields__}
+    return {**facts, "ratio": row.ratio, "meets_bar": row.meets_bar}
+
+
+def run_facts(run: Run) -> dict[str, float]:
+    return {
+        "seconds": run.seconds,
+        "first_token_s": run.first_token_s,
+        "steps": len(run.steps),
+        "host_s": run.host_s,
+        "launch_s": run.launch_s,
+        "wait_s": run.wait_s,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""How long a call takes on the GPU: from inside a CUDA graph, on inputs that are not in the cache.
+
+A graph holds one call on each of several copies of the inputs, together larger than the card's
+second-level cache, so that no call finds its weights there.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COPIES_BYTES = 256 * 1024**2
+MAX_COPIES = 48
+ROUNDS = 5
+
+
+def copies_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tuple, dict]]:
+    """The call's arguments, several times over."""
+    size = sum(t.nbytes for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    count = min(max(COPIES_BYTES // max(size, 1), 2), MAX_COPIES)
+
+    def copy(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return [
+        (tuple(map(copy, args)), {name: copy(value) for name, value in kwargs.items()})
+        for _ in range(count)
+    ]
+
+
+def microseconds(call: Callable[..., Any], inputs: list[tuple[tuple, dict]]) -> float:
+    """The fastest round's time of one call. Without a GPU: of one plain call."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        call(*inputs[0][0], **inputs[0][1])
+        return (time.perf_counter() - start) * 1e6
+
+    def run() -> None:
+        for args, kwargs in inputs:
+            call(*args, **kwargs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3 / len(inputs))
+    return best

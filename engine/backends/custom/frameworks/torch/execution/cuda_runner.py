@@ -1,0 +1,398 @@
+"""`CudaRunner`: steps as CUDA graphs over static buffers, with one copy in and one out.
+
+A step that only continues its rows, and a small one that also computes prompts, is padded to a size
+that has a graph; a larger one launches its kernels one by one, which takes less time than they run.
+All of them read their arrays from one buffer on the device, so a graph serves any lengths.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
+from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
+from engine.backends.custom.frameworks.torch.execution.graphs import (
+    TOKEN_SIZES,
+    Capturer,
+    at_least,
+    row_sizes,
+)
+from engine.backends.custom.frameworks.torch.execution.runner import (
+    StepHandle,
+    TorchPendingTokens,
+    TorchRunner,
+)
+from engine.backends.custom.frameworks.torch.execution.staging import (
+    Layout,
+    Pinned,
+    PinnedRing,
+)
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
+    SHARED_FIELDS,
+    SPAN_FIELDS,
+    TILE_FIELDS,
+    Room,
+    TritonAttention,
+    TritonPlan,
+)
+from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
+from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
+from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
+from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.runtime.seam import (
+    DRAW,
+    I32,
+    BatchInputs,
+    RunnerConfig,
+    SamplingInputs,
+    StepOutput,
+)
+
+FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
+Arrays = dict[str, NDArray[np.generic]]
+# Large steps use the device best, and it soon has no prompt left to compute.
+TARGET_STEP_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a step's buffers have room for."""
+
+    tokens: int
+    rows: int
+    draws: int
+    only_decodes: bool
+    shares: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStep:
+    """A forward pass whose keys and values go to the cache before anything attends to them."""
+
+    positions: Tensor  # (T,) int32
+    write_slots: Tensor  # (T,) int32
+    angles: Tensor | None  # (max_seq_len, dim): cosines, then sines
+    plan: TritonPlan
+    cache: PagedCache
+    rotation: None = None
+
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        layer = self.cache.layers[attention.layer]
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        if self.angles is None:
+            q, k, v = attention.heads(qkv, None)
+            self.cache.write(attention.layer, self.write_slots.long(), k, v)
+            return self.plan.attend_cached(q.contiguous(), layer)
+        q = rope_write(
+            qkv,
+            self.positions,
+            self.angles,
+            self.write_slots,
+            layer,
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
+        return self.plan.attend_cached(q, layer)
+
+
+class BufferedStep:
+    """One size of step: its part of the device's buffer, its outputs, and its graphs if any."""
+
+    def __init__(self, runner: "CudaRunner", size: Size, room: Room) -> None:
+        self.size, self.room = size, room
+        self.layout = runner.layout(size, room)
+        self.num_uses = 0
+        self.views: dict[str, Tensor] = {}
+        self.results = torch.empty(0)  # (draws + rows + 1,) int32: tokens, whether finite
+        self.logits: Tensor | None = None  # (draws, V)
+        self.stream: Tensor | None = None  # (draws, D) before the last norm
+        self.forward: torch.cuda.CUDAGraph | None = None
+        self.greedy: torch.cuda.CUDAGraph | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CudaHandle:
+    step: BufferedStep
+    num_rows: int
+    num_draws: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPendingTokens:
+    """Tokens on their way to the host, without anything beside them."""
+
+    pinned: Pinned
+    ring: PinnedRing
+    num_draws: int
+    finite_at: int
+    num_rows: int
+
+    def wait(self) -> StepOutput:
+        self.pinned.copied.synchronize()
+        array, start = self.pinned.array, self.finite_at
+        output = StepOutput(
+            tokens=array[: self.num_draws].copy(),
+            finite=array[start : start + self.num_rows] != 0,
+        )
+        self.ring.give_back(self.pinned)
+        return output
+
+
+class CudaRunner(TorchRunner):
+    def __init__(
+        self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(model, config, device, dtype)
+        self._spec = replace(self._spec, target_step_s=TARGET_STEP_S)
+        assert isinstance(self._attention, TritonAttention), self._attention
+        self._lists = self._attention
+        self._angles = None
+        if model.rotary is not None:
+            self._angles = model.rotary.table(config.max_seq_len)
+        self._row_sizes = row_sizes(config.max_slots)
+        self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
+        self._lists.reserve(config.max_slots, device)
+        self._each = torch.arange(
+            max(config.max_slots, TOKEN_SIZES[-1]) + 1, dtype=torch.int32, device=device
+        )
+        self._steps: dict[Size, BufferedStep] = {}
+        self._capturer = Capturer(device)
+        self._inbound, self._outbound = PinnedRing(), PinnedRing()
+        self._plain: SamplingInputs | None = None  # the last that asked for greedy tokens only
+
+    @torch.inference_mode()
+    def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
+        size = self._size(inputs)
+        step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
+        step.num_uses += 1
+        if step.forward is None:
+            self._compute(step)
+            if size is not None and (size.only_decodes or step.num_uses > 1):
+                self._capture(step)
+        if step.forward is not None:
+            step.forward.replay()
+        return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows))
+
+    @torch.inference_mode()
+    def sample(  # type: ignore[override]
+        self, handle: CudaHandle, sampling: SamplingInputs
+    ) -> "CudaPendingTokens | TorchPendingTokens":
+        step = handle.step
+        if handle.num_draws and not self._is_plain(sampling):
+            return super().sample(self._plain_handle(handle, sampling), sampling)
+        if handle.num_draws:
+            if step.greedy is not None:
+                step.greedy.replay()
+            else:
+                self._draw_greedily(step)
+        return self._send_results(handle)
+
+    def close(self) -> None:
+        self._steps.clear()
+        super().close()
+
+    def layout(self, size: Size, room: Room) -> Layout:
+        rows, nobody = size.rows, self._spec.max_slots
+        sizes = {
+            "counts": 4,
+            "token_ids": size.tokens,
+            "positions": size.tokens,
+            "write_slots": size.tokens,
+            "seq_lens": rows,
+            "slots": rows,
+            "spans": SPAN_FIELDS * room.spans,
+            "partials": 2 * rows,
+        }
+        if size.shares:
+            sizes |= {"shared": SHARED_FIELDS * room.shared, "members": rows}
+        if not size.only_decodes:
+            sizes |= {
+                "token_rows": size.tokens,
+                "query_start": rows + 1,
+                "tiles": TILE_FIELDS * room.tiles,
+                "logit_rows": size.draws,
+                "draw_slots": size.draws,
+            }
+        pads = dict.fromkeys(("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0)
+        pads |= {"slots": nobody, "draw_slots": nobody, "token_rows": rows}
+        return Layout(sizes, pads)
+
+    def _size(self, inputs: BatchInputs) -> Size | None:
+        """The padded size of a step that has a graph, or None."""
+        tokens, rows, draws = len(inputs.token_ids), len(inputs.slots), len(inputs.logit_rows)
+        if tokens == rows == draws:
+            bucket = at_least(self._row_sizes, rows)
+            if bucket is not None:
+                return Size(bucket, bucket, bucket, True, self._lists.has_shared(inputs))
+        padded = at_least(TOKEN_SIZES, tokens)
+        most = min(padded or 0, self._spec.max_slots)
+        if padded is None or rows > most or draws > most:
+            return None
+        return Size(padded, most, most, False, False)
+
+    def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
+        """The graph's static buffers, with this step's arrays on their way into them."""
+        step = self._steps.get(size)
+        if step is None:
+            step = self._steps[size] = BufferedStep(self, size, self._room_for(size))
+        lists, _ = self._lists.lists(inputs, step.room)
+        arrays = self._arrays(inputs, lists, size)
+        self._send_arrays(step, arrays, static=True)
+        return step
+
+    def _exact_step(self, inputs: BatchInputs) -> BufferedStep:
+        lists, room = self._lists.lists(inputs)
+        size = Size(
+            len(inputs.token_ids),
+            len(inputs.slots),
+            len(inputs.logit_rows),
+            only_decodes=False,
+            shares=room.shared > 0,
+        )
+        step = BufferedStep(self, size, room)
+        self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
+        return step
+
+    def _arrays(self, inputs: BatchInputs, lists: dict[str, I32], size: Size) -> Arrays:
+        arrays: Arrays = {
+            "token_ids": inputs.token_ids,
+            "positions": inputs.positions,
+            "write_slots": inputs.write_slots,
+            "seq_lens": inputs.seq_lens,
+            "slots": inputs.slots,
+            "tables": inputs.block_tables,
+            **lists,
+        }
+        if size.only_decodes:
+            return arrays
+        token_rows = np.repeat(np.arange(len(inputs.slots)), np.diff(inputs.query_start))
+        arrays["token_rows"] = token_rows
+        arrays["query_start"] = inputs.query_start
+        arrays["logit_rows"] = inputs.logit_rows
+        arrays["draw_slots"] = inputs.slots[token_rows[inputs.logit_rows]]
+        return arrays
+
+    def _send_arrays(self, step: BufferedStep, arrays: Arrays, static: bool) -> None:
+        length = step.layout.length(arrays)
+        pinned = self._inbound.take(length)
+        step.layout.write(pinned.array, arrays)
+        target = self._buffer
+        if not static:
+            target = torch.empty(length, dtype=torch.int32, device=self._device)
+        if not step.views:
+            self._lay_out(step, target)
+        target[:length].copy_(pinned.tensor[:length], non_blocking=True)
+        pinned.copied.record()
+        self._inbound.give_back(pinned)
+
+    def _largest_buffer(self, config: RunnerConfig) -> int:
+        """Values that the arrays of any step with a graph can have. Graphs keep the address."""
+        slots, tokens = config.max_slots, TOKEN_SIZES[-1]
+        tables = np.empty(slots * -(-config.max_seq_len // config.block_size), np.bool_)
+        sizes = (
+            Size(slots, slots, slots, only_decodes=True, shares=True),
+            Size(tokens, slots, slots, only_decodes=False, shares=False),
+        )
+        return max(
+            self.layout(size, self._room_for(size)).length({"tables": tables}) for size in sizes
+        )
+
+    def _room_for(self, size: Size) -> Room:
+        return self._lists.room_for(
+            size.tokens, size.rows, only_decodes=size.only_decodes, shares=size.shares
+        )
+
+    def _lay_out(self, step: BufferedStep, buffer: Tensor) -> None:
+        size = step.size
+        fields = {name: width for name, width in FIELDS.items() if name in step.layout}
+        views = step.layout.views(buffer, fields)
+        if size.only_decodes:
+            views["token_rows"] = self._each[: size.rows]
+            views["query_start"] = self._each[: size.rows + 1]
+            views["draw_slots"] = views["slots"]
+        step.views = views
+        step.results = torch.empty(
+            size.draws + size.rows + 1, dtype=torch.int32, device=self._device
+        )
+
+    def _compute(self, step: BufferedStep) -> None:
+        """The forward pass, from the step's arrays to its logits."""
+        views, size, model = step.views, step.size, self._model
+        prefer_blas(size.tokens)
+        finite = step.results[size.draws :].fill_(1)
+        cached = CachedStep(
+            views["positions"],
+            views["write_slots"],
+            self._angles,
+            self._lists.plan_on(views, step.room),
+            self._cache,
+        )
+        token_ids = resolve_tokens(
+            views["token_ids"], views["token_rows"], views["slots"], self._last_token
+        )
+        x = model(token_ids, cached)  # (T, D)
+        guard(x, views["token_rows"], views["write_slots"], self._cache.slots, finite)
+        if not size.draws:
+            return
+        if not size.only_decodes:
+            x = x.index_select(0, views["logit_rows"])
+        step.stream = x
+        step.logits = model.stream_logits(x)
+
+    def _draw_greedily(self, step: BufferedStep) -> None:
+        assert step.logits is not None
+        tokens = greedy(step.logits)
+        step.results[: step.size.draws].copy_(tokens)
+        self._last_token[step.views["draw_slots"].long()] = tokens
+
+    def _capture(self, step: BufferedStep) -> None:
+        """Record both halves. The recording's outputs are new ones, which only a replay fills."""
+        step.forward = self._capturer.capture(lambda: self._compute(step))
+        if step.size.draws:
+            step.greedy = self._capturer.capture(lambda: self._draw_greedily(step))
+
+    def _is_plain(self, sampling: SamplingInputs) -> bool:
+        """Every row takes its most likely token and nothing else is asked for."""
+        known = self._plain
+        if known is not None and sampling.temperature is known.temperature:
+            # Only positions are renewed in a step that continues the last one.
+            return sampling.mask is None
+        is_plain = (
+            sampling.mask is None
+            and sampling.all_greedy
+            and not len(sampling.bias_rows)
+            and not len(sampling.hidden_rows)
+            and not sampling.has_penalties
+            and bool((sampling.num_logprobs < 0).all())
+            and bool((sampling.forced == DRAW).all())
+        )
+        self._plain = sampling if is_plain else None
+        return is_plain
+
+    def _plain_handle(self, handle: CudaHandle, sampling: SamplingInputs) -> StepHandle:
+        step, count = handle.step, handle.num_draws
+        assert step.logits is not None and step.stream is not None
+        start = step.size.draws
+        hidden = self._model.norm(step.stream[:count]) if len(sampling.hidden_rows) else None
+        return StepHandle(
+            step.logits[:count].float(),
+            hidden,
+            step.results[start : start + handle.num_rows] != 0,
+        )
+
+    def _send_results(self, handle: CudaHandle) -> CudaPendingTokens:
+        step = handle.step
+        pinned = self._outbound.take(len(step.results))
+        pinned.tensor[: len(step.results)].copy_(step.results, non_blocking=True)
+        pinned.copied.record()
+        return CudaPendingTokens(
+            pinned, self._outbound, handle.num_draws, step.size.draws, handle.num_rows
+        )

@@ -1,0 +1,57 @@
+"""The gate of a feed-forward half: the activation of one half of each row times the other."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.base import (
+    Example,
+    Inputs,
+    KernelSpec,
+    Shape,
+    compiled,
+    register,
+    size_of,
+)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """(T, 2 I) -> (T, I)"""
+    return gated(gate_up, "silu")
+
+
+def gated(gate_up: Tensor, kind: str) -> Tensor:
+    """`kind` is "silu", "gelu" or "gelu_tanh", as a model's configuration has it."""
+    return _GATED(gate_up, kind)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _reference(gate_up: Tensor, kind: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate, kind) * up
+
+
+def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    inputs = Inputs(device, dtype)
+    for rows in shape.rows:
+        for kind in ("silu", "gelu", "gelu_tanh"):
+            gate_up = inputs.normal(rows, 2 * shape.inner_size, scale=2)
+            yield Example(f"{kind} {rows}x{shape.inner_size}", (gate_up, kind))
+
+
+_GATED = register(
+    KernelSpec(
+        name="gated",
+        reference=_reference,
+        triton=compiled("activation:gated"),
+        examples=_examples,
+        bytes_of=lambda gate_up, kind: size_of(gate_up) * 3 // 2,
+    )
+)

@@ -1,0 +1,265 @@
+"""Attention by Triton kernels over the pages: the host plans a step as lists of small work items.
+
+Rows of one query are cut into spans of keys; rows of several queries into tiles of queries; where
+rows share leading blocks, the shared part is attended to by many rows at once and read once. The
+lists lie in device memory together with their lengths, so that a captured graph, whose launches are
+as large as the longest lists it has room for, serves steps of any lengths.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.runtime.seam import I32, BatchInputs
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
+
+# (queries, keys, warps, stages) of a program, the fastest of those tried on an H200: for heads of
+# up to 64 values, and for wider ones.
+CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
+SPAN_TILE = (1, 128, 4, 3)
+MANY_SPANS, MANY_SPANS_TILE = 256, (1, 64, 2, 3)  # of narrow heads
+SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
+# Values of four bytes take twice the room.
+FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
+NARROW_HEAD = 64
+KEY_BLOCK = 64  # spans are multiples of it
+MIN_SPAN = 128
+SPARE_SPANS = 64  # what a single row may be cut into
+# A prefix that is shorter, or that fewer rows share, is read as often as there are rows.
+MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
+MAX_SPLITS = 8  # of a shared prefix
+SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Lengths of the lists: what a step needs, or what a captured graph has room for."""
+
+    spans: int
+    tiles: int
+    shared: int
+    partials: int
+
+
+TileSize = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    chunk: TileSize
+    span: TileSize
+    many_spans: TileSize
+    shared: TileSize
+
+
+def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
+    wide = head_dim > NARROW_HEAD
+    many = SPAN_TILE if wide else MANY_SPANS_TILE
+    return Tiles(CHUNK_TILES[wide], SPAN_TILE, many, SHARED_TILES[wide])
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """A step's lists on the device."""
+
+    arrays: Mapping[str, Tensor]
+    room: Room
+    scratch: "Scratch | None"
+    window: int
+    tiles: Tiles
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+        return self.attend_cached(q, cache)
+
+    def attend_cached(self, q: Tensor, cache: Tensor) -> Tensor:
+        """q (T, N, H) against keys and values that are all in the cache: (T, N, H)"""
+        from engine.backends.custom.frameworks.torch.kernels.triton import (
+            attention_decode,
+            attention_prefill,
+        )
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
+
+        out = torch.empty_like(q)
+        tiles = self.tiles
+        if self.room.spans:
+            many = self.room.spans > MANY_SPANS
+            assert self.scratch is not None
+            attention_decode.decode(
+                q,
+                cache,
+                out,
+                self.arrays,
+                self.scratch,
+                window=self.window,
+                shares="shared" in self.arrays and self.room.shared > 0,
+                span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
+                shared_tile=Tile(*tiles.shared),
+            )
+        if self.room.tiles:
+            tile = Tile(*tiles.chunk)
+            attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
+        return out
+
+
+class TritonAttention:
+    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._window = config.sliding_window or 0
+        self._group = config.num_heads // config.num_kv_heads
+        self._tiles_of = tiles_for(config.head_dim, dtype)
+        self._tile_tokens = self._tiles_of.chunk[0] // self._group
+        self._tile_members = self._tiles_of.shared[0] // self._group
+        self._scratch: Scratch | None = None
+
+    def plan(self, inputs: BatchInputs, positions: Tensor) -> TritonPlan:
+        arrays, room = self.lists(inputs)
+        given = {
+            **arrays,
+            "query_start": inputs.query_start,
+            "seq_lens": inputs.seq_lens,
+            "tables": np.ascontiguousarray(inputs.block_tables),
+        }
+        on_device = {name: to_device(array, positions.device) for name, array in given.items()}
+        self.reserve(len(inputs.seq_lens), positions.device)
+        return self.plan_on(on_device, room)
+
+    def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
+        """Over arrays that are on the device already, or will be when the plan is applied."""
+        return TritonPlan(arrays, room, self._scratch, self._window, self._tiles_of)
+
+    def reserve(self, rows: int, device: torch.device) -> None:
+        """Make room for the partial results of so many rows. Plans made before keep their own."""
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
+
+        if self._scratch is None or len(self._scratch.arrived) < rows:
+            config = self._config
+            self._scratch = Scratch(
+                MAX_SPLITS * rows + _span_room(rows),
+                rows,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                device,
+            )
+
+    def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> Room:
+        """The longest lists of a step of so many tokens and rows."""
+        spans = _span_room(rows)
+        tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
+        if not shares:
+            return Room(spans, tiles, 0, spans)
+        return Room(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
+
+    def has_shared(self, inputs: BatchInputs) -> bool:
+        """Whether a step that only continues may have work items over shared prefixes."""
+        if self._window or not len(inputs.prefix_blocks):
+            return False
+        return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
+
+    def lists(self, inputs: BatchInputs, room: Room | None = None) -> tuple[dict[str, I32], Room]:
+        """The work items of a step; with `room`, no more of them than it has."""
+        counts = np.diff(inputs.query_start)
+        decodes = np.flatnonzero(counts == 1)
+        chunks = np.flatnonzero(counts > 1)
+        shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
+        spans, partials = _spans(inputs, decodes, begins, splits, room)
+        tiles = self._tiles(counts, chunks)
+        total = int(partials[:, 1].sum())
+        lengths = (inputs.block_tables.shape[1], len(spans), len(tiles), len(shared))
+        lists = {
+            "counts": np.array(lengths, np.int32),
+            "spans": spans,
+            "partials": partials,
+            "tiles": tiles,
+            "shared": shared,
+            "members": members if len(members) else np.zeros(0, np.int32),
+        }
+        return lists, room or Room(len(spans), len(tiles), len(shared), total)
+
+    def _tiles(self, counts: I32, rows: np.ndarray) -> I32:
+        """(row, first query), a row's last tile first: it has the most keys to see."""
+        each = -(-counts[rows] // self._tile_tokens)
+        ends = np.cumsum(each)
+        tiles = np.empty((int(ends[-1]) if len(ends) else 0, TILE_FIELDS), np.int32)
+        tiles[:, 0] = np.repeat(rows, each)
+        tiles[:, 1] = (np.repeat(ends, each) - 1 - np.arange(len(tiles))) * self._tile_tokens
+        return tiles
+
+    def _shared(
+        self, inputs: BatchInputs, decodes: np.ndarray, has_chunks: bool
+    ) -> tuple[I32, I32, I32, I32]:
+        """Work items over shared prefixes, their rows, and for each row of the step where its own
+        keys begin and how many items it has in the prefix.
+        """
+        rows = len(inputs.seq_lens)
+        begins, splits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        none = np.zeros((0, SHARED_FIELDS), np.int32), np.zeros(0, np.int32), begins, splits
+        if has_chunks or self._window or not len(inputs.prefix_blocks):
+            return none
+        keys = inputs.prefix_blocks * self._block_size
+        items: list[tuple[int, ...]] = []
+        members = []
+        per_tile = self._tile_members
+        first_member = 0
+        for group in np.flatnonzero(keys >= MIN_SHARED_KEYS).tolist():
+            rows_of = np.flatnonzero(inputs.prefix_groups == group)
+            if len(rows_of) < MIN_MEMBERS:
+                continue
+            length = int(keys[group])
+            num_splits = min(MAX_SPLITS, -(-length // MIN_SHARED_KEYS))
+            span = -(-length // (num_splits * KEY_BLOCK)) * KEY_BLOCK
+            starts = range(0, length, span)
+            begins[rows_of], splits[rows_of] = length, len(starts)
+            for offset in range(0, len(rows_of), per_tile):
+                size = min(per_tile, len(rows_of) - offset)
+                items.extend(
+                    (first_member + offset, size, start, min(start + span, length), index)
+                    for index, start in enumerate(starts)
+                )
+            members.append(rows_of)
+            first_member += len(rows_of)
+        if not items:
+            return none
+        return np.array(items, np.int32), np.concatenate(members).astype(np.int32), begins, splits
+
+
+def _span_room(rows: int) -> int:
+    return max(SPARE_SPANS, 2 * rows)
+
+
+def _spans(
+    inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, room: Room | None
+) -> tuple[I32, I32]:
+    """(row, first key, last key + 1, place of the result) of each span, and for each row of the
+    step (first place, number of places): those over its prefix come first.
+    """
+    partials = np.zeros((len(begins), 2), np.int32)
+    if not len(decodes):
+        return np.zeros((0, SPAN_FIELDS), np.int32), partials
+    most = room.spans if room is not None else _span_room(len(decodes))
+    own = inputs.seq_lens[decodes] - begins[decodes]
+    size = int(1.25 * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
+    size = max(MIN_SPAN, -(-size // KEY_BLOCK) * KEY_BLOCK)
+    each = -(-own // size)
+    places = each + splits[decodes]
+    ends = np.cumsum(places)
+    partials[decodes, 0] = ends - places
+    partials[decodes, 1] = places
+    spans = np.empty((int(each.sum()), SPAN_FIELDS), np.int32)
+    index = np.arange(len(spans)) - np.repeat(np.cumsum(each) - each, each)
+    spans[:, 0] = np.repeat(decodes, each)
+    spans[:, 1] = np.repeat(begins[decodes], each) + index * size
+    spans[:, 2] = spans[:, 1] + size
+    spans[:, 3] = np.repeat(partials[decodes, 0] + splits[decodes], each) + index
+    return spans, partials

@@ -1,0 +1,167 @@
+"""What a kernel arrives with: a reference, a tolerance, examples, and the bytes it has to move.
+
+An operation is one function of this package. It runs its Triton code on a CUDA tensor and its
+PyTorch reference elsewhere; `KernelSpec` holds the two together, so that tests compare them on the
+same examples that the micro-benchmark measures. Kernels never wait for the device and allocate only
+by the shapes of their inputs, so that each can be captured in a CUDA graph.
+"""
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNELS: dict[str, "KernelSpec"] = {}
+_PACKAGE = __package__
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's sizes, and the steps to try it with: what examples are made of."""
+
+    name: str
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rows: tuple[int, ...]  # tokens of a step
+    context: int  # positions behind a row, where that matters
+    block_size: int = 16
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+# No size of the first is a power of two, so that every edge is partly filled.
+TINY = Shape("tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4)
+LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
+LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One call. Tensors among the arguments may be written by it."""
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    relative: float
+    absolute: float
+
+
+# For a result that is rounded once from float32: a unit or two in the last place.
+ROUNDED = {
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(2e-3, 2e-3),
+    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
+}
+
+
+class Inputs:
+    """Random tensors for examples, the same ones every time."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(shape, generator=self._generator, device=self.device)
+        return (values * scale).to(dtype or self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self._generator, device=self.device)
+
+    def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(
+            high, shape, generator=self._generator, device=self.device, dtype=dtype
+        )
+
+    def permutation(self, size: int) -> Tensor:
+        return torch.randperm(size, generator=self._generator, device=self.device)
+
+
+ExampleMaker = Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """`bytes_of` and `flops_of` take a call's arguments and give the least work it can be done in:
+    each input read once, each output written once. The roof is whichever takes longer.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    triton: Callable[..., Any]
+    examples: ExampleMaker
+    bytes_of: Callable[..., int]
+    flops_of: Callable[..., int] = lambda *_, **__: 0
+    tolerance: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: ROUNDED)
+
+    def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tensors = (each for each in (first, *args, *kwargs.values()) if isinstance(each, Tensor))
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        run = self.triton if use_triton(first) and not learns else self.reference
+        return run(first, *args, **kwargs)
+
+
+def register(spec: KernelSpec) -> KernelSpec:
+    assert spec.name not in KERNELS, spec.name
+    KERNELS[spec.name] = spec
+    return spec
+
+
+def load_all() -> Mapping[str, KernelSpec]:
+    """Every kernel of the package, whichever of its modules have been imported so far."""
+    for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
+        importlib.import_module(f"{_PACKAGE}.{module.name}")
+    return KERNELS
+
+
+def compiled(path: str) -> Callable[..., Any]:
+    """ "module:function" of the Triton code, imported at the first call."""
+    module, _, name = path.partition(":")
+
+    @cache
+    def found() -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"{_PACKAGE}.triton.{module}"), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return found()(*args, **kwargs)
+
+    return call
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def interpreting() -> bool:
+    """Triton decides when a kernel is defined, so this cannot change within a process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def use_triton(tensor: Tensor) -> bool:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return False
+    return (tensor.is_cuda or interpreting()) and _has_triton()
+
+
+def size_of(*tensors: Tensor | None) -> int:
+    """Bytes of the tensors' elements."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

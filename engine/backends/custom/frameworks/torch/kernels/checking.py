@@ -1,0 +1,64 @@
+"""Runs a kernel beside its reference on one example and compares all that either wrote."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.base import Example, KernelSpec, Tolerance
+
+
+def check(spec: KernelSpec, example: Example) -> None:
+    """Raises AssertionError where results, or tensors that the call writes to, differ."""
+    expected = outcome(spec.reference, example)
+    actual = outcome(spec.triton, example)
+    tolerance = _tolerance(spec, expected)
+    assert len(actual) == len(expected), (spec.name, example.label, len(actual), len(expected))
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        where = f"{spec.name}, {example.label}, tensor {index}"
+        _compare(ours, theirs, tolerance, where)
+
+
+def outcome(call: Any, example: Example) -> list[Tensor]:
+    """What a call gives, then its own copies of its tensor arguments as it leaves them."""
+    args = [_copy(each) for each in example.args]
+    kwargs = {name: _copy(each) for name, each in example.kwargs.items()}
+    with torch.no_grad():
+        result = call(*args, **kwargs)
+    return list(_tensors([result, *args, *kwargs.values()]))
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return copy.copy_(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:
+    """That of the least precise type among results and arguments."""
+    found = [spec.tolerance[t.dtype] for t in tensors if t.dtype in spec.tolerance]
+    return max(found, key=lambda tolerance: tolerance.relative)
+
+
+def _compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) -> None:
+    assert actual.dtype == expected.dtype, (where, actual.dtype, expected.dtype)
+    if actual.dtype.is_floating_point:
+        actual, expected = actual.float(), expected.float()
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=tolerance.relative if actual.dtype.is_floating_point else 0,
+        atol=tolerance.absolute if actual.dtype.is_floating_point else 0,
+        equal_nan=True,
+        msg=lambda message: f"{where}: {message}",
+    )

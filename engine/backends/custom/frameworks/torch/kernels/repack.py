@@ -1,0 +1,174 @@
+"""GGUF's quantized blocks as groups that the kernels multiply with, without decoding them.
+
+Everything here is bit operations on bytes, on whichever device the bytes are: a file's tensors are
+copied as they are stored and repacked there. A type whose values are not evenly spaced, or have
+more than 4 bits, takes 8; all others stay at 4.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
+from engine.backends.custom.weights.kquants import IQ4_LEVELS
+from engine.backends.custom.weights.quants import traits_of
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Of n blocks: values (n, block_elems) uint8; scales and minima (n, groups) float16."""
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+    bits: int = 4
+
+
+def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
+    """A matrix (F, D) from its stored bytes. `dtype` is one of REPACKED."""
+    traits = traits_of(dtype)
+    blocks = raw.view(-1, traits.block_bytes)
+    groups = REPACKED[dtype](blocks)
+    group = traits.block_elems // groups.scales.shape[1]
+    values = groups.values.reshape(-1, group)
+    if groups.bits == 4:
+        values = values[:, : group // 2] | values[:, group // 2 :] << 4
+    outputs = shape[0]
+    return GroupedWeight(
+        values.reshape(outputs, -1),
+        groups.scales.reshape(outputs, -1).contiguous(),
+        None if groups.minima is None else groups.minima.reshape(outputs, -1).contiguous(),
+        groups.bits,
+        group,
+    )
+
+
+def packed_bits(dtype: str) -> float:
+    """What a value of a stored type comes to, its share of scales and minima included."""
+    traits = traits_of(dtype)
+    groups = REPACKED[dtype](torch.zeros((1, traits.block_bytes), dtype=torch.uint8))
+    factors = groups.scales.numel() * (1 if groups.minima is None else 2)
+    return groups.bits + 16 * factors / traits.block_elems
+
+
+def _half(blocks: Tensor, offset: int) -> Tensor:
+    """The float16 at `offset` of every block, as a float32 column."""
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
+
+
+def _plane(packed: Tensor, width: int, bits: int) -> Tensor:
+    """Runs of `width` bytes, unpacked: all lowest fields of a run, then its next ones."""
+    runs = packed.reshape(len(packed), -1, 1, width)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((runs >> shifts[:, None]) & ((1 << bits) - 1)).flatten(1)
+
+
+def _signed(scales: Tensor) -> Tensor:
+    return scales.view(torch.int8).float()
+
+
+def _q4_0(blocks: Tensor) -> Groups:
+    return Groups(_plane(blocks[:, 2:], 16, 4), _half(blocks, 0).half())
+
+
+def _q4_1(blocks: Tensor) -> Groups:
+    return Groups(_plane(blocks[:, 4:], 16, 4), _half(blocks, 0).half(), _half(blocks, 2).half())
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """32 bits per block, in the order of the values, each where it extends four others."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
+
+
+def _q5_0(blocks: Tensor) -> Groups:
+    values = _plane(blocks[:, 6:], 16, 4) | _fifth_bits(blocks[:, 2:6])
+    return Groups(values + (128 - 16), _half(blocks, 0).half(), bits=8)
+
+
+def _q5_1(blocks: Tensor) -> Groups:
+    values = _plane(blocks[:, 8:], 16, 4) | _fifth_bits(blocks[:, 4:8])
+    return Groups(values, _half(blocks, 0).half(), _half(blocks, 2).half(), bits=8)
+
+
+def _q8_0(blocks: Tensor) -> Groups:
+    return Groups(blocks[:, 2:] ^ 128, _half(blocks, 0).half(), bits=8)
+
+
+def _q2_k(blocks: Tensor) -> Groups:
+    packed = blocks[:, :16]
+    scales = _half(blocks, 80) * (packed & 15)
+    minima = -_half(blocks, 82) * (packed >> 4)
+    return Groups(_plane(blocks[:, 16:80], 32, 2), scales.half(), minima.half())
+
+
+def _q3_k(blocks: Tensor) -> Groups:
+    """A clear third bit means "subtract 4", and the middle of four bits is 8: hence the 4."""
+    low, high = _plane(blocks[:, 96:104], 8, 4), _plane(blocks[:, 104:108], 4, 2)
+    scales = _half(blocks, 108) * ((low | high << 4).float() - 32)
+    values = _plane(blocks[:, 32:96], 32, 2) | _plane(blocks[:, :32], 32, 1) << 2
+    return Groups(values + 4, scales.half())
+
+
+def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of 6 bits from 12 bytes, as Q4_K and Q5_K have them."""
+    first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = torch.cat((first & 63, (rest & 15) | (first >> 6) << 4), dim=1)
+    minima = torch.cat((second & 63, (rest >> 4) | (second >> 6) << 4), dim=1)
+    return scales.float(), minima.float()
+
+
+def _q4_k(blocks: Tensor) -> Groups:
+    scales, minima = _six_bit_pairs(blocks[:, 4:16])
+    values = _plane(blocks[:, 16:144], 32, 4)
+    return Groups(values, (_half(blocks, 0) * scales).half(), (-_half(blocks, 2) * minima).half())
+
+
+def _q5_k(blocks: Tensor) -> Groups:
+    scales, minima = _six_bit_pairs(blocks[:, 4:16])
+    values = _plane(blocks[:, 48:176], 32, 4) | _plane(blocks[:, 16:48], 32, 1) << 4
+    return Groups(
+        values, (_half(blocks, 0) * scales).half(), (-_half(blocks, 2) * minima).half(), bits=8
+    )
+
+
+def _q6_k(blocks: Tensor) -> Groups:
+    values = _plane(blocks[:, :128], 64, 4) | _plane(blocks[:, 128:192], 32, 2) << 4
+    scales = _half(blocks, 208) * _signed(blocks[:, 192:208].contiguous())
+    return Groups(values + (128 - 32), scales.half(), bits=8)
+
+
+def _levels(indices: Tensor) -> Tensor:
+    levels = torch.from_numpy(IQ4_LEVELS + 128).to(indices.device, torch.uint8)
+    return levels[indices.long()]
+
+
+def _iq4_nl(blocks: Tensor) -> Groups:
+    return Groups(_levels(_plane(blocks[:, 2:18], 16, 4)), _half(blocks, 0).half(), bits=8)
+
+
+def _iq4_xs(blocks: Tensor) -> Groups:
+    shifts = torch.tensor([0, 4], dtype=torch.uint8, device=blocks.device)
+    low = (blocks[:, 4:8, None] >> shifts).flatten(1) & 15
+    pairs = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, 2:4, None] >> pairs).flatten(1) & 3
+    scales = _half(blocks, 0) * ((low | high << 4).float() - 32)
+    return Groups(_levels(_plane(blocks[:, 8:136], 16, 4)), scales.half(), bits=8)
+
+
+REPACKED: dict[str, Callable[[Tensor], Groups]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}

@@ -1,0 +1,265 @@
+"""From logits to tokens on the device, with nothing read back and no shape that depends on values.
+
+The meaning is `execution/sampler.py`'s, to which tests hold these kernels: penalties, bias, mask,
+temperature, top-k, top-p, min-p, draw. Settings are tensors of one value per row, and a row that
+does not use one of them passes through it, so that one captured graph serves every mix of requests.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.random import (
+    gumbel,
+    row_keys,
+    token_words,
+)
+from engine.backends.custom.frameworks.torch.execution.sampler import (
+    MINUS_INFINITY,
+    nucleus_floor,
+)
+from engine.backends.custom.frameworks.torch.kernels.base import (
+    Example,
+    Inputs,
+    KernelSpec,
+    Shape,
+    Tolerance,
+    compiled,
+    register,
+    size_of,
+)
+
+_LOGITS = {torch.float32: Tolerance(1e-6, 1e-6)}
+_MAX_ROWS = 256
+
+
+def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The likeliest token of each row, the lowest of equals: (R, V) float32 -> (R,) int64.
+
+    `mask` is int32 (R, ceil(V / 32)): a token whose bit is clear cannot be chosen.
+    """
+    return _GREEDY(logits, mask)
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    words: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """A token for each row, (R,) int64; at temperature 0 the likeliest.
+
+    Settings are (R,), `top_k` int32; `keys` (R, 2) are the rows' `row_keys`, `words` (V,) the
+    vocabulary's `token_words`.
+    """
+    return _DRAW(logits, temperature, top_k, top_p, min_p, keys, words, mask)
+
+
+def penalize(
+    logits: Tensor,
+    history: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    num_prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """A copy of the logits with the penalties of each row applied.
+
+    Row r's tokens are the first `lengths[r]` of history[slots[r]] (int64), of which `num_prompt[r]`
+    are the prompt's. `counts` is int32 (R, V) of zeros, and zeros again afterwards.
+    """
+    return _PENALIZE(
+        logits, history, slots, lengths, num_prompt, repetition, presence, frequency, counts
+    )
+
+
+def add_bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Adds values (N,) to the logits at rows, ids (N,) int64, in place; a value of 0 is padding."""
+    return _ADD_BIAS(logits, rows, ids, values)
+
+
+def _allowed(logits: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return logits
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    bits = ((mask[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(bits == 0, MINUS_INFINITY)
+
+
+def _greedy_reference(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return _allowed(logits, mask).argmax(dim=-1)
+
+
+def _draw_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    words: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    logits = _allowed(logits, mask)
+    hot, size = temperature > 0, logits.shape[1]
+    scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
+    kept = torch.where((top_k > 0) & (top_k < size), top_k, size).long()[:, None]
+    floor = scaled.sort(dim=-1, descending=True).values.gather(1, kept - 1)
+    scaled = scaled.masked_fill(scaled < floor, MINUS_INFINITY)
+    probs = scaled.softmax(dim=-1)
+    least = probs.amax(dim=-1, keepdim=True) * min_p[:, None]
+    nucleus = torch.maximum(least, nucleus_floor(probs, top_p))
+    least = torch.where((top_p < 1)[:, None], nucleus, least)
+    scaled = scaled.masked_fill(probs < least, MINUS_INFINITY)
+    drawn = (scaled + gumbel(keys, words)).argmax(dim=-1)
+    return torch.where(hot, drawn, logits.argmax(dim=-1))
+
+
+def _penalize_reference(
+    logits: Tensor,
+    history: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    num_prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    tokens = history[slots]  # (R, L)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    known = columns < lengths[:, None]
+    output = (known & (columns >= num_prompt[:, None])).float()
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, known.float()) > 0
+    times = torch.zeros_like(logits).scatter_add_(1, tokens, output)
+    factor = repetition[:, None]
+    values = torch.where(logits > 0, logits / factor, logits * factor)
+    values = values - frequency[:, None] * times - presence[:, None] * (times > 0)
+    return torch.where(seen, values, logits)
+
+
+def _add_bias_reference(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    return logits.index_put_((rows, ids), values, accumulate=True)
+
+
+def _rows(shape: Shape, device: torch.device) -> Iterator[tuple[int, Inputs, Tensor]]:
+    inputs = Inputs(device, torch.float32)
+    for rows in shape.rows:
+        if rows <= _MAX_ROWS:
+            yield rows, inputs, inputs.normal(rows, shape.vocab_size, scale=4)
+
+
+def _greedy_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
+    for rows, inputs, logits in _rows(shape, device):
+        yield Example(f"{rows}", (logits, None))
+        yield Example(f"{rows} masked", (logits, _mask(inputs, rows, shape.vocab_size)))
+
+
+def _mask(inputs: Inputs, rows: int, vocab_size: int) -> Tensor:
+    return inputs.integers(2**31 - 1, rows, -(-vocab_size // 32), dtype=torch.int32)
+
+
+def _draw_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
+    words = torch.from_numpy(token_words(shape.vocab_size)).to(device)
+    # What the rows of an example use: (top_k, top_p, min_p).
+    uses = {
+        "temperature": (0, 1.0, 0.0),
+        "top-k": (7, 1.0, 0.0),
+        "top-p": (0, 0.8, 0.0),
+        "min-p": (0, 1.0, 0.1),
+        "all": (20, 0.9, 0.02),
+    }
+    for rows, inputs, logits in _rows(shape, device):
+        keys = row_keys(np.arange(rows), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
+        temperature = 0.5 + inputs.uniform(rows)
+        temperature[1::4] = 0
+        for name, (top_k, top_p, min_p) in uses.items():
+            settings = (
+                temperature,
+                torch.full((rows,), top_k, dtype=torch.int32, device=device),
+                torch.full((rows,), top_p, device=device),
+                torch.full((rows,), min_p, device=device),
+            )
+            mask = _mask(inputs, rows, shape.vocab_size) if name == "all" else None
+            args = (logits, *settings, torch.from_numpy(keys).to(device), words, mask)
+            yield Example(f"{rows} {name}", args)
+
+
+def _penalize_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
+    for rows, inputs, logits in _rows(shape, device):
+        lengths = inputs.integers(shape.context, rows) + 1
+        repetition = torch.full((rows,), 1.3, device=device)
+        frequency, presence = inputs.uniform(rows), inputs.uniform(rows)
+        for setting, off in ((repetition, 1), (frequency, 0), (presence, 0)):
+            setting[2::3] = off
+        args = (
+            logits,
+            inputs.integers(shape.vocab_size // 8, rows + 2, shape.context + 1),
+            inputs.permutation(rows + 2)[:rows],
+            lengths,
+            lengths // 2,
+            repetition,
+            presence,
+            frequency,
+            torch.zeros(logits.shape, dtype=torch.int32, device=device),
+        )
+        yield Example(f"{rows}", args)
+
+
+def _bias_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
+    for rows, inputs, logits in _rows(shape, device):
+        places = (inputs.integers(rows, 40), inputs.integers(shape.vocab_size, 40))
+        values = inputs.normal(40)
+        values[3] = MINUS_INFINITY
+        yield Example(f"{rows}, 40 values", (logits, *places, values))
+
+
+_GREEDY = register(
+    KernelSpec(
+        name="greedy",
+        reference=_greedy_reference,
+        triton=compiled("sampling:greedy"),
+        examples=_greedy_examples,
+        bytes_of=lambda logits, mask: size_of(logits, mask),
+        tolerance=_LOGITS,
+    )
+)
+_DRAW = register(
+    KernelSpec(
+        name="draw",
+        reference=_draw_reference,
+        triton=compiled("sampling:draw"),
+        examples=_draw_examples,
+        bytes_of=lambda logits, *_: size_of(logits),
+        tolerance=_LOGITS,
+    )
+)
+_PENALIZE = register(
+    KernelSpec(
+        name="penalize",
+        reference=_penalize_reference,
+        triton=compiled("penalties:penalize"),
+        examples=_penalize_examples,
+        bytes_of=lambda logits, *_: size_of(logits, logits, logits),
+        tolerance={torch.float32: Tolerance(1e-5, 1e-5)},
+    )
+)
+_ADD_BIAS = register(
+    KernelSpec(
+        name="add_bias_",
+        reference=_add_bias_reference,
+        triton=compiled("penalties:add_bias_"),
+        examples=_bias_examples,
+        bytes_of=lambda logits, rows, ids, values: size_of(rows, ids, values, values, values),
+        tolerance={torch.float32: Tolerance(1e-5, 1e-5)},
+    )
+)

@@ -1,0 +1,165 @@
+"""Matrix products of a few rows, where reading the weights takes all the time.
+
+What stands before and after the product in a block (the norm of its input, the gate of its output,
+the addition to the residual stream) is computed in the same launch, so a layer at batch 1 is a
+handful of launches. With more rows the parts run one by one, the product by cuBLAS.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.base import (
+    Example,
+    Inputs,
+    KernelSpec,
+    Shape,
+    Tolerance,
+    compiled,
+    register,
+    size_of,
+    use_triton,
+)
+from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
+
+MAX_ROWS = 16
+# Of weights in 8 bits, which cuBLAS cannot read as they lie.
+MAX_SCALED_ROWS = 128
+
+
+def is_few(x: Tensor) -> bool:
+    """Whether products with x (T, D) take a single launch, whatever stands around them."""
+    return len(x) <= MAX_ROWS and use_triton(x)
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, D), weight (F, D) -> (T, F), for T of at most MAX_ROWS."""
+    return _SKINNY_LINEAR(x, weight, bias)
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + gate(rms_norm(x) W^T + bias), each part only where it is given; any T.
+
+    `norm` is the norm's weight; `gate` names an activation, and then the rows of W are its two
+    halves. `scale` (F,) float32 belongs to a weight of 8-bit floats.
+    """
+    parts: dict[str, Any] = {
+        "scale": scale,
+        "norm": norm,
+        "eps": eps,
+        "gate": gate,
+        "residual": residual,
+    }
+    if is_few(x) or (scale is not None and len(x) <= MAX_SCALED_ROWS and use_triton(x)):
+        return _SKINNY_LINEAR(x, weight, bias, **parts)
+    return _composed(x, weight, bias, **parts)
+
+
+def _composed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    if scale is None:
+        y = F.linear(x, weight, bias)
+    else:
+        y = (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
+        y = y if bias is None else y + bias
+    if gate is not None:
+        y = gated(y, gate)
+    return y if residual is None else residual + y
+
+
+def _reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    if norm is not None:
+        x = F.rms_norm(x, norm.shape, norm, eps)
+    y = F.linear(x, _dense(weight, scale, x.dtype), bias)
+    if gate is not None:
+        one, other = y.chunk(2, dim=-1)
+        y = activate(one, gate) * other
+    return y if residual is None else residual + y
+
+
+def _dense(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return weight if scale is None else (weight.float() * scale[:, None]).to(dtype)
+
+
+def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    inputs = Inputs(device, dtype)
+    hidden, inner, heads = shape.hidden_size, shape.inner_size, shape.num_heads * shape.head_dim
+    normed = {"norm": inputs.normal(hidden), "eps": 1e-5}
+
+    def weight(outputs: int, size: int) -> Tensor:
+        return inputs.normal(outputs, size, scale=size**-0.5)
+
+    qkv, o = weight(shape.qkv_size, hidden), weight(hidden, heads)
+    gate_up, down = weight(2 * inner, hidden), weight(hidden, inner)
+    head, bias = weight(shape.vocab_size, hidden), inputs.normal(shape.qkv_size)
+    for rows in (each for each in shape.rows if each <= MAX_SCALED_ROWS):
+        stream = inputs.normal(rows, hidden)
+        scale = inputs.uniform(len(qkv)) * 0.01
+        in_8_bits = (qkv.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        yield Example(f"qkv fp8 {rows}", (stream, in_8_bits), {**normed, "scale": scale})
+        if rows > MAX_ROWS:
+            continue
+        attended, activated = inputs.normal(rows, heads), inputs.normal(rows, inner)
+        yield Example(f"qkv {rows}", (stream, qkv, bias), normed)
+        yield Example(f"o {rows}", (attended, o), {"residual": stream})
+        yield Example(f"gate_up {rows}", (stream, gate_up), {**normed, "gate": "silu"})
+        yield Example(f"down {rows}", (activated, down), {"residual": stream})
+        yield Example(f"head {rows}", (stream, head), normed)
+
+
+def _bytes(x: Tensor, weight: Tensor, bias: Tensor | None = None, **parts: Any) -> int:
+    outputs = len(weight) // (2 if parts.get("gate") else 1)
+    written = len(x) * outputs * x.element_size()
+    return size_of(x, weight, bias, parts.get("residual"), parts.get("scale")) + written
+
+
+_SKINNY_LINEAR = register(
+    KernelSpec(
+        name="skinny_linear",
+        reference=_reference,
+        triton=compiled("skinny:skinny_linear"),
+        examples=_examples,
+        bytes_of=_bytes,
+        flops_of=lambda x, weight, *_, **__: 2 * len(x) * weight.numel(),
+        tolerance={
+            torch.float32: Tolerance(1e-4, 1e-4),
+            torch.float16: Tolerance(1e-2, 1e-2),
+            torch.bfloat16: Tolerance(4e-2, 4e-2),
+        },
+    )
+)

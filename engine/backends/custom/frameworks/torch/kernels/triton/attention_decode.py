@@ -1,0 +1,383 @@
+"""Attention of rows with one query: long rows are cut into spans, whose results are merged.
+
+A program takes a span of one row and one key head, with all query heads that share it. Where a row
+has several spans, the program that finishes last merges them, so that a step needs one launch.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
+    NOTHING_SEEN,
+    Tile,
+    attend_span,
+    normalised,
+)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    arrived_ptr,
+    counts_ptr,
+    spans_ptr,
+    partials_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    score_scale,
+    block_stride,
+    offset_stride,
+    value_offset,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MERGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(counts_ptr + 1):
+        return
+    row = tl.load(spans_ptr + item * 4)
+    first = tl.load(spans_ptr + item * 4 + 1)
+    last = tl.load(spans_ptr + item * 4 + 2)
+    partial = tl.load(spans_ptr + item * 4 + 3)
+    length = tl.load(seq_lens_ptr + row)
+    last = tl.minimum(last, length)
+    if WINDOW > 0:
+        first = tl.maximum(first, (length - WINDOW) // BLOCK_SIZE * BLOCK_SIZE)
+    table_stride = tl.load(counts_ptr)
+    token = tl.load(query_start_ptr + row).to(tl.int64)
+    group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
+    here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    heads = (token * KV_HEADS + kv_head) * GROUP + group
+    place = heads[:, None] * HEAD_DIM + columns[None, :]
+    q = tl.load(q_ptr + place, mask=here, other=0.0)
+    acc = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32)
+    peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    acc, peak, total = attend_span(
+        q,
+        acc,
+        peak,
+        total,
+        cache_ptr + kv_head * head_stride,
+        tables_ptr + row.to(tl.int64) * table_stride,
+        first,
+        last,
+        tl.full((GROUP_BLOCK,), 0, tl.int32) + length - 1,
+        score_scale,
+        block_stride,
+        offset_stride,
+        value_offset,
+        HEAD_DIM,
+        HEAD_BLOCK,
+        BLOCK_SIZE,
+        BLOCK_N,
+        True,
+        False,
+        WINDOW,
+        PRECISION,
+    )
+    result = normalised(acc, total)
+    count = tl.load(partials_ptr + row * 2 + 1)
+    if MERGES and count == 1:
+        tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
+        return
+    slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
+    tl.store(partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :], result, mask=here)
+    tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=group < GROUP)
+    if MERGES:
+        tl.debug_barrier()
+        arrived = arrived_ptr + row * KV_HEADS + kv_head
+        if tl.atomic_add(arrived, 1) == count - 1:
+            tl.store(arrived, 0)
+            first_partial = tl.load(partials_ptr + row * 2)
+            merged = _merged(
+                partial_ptr,
+                weight_ptr,
+                first_partial,
+                count,
+                kv_head,
+                KV_HEADS,
+                GROUP,
+                GROUP_BLOCK,
+                HEAD_DIM,
+                HEAD_BLOCK,
+            )
+            tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _merged(
+    partial_ptr,
+    weight_ptr,
+    first,
+    count,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """The mean of a row's partial results, by their weights. They were written by other programs,
+    so nothing may come from this one's own cache.
+    """
+    group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
+    here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    acc = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32)
+    peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    for index in tl.range(0, count):
+        slot = ((first + index) * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
+        weight = tl.load(weight_ptr + slot, mask=group < GROUP, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :],
+            mask=here,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, weight)
+        rescale, share = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+        acc = acc * rescale[:, None] + part * share[:, None]
+        total = total * rescale + share
+        peak = new_peak
+    return normalised(acc, total)
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    partials_ptr,
+    query_start_ptr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    kv_head, row = tl.program_id(0), tl.program_id(1)
+    count = tl.load(partials_ptr + row * 2 + 1)
+    if count == 0:
+        return
+    merged = _merged(
+        partial_ptr,
+        weight_ptr,
+        tl.load(partials_ptr + row * 2),
+        count,
+        kv_head,
+        KV_HEADS,
+        GROUP,
+        GROUP_BLOCK,
+        HEAD_DIM,
+        HEAD_BLOCK,
+    )
+    group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
+    token = tl.load(query_start_ptr + row).to(tl.int64)
+    heads = (token * KV_HEADS + kv_head) * GROUP + group
+    tl.store(
+        out_ptr + heads[:, None] * HEAD_DIM + columns[None, :],
+        merged.to(out_ptr.dtype.element_ty),
+        mask=(group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _shared_kernel(
+    q_ptr,
+    cache_ptr,
+    partial_ptr,
+    weight_ptr,
+    counts_ptr,
+    shared_ptr,
+    members_ptr,
+    partials_ptr,
+    query_start_ptr,
+    tables_ptr,
+    score_scale,
+    block_stride,
+    offset_stride,
+    value_offset,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some rows that share a prefix, against a span of it: keys are read once for all of them."""
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(counts_ptr + 3):
+        return
+    first_member = tl.load(shared_ptr + item * 5)
+    num_members = tl.load(shared_ptr + item * 5 + 1)
+    first = tl.load(shared_ptr + item * 5 + 2)
+    last = tl.load(shared_ptr + item * 5 + 3)
+    split = tl.load(shared_ptr + item * 5 + 4)
+    table_stride = tl.load(counts_ptr)
+    lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_BLOCK)
+    member, head = lane // GROUP, lane % GROUP
+    there = member < num_members
+    row = tl.load(members_ptr + first_member + member, mask=there, other=0)
+    token = tl.load(query_start_ptr + row, mask=there, other=0).to(tl.int64)
+    here = there[:, None] & (columns < HEAD_DIM)[None, :]
+    heads = (token * KV_HEADS + kv_head) * GROUP + head
+    q = tl.load(q_ptr + heads[:, None] * HEAD_DIM + columns[None, :], mask=here, other=0.0)
+    acc = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
+    peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    owner = tl.load(members_ptr + first_member).to(tl.int64)
+    acc, peak, total = attend_span(
+        q,
+        acc,
+        peak,
+        total,
+        cache_ptr + kv_head * head_stride,
+        tables_ptr + owner * table_stride,
+        first,
+        last,
+        lane,
+        score_scale,
+        block_stride,
+        offset_stride,
+        value_offset,
+        HEAD_DIM,
+        HEAD_BLOCK,
+        BLOCK_SIZE,
+        BLOCK_N,
+        True,
+        False,
+        0,
+        PRECISION,
+    )
+    partial = tl.load(partials_ptr + row * 2, mask=there, other=0) + split
+    slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
+    tl.store(
+        partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :],
+        normalised(acc, total),
+        mask=here,
+    )
+    tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=there)
+
+
+def decode(
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    arrays: Mapping[str, Tensor],
+    scratch: "Scratch",
+    *,
+    window: int,
+    shares: bool,
+    span_tile: Tile,
+    shared_tile: Tile,
+) -> None:
+    """Rows of one query, as the arrays' spans say; `shares`: some keys are read for many rows."""
+    kv_heads, head_dim = cache.shape[3], cache.shape[4]
+    group = q.shape[1] // kv_heads
+    sizes = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
+    }
+    group_block = max(16, triton.next_power_of_2(group))
+    paging = {
+        "BLOCK_SIZE": cache.shape[1],
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    strides = (cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3))
+    scale = head_dim**-0.5 * 1.4426950408889634
+    if shares:
+        _shared_kernel[(kv_heads, len(arrays["shared"]))](
+            q,
+            cache,
+            scratch.partial,
+            scratch.weight,
+            arrays["counts"],
+            arrays["shared"],
+            arrays["members"],
+            arrays["partials"],
+            arrays["query_start"],
+            arrays["tables"],
+            scale,
+            *strides,
+            BLOCK_M=max(shared_tile.queries, group_block),
+            BLOCK_N=shared_tile.keys,
+            **sizes,
+            **paging,
+            num_warps=shared_tile.warps,
+            num_stages=shared_tile.stages,
+        )
+    _decode_kernel[(kv_heads, len(arrays["spans"]))](
+        q,
+        cache,
+        out,
+        scratch.partial,
+        scratch.weight,
+        scratch.arrived,
+        arrays["counts"],
+        arrays["spans"],
+        arrays["partials"],
+        arrays["query_start"],
+        arrays["seq_lens"],
+        arrays["tables"],
+        scale,
+        *strides,
+        GROUP_BLOCK=group_block,
+        BLOCK_N=span_tile.keys,
+        WINDOW=window,
+        MERGES=not shares,
+        **sizes,
+        **paging,
+        num_warps=span_tile.warps,
+        num_stages=span_tile.stages,
+    )
+    if shares:
+        _merge_kernel[(kv_heads, len(arrays["partials"]))](
+            out,
+            scratch.partial,
+            scratch.weight,
+            arrays["partials"],
+            arrays["query_start"],
+            GROUP_BLOCK=group_block,
+            **sizes,
+            num_warps=2,
+        )
+
+
+class Scratch:
+    """Where partial results meet. One for all layers: each is done with it before the next."""
+
+    def __init__(
+        self,
+        partials: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> None:
+        self.partial = torch.empty((partials, heads, head_dim), device=device)
+        self.weight = torch.empty((partials, heads), device=device)
+        self.arrived = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)

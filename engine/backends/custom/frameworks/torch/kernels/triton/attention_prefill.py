@@ -1,0 +1,160 @@
+"""Attention of rows with several queries, each row of its own length, over the pages.
+
+A program takes a tile of queries of one row, with all query heads that share a key head: a tile's
+line is a token and one of its heads. Keys that every query of the tile sees come first, without a
+mask; the tiles on the diagonal follow.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
+    NOTHING_SEEN,
+    Tile,
+    attend_span,
+    normalised,
+)
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    counts_ptr,
+    tiles_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    score_scale,
+    block_stride,
+    offset_stride,
+    value_offset,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(counts_ptr + 2):
+        return
+    row = tl.load(tiles_ptr + item * 2)
+    first_query = tl.load(tiles_ptr + item * 2 + 1)
+    row_start = tl.load(query_start_ptr + row)
+    num_queries = tl.load(query_start_ptr + row + 1) - row_start
+    length = tl.load(seq_lens_ptr + row)
+    table_ptr = tables_ptr + row.to(tl.int64) * tl.load(counts_ptr)
+    lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_BLOCK)
+    offset, head = first_query + lane // GROUP, lane % GROUP
+    there = (lane < TOKENS * GROUP) & (offset < num_queries)
+    here = there[:, None] & (columns < HEAD_DIM)[None, :]
+    heads = ((row_start + offset).to(tl.int64) * KV_HEADS + kv_head) * GROUP + head
+    place = heads[:, None] * HEAD_DIM + columns[None, :]
+    q = tl.load(q_ptr + place, mask=here, other=0.0)
+    first_position = length - num_queries + first_query
+    query = length - num_queries + offset
+    end = tl.minimum(first_position + TOKENS, length)
+    acc = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
+    peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if WINDOW > 0:
+        whole = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        whole = (first_position + 1) // BLOCK_N * BLOCK_N
+        acc, peak, total = attend_span(
+            q,
+            acc,
+            peak,
+            total,
+            cache_ptr + kv_head * head_stride,
+            table_ptr,
+            0,
+            whole,
+            query,
+            score_scale,
+            block_stride,
+            offset_stride,
+            value_offset,
+            HEAD_DIM,
+            HEAD_BLOCK,
+            BLOCK_SIZE,
+            BLOCK_N,
+            False,
+            True,
+            0,
+            PRECISION,
+        )
+    acc, peak, total = attend_span(
+        q,
+        acc,
+        peak,
+        total,
+        cache_ptr + kv_head * head_stride,
+        table_ptr,
+        whole,
+        end,
+        query,
+        score_scale,
+        block_stride,
+        offset_stride,
+        value_offset,
+        HEAD_DIM,
+        HEAD_BLOCK,
+        BLOCK_SIZE,
+        BLOCK_N,
+        True,
+        True,
+        WINDOW,
+        PRECISION,
+    )
+    tl.store(out_ptr + place, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=here)
+
+
+def prefill(
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    arrays: Mapping[str, Tensor],
+    *,
+    window: int,
+    tile: Tile,
+) -> None:
+    """Rows of several queries, as the arrays' tiles say."""
+    kv_heads, head_dim = cache.shape[3], cache.shape[4]
+    _prefill_kernel[(kv_heads, len(arrays["tiles"]))](
+        q,
+        cache,
+        out,
+        arrays["counts"],
+        arrays["tiles"],
+        arrays["query_start"],
+        arrays["seq_lens"],
+        arrays["tables"],
+        head_dim**-0.5 * 1.4426950408889634,
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        cache.stride(3),
+        KV_HEADS=kv_heads,
+        GROUP=q.shape[1] // kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        WINDOW=window,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

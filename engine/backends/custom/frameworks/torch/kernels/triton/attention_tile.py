@@ -1,0 +1,101 @@
+"""Keys and values of one head, gathered from their pages tile by tile, under a running softmax.
+
+`score_scale` makes powers of two of scores, which the hardware has an instruction for; it is
+applied where the peak is subtracted, as one operation. The running peak starts at a finite number:
+a row that sees nothing in a tile then keeps weight zero instead of NaN.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """What a program holds at a time, and with how many threads."""
+
+    queries: int  # lines: tokens times the heads that share a key head
+    keys: int
+    warps: int
+    stages: int
+
+
+NOTHING_SEEN = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def attend_span(
+    q,
+    acc,
+    peak,
+    total,
+    cache_ptr,
+    table_ptr,
+    first,
+    last,
+    query,
+    score_scale,
+    block_stride,
+    offset_stride,
+    value_offset,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take key positions first .. last - 1 into (acc, peak, total) of queries (M, H).
+
+    `query` (M,) are the queries' positions. Without MASKED, every tile is whole and visible.
+    """
+    columns = tl.arange(0, HEAD_BLOCK)
+    for start in tl.range(first, last, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            exists = position < last
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
+        else:
+            block = tl.load(table_ptr + position // BLOCK_SIZE)
+        place = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * offset_stride
+        keys_ptr = cache_ptr + place[None, :] + columns[:, None]
+        values_ptr = cache_ptr + value_offset + place[:, None] + columns[None, :]
+        if MASKED:
+            keys = tl.load(
+                keys_ptr, mask=exists[None, :] & (columns < HEAD_DIM)[:, None], other=0.0
+            )
+        elif HEAD_BLOCK == HEAD_DIM:
+            keys = tl.load(keys_ptr)
+        else:
+            keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
+        scores = tl.dot(q, keys, input_precision=PRECISION)
+        if MASKED:
+            visible = exists[None, :]
+            if CAUSAL:
+                visible = visible & (position[None, :] <= query[:, None])
+            if WINDOW > 0:
+                visible = visible & (query[:, None] - position[None, :] < WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores * score_scale - (new_peak * score_scale)[:, None])
+        rescale = tl.exp2((peak - new_peak) * score_scale)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None]
+        if MASKED:
+            values = tl.load(
+                values_ptr, mask=exists[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
+            )
+        elif HEAD_BLOCK == HEAD_DIM:
+            values = tl.load(values_ptr)
+        else:
+            values = tl.load(values_ptr, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def normalised(acc, total):
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,0 +1,69 @@
+"""What matrix kernels share: which rows of the weight a program takes, and what ends its work.
+
+With a gate (the name of its activation, else an empty one), half of a program's rows are of the
+gate's half of the weight and half are the same rows of the other, so that one program holds both
+factors of its outputs.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.backends.custom.frameworks.torch.kernels.triton.activation import activate
+
+
+@triton.jit
+def weight_rows(program, outputs, ROWS: tl.constexpr, GATE: tl.constexpr):
+    """The rows (ROWS,) of a weight of `outputs` rows. Past the end they repeat the last one."""
+    index = tl.arange(0, ROWS)
+    if GATE != "":
+        half: tl.constexpr = ROWS // 2
+        row = tl.minimum(program * half + index % half, outputs // 2 - 1)
+        row += index // half * (outputs // 2)
+    else:
+        row = tl.minimum(program * ROWS + index, outputs - 1)
+    return row
+
+
+@triton.jit
+def finish(
+    y,
+    rows,
+    bias_ptr,
+    scale_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    first_token,
+    num_tokens,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """y (ROWS, TOKENS) float32, of tokens from `first_token` on, to out (T, F).
+
+    Rows that repeat the last write it again.
+    """
+    if SCALED:
+        y *= tl.load(scale_ptr + rows)[:, None]
+    if BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+    if GATE != "":
+        pairs = tl.reshape(y, (2, ROWS // 2, TOKENS))
+        first = tl.arange(0, 2)[:, None, None] == 0
+        gate = tl.sum(tl.where(first, pairs, 0.0), axis=0)
+        up = tl.sum(tl.where(first, 0.0, pairs), axis=0)
+        y = activate(gate, GATE) * up
+        row_pairs = tl.reshape(rows, (2, ROWS // 2))
+        rows = tl.min(row_pairs, axis=0)
+        width = outputs // 2
+    else:
+        width = outputs
+    tokens = first_token + tl.arange(0, TOKENS)
+    places = tokens.to(tl.int64)[None, :] * width + rows[:, None]
+    known = (tokens < num_tokens)[None, :]
+    if ADDS:
+        y += tl.load(residual_ptr + places, mask=known, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, y, mask=known)

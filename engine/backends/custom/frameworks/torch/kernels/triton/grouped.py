@@ -1,0 +1,336 @@
+"""Products with weights of 4 or 8 bits, and their unfolding.
+
+Tiles have three dimensions, (rows, groups, bytes of a group), so that scales and minima apply by
+broadcasting. Of a 4-bit byte the two halves meet different parts of the input: each has its own
+product, and no value is ever moved. One row of input sums its groups before it scales them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
+from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    rows: int
+    groups: int  # at a time
+    warps: int
+    tokens: int = 1
+    stages: int = 3
+
+
+@triton.jit
+def _load_group_values(ptr, rows, group, COUNT: tl.constexpr):
+    """Scales or minima (ROWS, GROUPS) float32; 0 past the last group."""
+    places = ptr + rows.to(tl.int64)[:, None] * COUNT + group[None, :]
+    return tl.load(places, mask=(group < COUNT)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
+    """(ROWS, GROUPS, BYTES)"""
+    byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    places = ptr + rows.to(tl.int64)[:, None, None] * (COUNT * BYTES) + byte[None, :, :]
+    return tl.load(places, mask=(group < COUNT)[None, :, None], other=0)
+
+
+@triton.jit
+def _load_input(x_ptr, norm_ptr, column, inside, NORMS: tl.constexpr):
+    """Some of a row of input, times the norm's weight; and the squares of what it was."""
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    squares = x * x
+    if NORMS:
+        x *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return x, squares
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    minima_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    eps,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
+    GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    BYTES: tl.constexpr = GROUP * BITS // 8
+    rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
+    products = tl.zeros((ROWS, GROUPS), tl.float32)
+    squares = tl.zeros((GROUPS, BYTES), tl.float32)
+    for start in range(0, COUNT, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        packed = _load_bytes(values_ptr, rows, group, COUNT, BYTES)
+        scale = _load_group_values(scales_ptr, rows, group, COUNT)
+        column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
+        inside = (group < COUNT)[:, None]
+        x, squared = _load_input(x_ptr, norm_ptr, column, inside, NORMS)
+        squares += squared
+        if BITS == 4:
+            high, squared = _load_input(x_ptr, norm_ptr, column + BYTES, inside, NORMS)
+            squares += squared
+            terms = (packed & 15).to(tl.float32) * x[None, :, :]
+            terms += (packed >> 4).to(tl.float32) * high[None, :, :]
+            x += high
+        else:
+            terms = packed.to(tl.float32) * x[None, :, :]
+        dots, sums = tl.sum(terms, axis=2), tl.sum(x, axis=1)[None, :]
+        if MINIMA:
+            products += scale * dots + _load_group_values(minima_ptr, rows, group, COUNT) * sums
+        else:
+            products += scale * (dots - 2.0 ** (BITS - 1) * sums)
+    y = tl.sum(products, axis=1)
+    if NORMS:
+        y *= tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (COUNT * GROUP) + eps)
+    finish(
+        y[:, None],
+        rows,
+        bias_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        outputs,
+        0,
+        1,
+        ROWS,
+        1,
+        BIAS,
+        False,
+        GATE,
+        ADDS,
+    )
+
+
+@triton.jit
+def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
+    """(ROWS, GROUPS, BYTES) of values as weights, float32."""
+    if MINIMA:
+        weight = value.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+    else:
+        weight = (value.to(tl.float32) - 2.0 ** (BITS - 1)) * scale[:, :, None]
+    return weight
+
+
+@triton.jit
+def _load_inputs(
+    x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE: tl.constexpr, NORMS: tl.constexpr
+):
+    """(columns, tokens), times the norm's weight; and each token's squares."""
+    inside = (column < SIZE)[:, None] & (token < num_tokens)[None, :]
+    places = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
+    x = tl.load(places, mask=inside, other=0.0)
+    exact = x.to(tl.float32)
+    squares = tl.sum(exact * exact, axis=0)
+    if NORMS:
+        norm = tl.load(norm_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        x = (exact * norm[:, None]).to(x.dtype)
+    return x, squares
+
+
+@triton.jit
+def _tile_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    minima_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    eps,
+    num_tokens,
+    x_stride,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
+    GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    BYTES: tl.constexpr = GROUP * BITS // 8
+    SIZE: tl.constexpr = COUNT * GROUP
+    rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
+    first_token = tl.program_id(1) * TOKENS
+    token = first_token + tl.arange(0, TOKENS)
+    place = tl.arange(0, GROUPS * BYTES)
+    y = tl.zeros((ROWS, TOKENS), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    for start in range(0, COUNT, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        packed = _load_bytes(values_ptr, rows, group, COUNT, BYTES)
+        scale = _load_group_values(scales_ptr, rows, group, COUNT)
+        minimum = scale
+        if MINIMA:
+            minimum = _load_group_values(minima_ptr, rows, group, COUNT)
+        column = (start + place // BYTES) * GROUP + place % BYTES
+        x, squared = _load_inputs(x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE, NORMS)
+        squares += squared
+        low = packed
+        if BITS == 4:
+            low = packed & 15
+        weight = tl.reshape(_unfolded(low, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES))
+        y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+        if BITS == 4:
+            x, squared = _load_inputs(
+                x_ptr, norm_ptr, token, column + BYTES, num_tokens, x_stride, SIZE, NORMS
+            )
+            squares += squared
+            weight = tl.reshape(
+                _unfolded(packed >> 4, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES)
+            )
+            y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+    if NORMS:
+        y *= tl.rsqrt(squares / SIZE + eps)[None, :]
+    finish(
+        y,
+        rows,
+        bias_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        outputs,
+        first_token,
+        num_tokens,
+        ROWS,
+        TOKENS,
+        BIAS,
+        False,
+        GATE,
+        ADDS,
+    )
+
+
+@triton.jit
+def _dequantize_kernel(
+    values_ptr,
+    scales_ptr,
+    minima_ptr,
+    rows_ptr,
+    out_ptr,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    BYTES: tl.constexpr = GROUP * BITS // 8
+    out_row = (tl.program_id(0) + tl.zeros((1,), tl.int32)).to(tl.int64)
+    row = out_row
+    if CHOSEN:
+        row = tl.load(rows_ptr + out_row)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    packed = _load_bytes(values_ptr, row, group, COUNT, BYTES)
+    scale = _load_group_values(scales_ptr, row, group, COUNT)
+    minimum = scale
+    if MINIMA:
+        minimum = _load_group_values(minima_ptr, row, group, COUNT)
+    column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
+    places = out_ptr + out_row[:, None, None] * (COUNT * GROUP) + column[None, :, :]
+    inside = (group < COUNT)[None, :, None]
+    if BITS == 4:
+        tl.store(places, _unfolded(packed & 15, scale, minimum, BITS, MINIMA), mask=inside)
+        high = _unfolded(packed >> 4, scale, minimum, BITS, MINIMA)
+        tl.store(places + BYTES, high, mask=inside)
+    else:
+        tl.store(places, _unfolded(packed, scale, minimum, BITS, MINIMA), mask=inside)
+
+
+def choose(num_tokens: int, outputs: int, group: int) -> Config:
+    if num_tokens == 1:
+        return Config(rows=4 if outputs <= 4096 else 8, groups=2048 // group, warps=4)
+    tokens = max(16, min(triton.next_power_of_2(num_tokens), 64))
+    return Config(rows=32, groups=128 // group, warps=4, tokens=tokens)
+
+
+def _described(weight: GroupedWeight) -> dict[str, int | bool]:
+    count = weight.scales.shape[1]
+    return {
+        "COUNT": count,
+        "GROUP": weight.group,
+        "BITS": weight.bits,
+        "MINIMA": weight.minima is not None,
+    }
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: GroupedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    num_tokens, rows = len(x), weight.shape[0]
+    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+    chosen = config or choose(num_tokens, rows, weight.group)
+    outputs = rows // 2 if gate else rows
+    out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
+    tensors = [x if each is None else each for each in (bias, norm, residual)]
+    minima = weight.scales if weight.minima is None else weight.minima
+    args = (x, weight.values, weight.scales, minima, *tensors, out, rows, eps)
+    parts = {
+        **_described(weight),
+        "ROWS": chosen.rows,
+        "GROUPS": chosen.groups,
+        "BIAS": bias is not None,
+        "NORMS": norm is not None,
+        "GATE": gate or "",
+        "ADDS": residual is not None,
+        "num_warps": chosen.warps,
+        "num_stages": chosen.stages,
+    }
+    programs = triton.cdiv(rows, chosen.rows)
+    if num_tokens == 1:
+        _vector_kernel[(programs,)](*args, **parts)
+    else:
+        grid = (programs, triton.cdiv(num_tokens, chosen.tokens))
+        _tile_kernel[grid](*args, num_tokens, x.stride(0), TOKENS=chosen.tokens, **parts)
+    return out
+
+
+def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    outputs, size = weight.shape
+    count = outputs if rows is None else len(rows)
+    out = torch.empty((count, size), dtype=dtype, device=weight.values.device)
+    groups = 1024 // weight.group
+    _dequantize_kernel[(count, triton.cdiv(size // weight.group, groups))](
+        weight.values,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        weight.scales if rows is None else rows,
+        out,
+        **_described(weight),
+        GROUPS=groups,
+        CHOSEN=rows is not None,
+        num_warps=2,
+    )
+    return out

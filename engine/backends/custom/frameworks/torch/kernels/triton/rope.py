@@ -1,0 +1,133 @@
+"""A program takes one token and some of its heads, of one kind: queries, keys or values.
+
+A head is held in three parts: the two halves that turn against each other, and what is not rotated.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Heads of a program: few where there are few tokens, so that the card is filled.
+_FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
+
+
+@triton.jit
+def _rope_kernel(
+    qkv_ptr,
+    positions_ptr,
+    table_ptr,
+    slots_ptr,
+    cache_ptr,
+    q_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    qkv_stride,
+    block_stride,
+    offset_stride,
+    kind_stride,
+    head_stride,
+    eps,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # of N + 2 K
+    columns, rest = tl.arange(0, HALF_BLOCK), 2 * HALF + tl.arange(0, REST_BLOCK)
+    exists = (head < HEADS + 2 * KV_HEADS)[:, None]
+    in_half, in_rest = exists & (columns < HALF)[None, :], exists & (rest < HEAD_DIM)[None, :]
+    source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM
+    first = tl.load(source + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + columns[None, :], mask=in_half, other=0.0).to(tl.float32)
+    third = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
+    is_value = (head >= HEADS + KV_HEADS)[:, None]
+    if NORMS:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(third * third, 1)
+        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
+        is_query = (head < HEADS)[:, None]
+        first *= scale * _weight(q_norm_ptr, k_norm_ptr, columns, HALF, is_query, is_value)
+        second *= scale * _weight(
+            q_norm_ptr + HALF, k_norm_ptr + HALF, columns, HALF, is_query, is_value
+        )
+        third *= scale * _weight(q_norm_ptr, k_norm_ptr, rest, HEAD_DIM, is_query, is_value)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    angle = table_ptr + position * 2 * HALF + columns
+    cos = tl.load(angle, mask=columns < HALF, other=0.0)[None, :]
+    sin = tl.load(angle + HALF, mask=columns < HALF, other=0.0)[None, :]
+    turned_first = tl.where(is_value, first, first * cos - second * sin)
+    turned_second = tl.where(is_value, second, second * cos + first * sin)
+
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cached = cache_ptr + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * offset_stride
+    kv_head = head - HEADS
+    kind = (kv_head >= KV_HEADS).to(tl.int64)
+    in_cache = cached + kind * kind_stride + (kv_head - kind * KV_HEADS) * head_stride
+    in_queries = q_ptr + (token * HEADS + head) * HEAD_DIM
+    for_queries, for_cache = (head < HEADS)[:, None], (head >= HEADS)[:, None]
+    for place in tl.static_range(2):
+        if place == 0:
+            target, here = in_queries[:, None], for_queries
+        else:
+            target, here = in_cache[:, None], for_cache
+        tl.store(target + columns[None, :], turned_first, mask=in_half & here)
+        tl.store(target + HALF + columns[None, :], turned_second, mask=in_half & here)
+        tl.store(target + rest[None, :], third, mask=in_rest & here)
+
+
+@triton.jit
+def _weight(q_norm_ptr, k_norm_ptr, columns, END: tl.constexpr, is_query, is_value):
+    """Of the norm that a head has; values have none."""
+    for_q = tl.load(q_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
+    for_k = tl.load(k_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
+    return tl.where(is_query, for_q[None, :], tl.where(is_value, 1.0, for_k[None, :]))
+
+
+def rope_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_table: Tensor,
+    write_slots: Tensor,
+    cache_layer: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    tokens, half = qkv.shape[0], cos_sin_table.shape[1] // 2
+    assert cache_layer.stride(4) == 1 and cos_sin_table.is_contiguous()
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    group = _FEW_HEADS if tokens < _MANY_TOKENS else _MANY_HEADS
+    grid = (tokens, triton.cdiv(heads + 2 * kv_heads, group))
+    _rope_kernel[grid](
+        qkv,
+        positions,
+        cos_sin_table,
+        write_slots,
+        cache_layer,
+        q,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        qkv.stride(0),
+        *cache_layer.stride()[:4],
+        eps,
+        BLOCK_SIZE=cache_layer.shape[1],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        HALF_BLOCK=triton.next_power_of_2(half),
+        REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        GROUP=group,
+        NORMS=q_norm is not None,
+        num_warps=2 if group == _FEW_HEADS else 4,
+    )
+    return q

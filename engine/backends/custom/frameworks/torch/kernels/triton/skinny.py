@@ -1,0 +1,228 @@
+"""A program takes some rows of the weight over the whole input; nothing is reduced across programs.
+
+One row of input is multiplied in plain float32 arithmetic; more go through the tensor cores, the
+weights as their left operand. A norm needs no pass of its own: its weight multiplies the
+input on the way, its sum of squares is gathered beside the product, and the scale is applied to the
+result.
+
+A chain of products can overlap: the next one starts while the last programs of this one are still
+at work, and waits for them only once its first weights are on their way.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    rows: int  # of the weight, in one program
+    columns: int  # of the input, at a time
+    warps: int
+    stages: int = 3
+    overlaps: bool = False  # of one token: whether weights are read before the last kernel ends
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    NORMS: tl.constexpr,
+    GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, SIZE, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+        inside = columns < SIZE
+        if SIZE % COLUMNS == 0:
+            weight = tl.load(places, eviction_policy="evict_first")
+        else:
+            weight = tl.load(places, mask=inside[None, :], other=0.0)
+        if OVERLAPS:  # noqa: SIM102 - only the first is known when the kernel is compiled
+            if start == 0:
+                tl.extra.cuda.gdc_wait()  # what came before this launch has been written
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if NORMS:
+            squares += x * x
+            x *= tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        products += weight.to(tl.float32) * x[None, :]
+    y = tl.sum(products, axis=1)
+    if NORMS:
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / SIZE + eps)
+    finish(
+        y[:, None],
+        rows,
+        bias_ptr,
+        scale_ptr,
+        residual_ptr,
+        out_ptr,
+        outputs,
+        0,
+        1,
+        ROWS,
+        1,
+        BIAS,
+        SCALED,
+        GATE,
+        ADDS,
+    )
+
+
+@triton.jit
+def _few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    eps,
+    num_tokens,
+    x_stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    NORMS: tl.constexpr,
+    GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
+    first_token = tl.program_id(1) * TOKENS
+    tokens = first_token + tl.arange(0, TOKENS)
+    y = tl.zeros((ROWS, TOKENS), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    for start in range(0, SIZE, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+        sources = x_ptr + tokens.to(tl.int64)[None, :] * x_stride + columns[:, None]
+        known = (tokens < num_tokens)[None, :]
+        if SIZE % COLUMNS == 0:
+            weight = tl.load(places, eviction_policy="evict_first")
+            x = tl.load(sources, mask=known, other=0.0)
+        else:
+            inside = columns < SIZE
+            weight = tl.load(places, mask=inside[None, :], other=0.0)
+            x = tl.load(sources, mask=known & inside[:, None], other=0.0)
+        if NORMS:
+            norm = tl.load(norm_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+            exact = x.to(tl.float32)
+            squares += tl.sum(exact * exact, axis=0)
+            x = (exact * norm[:, None]).to(x.dtype)
+        y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+    if NORMS:
+        y *= tl.rsqrt(squares / SIZE + eps)[None, :]
+    finish(
+        y,
+        rows,
+        bias_ptr,
+        scale_ptr,
+        residual_ptr,
+        out_ptr,
+        outputs,
+        first_token,
+        num_tokens,
+        ROWS,
+        TOKENS,
+        BIAS,
+        SCALED,
+        GATE,
+        ADDS,
+    )
+
+
+def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> Config:
+    """The fastest of those tried on an H200 for the matrices of Llama models."""
+    if num_tokens > 1 and value_bytes > 2:
+        return Config(rows=32, columns=64, warps=4, stages=2)
+    if num_tokens > 1:
+        return Config(rows=64, columns=128 if outputs > 8192 else 256, warps=4, stages=4)
+    columns = min(triton.next_power_of_2(size), 2048)
+    if size > 8192:
+        return Config(rows=2, columns=columns, warps=4)
+    if size > 2048:
+        return Config(8, 512, 4) if outputs > 65536 else Config(rows=2, columns=columns, warps=8)
+    if 8192 < outputs <= 65536:
+        return Config(rows=2, columns=min(columns, 1024), warps=4)
+    return Config(rows=2 if outputs <= 8192 else 4, columns=columns, warps=4)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    (num_tokens, size), rows = x.shape, len(weight)
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    chosen = config or choose(num_tokens, rows, size, x.element_size())
+    outputs = rows // 2 if gate else rows
+    out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
+    tensors = [x if each is None else each for each in (bias, scale, norm, residual)]
+    parts: dict[str, bool | str] = {
+        "BIAS": bias is not None,
+        "SCALED": scale is not None,
+        "NORMS": norm is not None,
+        "GATE": gate or "",
+        "ADDS": residual is not None,
+    }
+    shape = {"SIZE": size, "ROWS": chosen.rows, "COLUMNS": chosen.columns}
+    grid = (triton.cdiv(rows, chosen.rows),)
+    options: dict[str, int | bool] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    if num_tokens == 1:
+        if chosen.overlaps:
+            options["launch_pdl"] = True
+        parts["OVERLAPS"] = chosen.overlaps
+        _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
+    else:
+        tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)
+        _few_rows_kernel[(*grid, triton.cdiv(num_tokens, tokens))](
+            x,
+            weight,
+            *tensors,
+            out,
+            rows,
+            eps,
+            num_tokens,
+            x.stride(0),
+            **shape,
+            TOKENS=tokens,
+            **parts,
+            **options,
+        )
+    return out

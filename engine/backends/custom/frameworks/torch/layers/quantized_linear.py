@@ -1,0 +1,130 @@
+"""Matrix layers and tables whose weights stay in a few bits; they stand where `Linear` stood.
+
+Inference only. `quantize_linears` is a transform of a finished model, like `pack_linears`; a GGUF
+model's own bits are put in place by `models/quantized_loading.py` instead.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.custom.frameworks.torch.kernels.activation import gated
+from engine.backends.custom.frameworks.torch.kernels.quantized import (
+    GroupedWeight,
+    dequantize,
+    grouped_linear,
+)
+from engine.backends.custom.frameworks.torch.kernels.skinny import fused_linear
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
+
+_INT8_GROUP = 32
+_LARGEST_FP8 = 448.0
+
+
+class GroupedLinear(nn.Module):
+    """`stacks` lie below one another: parts that a checkpoint stores in different types differ in
+    layout and are multiplied apart.
+    """
+
+    def __init__(
+        self,
+        stacks: Iterable[GroupedWeight],
+        bias: nn.Parameter | None = None,
+        parts: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        super().__init__()
+        self.stacks = tuple(stacks)
+        self.bias = bias
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused(x)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + gate(W norm(x) + b)"""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if len(self.stacks) == 1:
+            return grouped_linear(
+                x, self.stacks[0], self.bias, norm=weight, eps=eps, gate=gate, residual=residual
+            )
+        y = torch.cat(
+            [grouped_linear(x, stack, norm=weight, eps=eps) for stack in self.stacks], dim=-1
+        )
+        if self.bias is not None:
+            y = y + self.bias
+        if gate is not None:
+            y = gated(y, gate)
+        return y if residual is None else residual + y
+
+
+class GroupedEmbedding(nn.Module):
+    def __init__(self, table: GroupedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = table
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return dequantize(self.table, self.dtype, ids)
+
+
+class Fp8Linear(nn.Module):
+    """Weights of 8-bit floats with a scale for each output."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        largest = weight.detach().abs().amax(dim=1).float().clamp(min=1e-12)
+        self.scale = largest / _LARGEST_FP8
+        self.weight = (weight.detach().float() / self.scale[:, None]).to(torch.float8_e4m3fn)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused(x)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + gate(W norm(x) + b)"""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return fused_linear(
+            x,
+            self.weight,
+            self.bias,
+            scale=self.scale,
+            norm=weight,
+            eps=eps,
+            gate=gate,
+            residual=residual,
+        )
+
+
+def int8_weight(weight: Tensor) -> GroupedWeight:
+    """Nearest values; a group's largest is 127 steps from zero."""
+    groups = weight.detach().float().unflatten(1, (-1, _INT8_GROUP))  # (F, D / 32, 32)
+    scales = (groups.abs().amax(dim=2) / 127).clamp(min=2.0**-24).half()
+    values = (groups / scales.float()[..., None]).round().clamp(-127, 127) + 128
+    return GroupedWeight(values.to(torch.uint8).flatten(1), scales, None, 8, _INT8_GROUP)
+
+
+def quantize_linears(module: nn.Module, kind: str) -> None:
+    """Replace every `Linear` below `module`; `kind` is "fp8" or "int8"."""
+    for name, child in module.named_children():
+        if not isinstance(child, Linear):
+            quantize_linears(child, kind)
+        elif kind == "fp8":
+            setattr(module, name, Fp8Linear(child.weight, child.bias))
+        elif child.weight.shape[1] % _INT8_GROUP == 0:
+            setattr(module, name, GroupedLinear([int8_weight(child.weight)], child.bias))

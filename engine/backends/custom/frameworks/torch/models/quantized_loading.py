@@ -1,0 +1,119 @@
+"""Puts a checkpoint's quantized matrices into a model as they are stored, repacked on the device.
+
+A fused layer keeps its parts' own types: neighbours of one layout become one matrix. A layer with a
+part that is not quantized stays a plain one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import nn
+
+from engine.backends.custom.frameworks.torch.kernels.base import interpreting
+from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
+from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
+    GroupedEmbedding,
+    GroupedLinear,
+)
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.weights.model import Weight
+
+EMBED = "embed.weight"
+
+
+def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool:
+    """Whether there is something to keep and a device whose kernels read it."""
+    has_kernels = device.type == "cuda" or interpreting()
+    return has_kernels and any(_is_quantized(weight) for weight in weights.values())
+
+
+def place_quantized(
+    model: Decoder, weights: Mapping[str, object], device: torch.device, dtype: torch.dtype
+) -> set[str]:
+    """Replaces layers of a model that has no memory yet; the names of the weights it took."""
+    taken = set()
+    if _is_quantized(weights.get(EMBED)):
+        table = _grouped(weights[EMBED], device)
+        model.set_submodule("embed", GroupedEmbedding(table, dtype))
+        taken.add(EMBED)
+        if model.config.tie_embeddings:
+            model.set_submodule("head", GroupedLinear([table]))
+    for path, module in list(_linears(model)):
+        names = list(_weight_names(path, module))
+        if not all(_is_quantized(weights.get(name)) for name in names):
+            continue
+        parts = [_grouped(weights[name], device) for name in names]
+        layer = GroupedLinear(_stacked(parts), module.bias, module.parts)
+        model.set_submodule(path, layer)
+        taken.update(names)
+    return taken
+
+
+def placed_bytes(weights: Iterable[Weight], value_bytes: int) -> int:
+    """What the weights take on a device, those that are not quantized at `value_bytes` a value."""
+    total = 0.0
+    for weight in weights:
+        bits = packed_bits(weight.tensor.dtype) if _is_quantized(weight) else 8 * value_bytes
+        total += prod(weight.spec.shape) * bits / 8
+    return int(total)
+
+
+def _is_quantized(weight: object) -> bool:
+    return (
+        isinstance(weight, Weight)
+        and weight.tensor.dtype in REPACKED
+        and weight.transform != "transpose"
+    )
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield path, module
+
+
+def _weight_names(path: str, module: Linear) -> Iterator[str]:
+    if not module.parts:
+        yield f"{path}.weight"
+    parent = path.rpartition(".")[0]
+    for part, _ in module.parts:
+        yield f"{parent}.{part}.weight"
+
+
+def _grouped(weight: object, device: torch.device) -> GroupedWeight:
+    assert isinstance(weight, Weight), weight
+    outputs, size = weight.spec.shape
+    # A copy: the mapping is read-only, and a transfer from it would touch its pages twice.
+    raw = torch.from_numpy(weight.tensor.raw().copy()).to(device)
+    grouped = repack(weight.tensor.dtype, raw, (outputs, size))
+    order = weight.row_order()
+    if order is None:
+        return grouped
+    rows = torch.from_numpy(order).to(device)
+    return GroupedWeight(
+        grouped.values[rows],
+        grouped.scales[rows],
+        None if grouped.minima is None else grouped.minima[rows],
+        grouped.bits,
+        grouped.group,
+    )
+
+
+def _stacked(parts: list[GroupedWeight]) -> Iterator[GroupedWeight]:
+    for (bits, group, has_minima), alike in groupby(parts, key=lambda part: part.layout):
+        same = list(alike)
+        if len(same) == 1:
+            yield same[0]
+            continue
+        minima = [part.minima for part in same if part.minima is not None]
+        yield GroupedWeight(
+            torch.cat([part.values for part in same]),
+            torch.cat([part.scales for part in same]),
+            torch.cat(minima) if has_minima else None,
+            bits,
+            group,
+        )

@@ -1,0 +1,109 @@
+"""A model of random weights, from nothing but its config: what a shape costs can be measured before
+there is a checkpoint, since speed does not depend on values.
+
+Weights are ordinary ones whose bytes are drawn when they are asked for. A framework may draw them
+on its own device instead, which saves a large model most of its start: `RandomWeight` says how.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import Architecture, Reader, TensorSpec
+from engine.backends.custom.weights.files import FileBytes, read_json
+from engine.backends.custom.weights.lazy_tensor import LazyTensor
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight
+from engine.backends.custom.weights.quants import dequantize
+from engine.core.registry.model_registry import architecture_for_hf
+
+STORED = "BF16"
+_STORED_BYTES = 2
+# Of matrices, times what keeps a product of unit values at unit values. Attention is to be peaked
+# and logits are to differ, so that what a broken kernel computes is seen in what comes out.
+_GAINS = {"attn.q": 1.3, "attn.k": 1.3, "embed": 1.5, "head": 1.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """How values are drawn."""
+
+    mean: float
+    std: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeight(Weight):
+    @property
+    def values(self) -> Normal:
+        return _values(self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCheckpoint:
+    """No file, and tensors under the names that a file would have."""
+
+    tensors: dict[str, LazyTensor]
+    format: str = "safetensors"
+
+    @property
+    def files(self) -> list[FileBytes]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def open_random(folder: Path) -> ModelSource:
+    """A model of the shape that the folder's config.json describes; it needs no other file."""
+    return random_model(read_json(folder, CONFIG_NAME), folder)
+
+
+def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
+    """A model of the shape that the content of a config.json describes, under any path."""
+    family: Architecture = architecture_for_hf(
+        Reader(metadata, CONFIG_NAME).read(list, "architectures")
+    )
+    config = family.config_from_hf(metadata)
+    weights: dict[str, Weight] = {}
+    for spec in family.tensors(config):
+        if spec.hf is None or spec.optional:
+            continue
+        tensor = LazyTensor(
+            name=spec.hf,
+            shape=spec.shape,
+            dtype=STORED,
+            nbytes=_STORED_BYTES * prod(spec.shape),
+            _view=partial(_draw, spec),
+            _decode=partial(dequantize, STORED),
+        )
+        weights[spec.name] = RandomWeight(spec, tensor, "none", config.head_dim)
+    checkpoint = RandomCheckpoint(
+        {weight.tensor.name: weight.tensor for weight in weights.values()}
+    )
+    return ModelSource(path, config, checkpoint, weights, metadata)
+
+
+def _values(spec: TensorSpec) -> Normal:
+    """Matrices around zero, gains of norms all one, biases all zero."""
+    seed = crc32(spec.name.encode())
+    path, _, kind = spec.name.rpartition(".")
+    if len(spec.shape) == 1:
+        return Normal(1.0 if kind == "weight" else 0.0, 0.0, seed)
+    gain = next((gain for name, gain in _GAINS.items() if path.endswith(name)), 1.0)
+    return Normal(0.0, gain / sqrt(spec.shape[1]), seed)
+
+
+def _draw(spec: TensorSpec) -> NDArray[np.uint8]:
+    """The bytes of bfloat16 values, rounded towards zero."""
+    normal = _values(spec)
+    drawn = np.random.default_rng(normal.seed).standard_normal(prod(spec.shape), np.float32)
+    values = drawn * np.float32(normal.std) + np.float32(normal.mean)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

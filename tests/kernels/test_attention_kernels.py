@@ -1,0 +1,187 @@
+"""The Triton attention kernels, interpreted, against attention as its definition reads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels import attention_triton
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
+from engine.backends.custom.runtime.seam import BatchInputs
+
+BLOCK_SIZE = 8
+TOLERANCE = 2e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def config(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=16,
+        hidden_size=heads * head_dim,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=16,
+        max_position=4096,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        rope=None,
+        sliding_window=window,
+    )
+
+
+def step(rows: list[tuple[int, int]], shared: int = 0) -> BatchInputs:
+    """Rows of (keys, queries); all of them begin with the same `shared` blocks."""
+    rng = np.random.default_rng(0)
+    widths = [-(-length // BLOCK_SIZE) for length, _ in rows]
+    blocks = rng.permutation(np.arange(1, sum(widths) + shared + 1)).astype(np.int32)
+    tables = np.zeros((len(rows), max(widths)), np.int32)
+    used = shared
+    for table, width in zip(tables, widths, strict=True):
+        own = width - shared
+        table[:width] = np.concatenate((blocks[:shared], blocks[used : used + own]))
+        used += own
+    lengths = np.array([length for length, _ in rows], np.int32)
+    starts = np.cumsum([0] + [count for _, count in rows]).astype(np.int32)
+    num_tokens = int(starts[-1])
+    none = np.zeros(0, np.int32)
+    return BatchInputs(
+        token_ids=np.zeros(num_tokens, np.int32),
+        positions=np.zeros(num_tokens, np.int32),
+        write_slots=np.zeros(num_tokens, np.int64),
+        query_start=starts,
+        seq_lens=lengths,
+        num_prompt=lengths,
+        block_tables=tables,
+        slots=np.arange(len(rows), dtype=np.int32),
+        logit_rows=none,
+        adapter_ids=np.zeros(len(rows), np.int32),
+        prefix_groups=np.full(len(rows), 0 if shared else -1, np.int32),
+        prefix_blocks=np.array([shared], np.int32) if shared else none,
+    )
+
+
+def compare(
+    model: ModelConfig,
+    inputs: BatchInputs,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = TOLERANCE,
+) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    num_blocks = int(inputs.block_tables.max()) + 1
+    pages = (num_blocks, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim)
+    cache = torch.randn(pages, generator=generator, device=DEVICE).to(dtype)
+    queries = (len(inputs.token_ids), model.num_heads, model.head_dim)
+    q = torch.randn(queries, generator=generator, device=DEVICE).to(dtype)
+    # What lies behind a row's end is another's, or NaN: nothing of it may be seen.
+    cache[0] = float("nan")
+    positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64, device=DEVICE)
+    found, expected = (
+        backend(model, block_size=BLOCK_SIZE, dtype=dtype)
+        .plan(inputs, positions)
+        .attend(q, q, q, cache)
+        for backend in (TritonAttention, ReferenceAttention)
+    )
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+HEADS = [(4, 1, 16), (6, 2, 24), (2, 2, 32)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_of_one_query(heads: tuple[int, int, int], window: int | None) -> None:
+    compare(config(*heads, window), step([(1, 1), (65, 1), (200, 1), (8, 1), (300, 1)]))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_of_several_queries(heads: tuple[int, int, int], window: int | None) -> None:
+    compare(config(*heads, window), step([(40, 40), (150, 3), (161, 70), (2, 2)]))
+
+
+def test_a_mixed_step() -> None:
+    compare(config(4, 2, 16), step([(40, 40), (150, 1), (1, 1), (90, 33), (140, 1)]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_half_precision_takes_other_tiles(head_dim: int) -> None:
+    inputs = step([(40, 40), (150, 1), (1, 1), (190, 70), (140, 1)])
+    compare(config(4, 2, head_dim), inputs, torch.float16, 2e-3)
+    compare(
+        config(4, 2, head_dim), step([(300 + row, 1) for row in range(17)], 35), torch.float16, 2e-3
+    )
+
+
+def test_a_long_row_is_cut_and_merged() -> None:
+    model = config(4, 2, 16)
+    inputs = step([(700, 1), (3, 1)])
+    lists, _ = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32).lists(inputs)
+    assert lists["partials"][0, 1] > 3
+    compare(model, inputs)
+
+
+@pytest.mark.parametrize("num_rows", [16, 37])
+def test_a_shared_prefix_is_read_for_many_rows_at_once(num_rows: int) -> None:
+    model = config(4, 2, 16)
+    inputs = step([(300 + 5 * row, 1) for row in range(num_rows)], shared=35)
+    backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
+    lists, room = backend.lists(inputs)
+    assert len(lists["shared"]) and lists["spans"][:, 1].min() == 35 * BLOCK_SIZE
+    limit = backend.room_for(num_rows, num_rows, only_decodes=True, shares=True)
+    assert room.spans <= limit.spans and room.shared <= limit.shared
+    assert room.partials <= limit.partials
+    compare(model, inputs)
+
+
+def test_few_rows_or_a_short_prefix_are_not_worth_sharing() -> None:
+    backend = TritonAttention(config(4, 2, 16), block_size=BLOCK_SIZE, dtype=torch.float32)
+    for inputs in (step([(300, 1)] * 3, shared=35), step([(40, 1)] * 20, shared=3)):
+        lists, _ = backend.lists(inputs)
+        assert not len(lists["shared"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lists_fit_the_room_of_a_graph(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    backend = TritonAttention(config(4, 1, 16), block_size=BLOCK_SIZE, dtype=torch.float32)
+    num_rows = int(rng.integers(1, 40))
+    lengths = rng.integers(1, 4000, num_rows)
+    inputs = step([(int(length), int(min(length, rng.integers(1, 60)))) for length in lengths])
+    tokens = len(inputs.token_ids)
+    room = backend.room_for(tokens, num_rows, only_decodes=False, shares=False)
+    lists, _ = backend.lists(inputs, room)
+    assert len(lists["spans"]) <= room.spans and len(lists["tiles"]) <= room.tiles
+    assert lists["partials"].sum(axis=0)[1] <= room.partials
+
+
+def test_an_item_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attention_triton._spans
+
+    def loses_one(*args: object) -> tuple[np.ndarray, np.ndarray]:
+        spans, partials = whole(*args)  # type: ignore[arg-type]
+        spans[0, 2] -= 64
+        return spans, partials
+
+    monkeypatch.setattr(attention_triton, "_spans", loses_one)
+    with pytest.raises(AssertionError):
+        compare(config(4, 2, 16), step([(700, 1)]))
+
+
+def test_two_steps_use_the_same_counters() -> None:
+    model = config(4, 2, 16)
+    backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
+    inputs = step([(700, 1), (400, 1)])
+    cache = torch.randn(int(inputs.block_tables.max()) + 1, BLOCK_SIZE, 2, 2, 16, device=DEVICE)
+    q = torch.randn(2, 4, 16, device=DEVICE)
+    positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    plan = backend.plan(inputs, positions)
+    first = plan.attend(q, q, q, cache)
+    torch.testing.assert_close(plan.attend(q, q, q, cache), first)
+    shorter = replace(inputs, seq_lens=np.array([650, 399], np.int32))
+    assert not torch.equal(backend.plan(shorter, positions).attend(q, q, q, cache), first)

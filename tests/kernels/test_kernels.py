@@ -1,0 +1,26 @@
+"""Every kernel against its reference, on the smallest shapes that fill no block evenly."""
+
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.torch.kernels.base import TINY, load_all
+from engine.backends.custom.frameworks.torch.kernels.checking import check
+
+KERNELS = load_all()
+# The interpreter has no matrix product of bfloat16.
+DTYPES = [torch.float32, torch.float16]
+if torch.cuda.is_available():
+    DTYPES.append(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_kernel_agrees_with_its_reference(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    spec = KERNELS[name]
+    examples = list(spec.examples(TINY, device, dtype))
+    assert examples
+    for example in examples:
+        check(spec, example)
+        assert spec.bytes_of(*example.args, **example.kwargs) > 0

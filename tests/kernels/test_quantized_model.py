@@ -1,0 +1,89 @@
+"""A GGUF model with its own bits computes what the same model decoded does."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
+    Fp8Linear,
+    GroupedEmbedding,
+    GroupedLinear,
+    quantize_linears,
+)
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.weights.model import ModelSource, Weight, open_model
+from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
+
+TOKENS = 7
+Q4_0, Q4_1, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0"))
+
+
+class Decoded:
+    """A weight that hides how it is stored."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+
+    def numpy(self) -> np.ndarray:
+        return self.weight.numpy()
+
+
+def write(path: Path, tied: bool) -> ModelSource:
+    """Query and key of one type, value of another, as mixed files have them; biases are floats."""
+    config = tiny_config("llama", qkv_bias=True, tie_embeddings=tied)
+    weights = {name: values * 0.2 for name, values in random_weights(config).items()}
+    stored, types = gguf_layout(config, weights), {}
+    for name in [name for name, values in stored.items() if values.ndim == 2]:
+        kind = Q8_0 if "attn_v" in name or "embd" in name else Q4_1 if "ffn" in name else Q4_0
+        stored[name], types[name] = gguf.quants.quantize(stored[name], kind), kind
+    write_gguf(path, config, stored, types=types)
+    return open_model(path)
+
+
+def build(source: ModelSource, decoded: bool, device: torch.device) -> Decoder:
+    weights = {
+        name: Decoded(weight) if decoded else weight for name, weight in source.weights.items()
+    }
+    return build_model(source.config, weights, TOKENS, device, torch.float32)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_a_quantized_model_computes_what_the_decoded_one_does(
+    tmp_path: Path, tied: bool, device: torch.device
+) -> None:
+    source = write(tmp_path / "model.gguf", tied)
+    kept, decoded = build(source, False, device), build(source, True, device)
+    assert isinstance(kept.embed, GroupedEmbedding)
+    assert not any(isinstance(module, Linear) for module in kept.modules())
+    assert [len(m.stacks) for m in kept.layers[0].modules() if isinstance(m, GroupedLinear)] == [
+        2,  # query and key, value
+        1,
+        1,
+        1,
+    ]
+    ids = torch.arange(TOKENS, device=device)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            kept.forward_sequence(ids), decoded.forward_sequence(ids), rtol=1e-3, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_model_quantized_at_its_start_stays_close(
+    tmp_path: Path, kind: str, device: torch.device
+) -> None:
+    source = write(tmp_path / "model.gguf", tied=True)
+    model = build(source, True, device)
+    ids = torch.arange(TOKENS, device=device)
+    with torch.inference_mode():
+        exact = model.forward_sequence(ids)
+        quantize_linears(model, kind)
+        layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Fp8Linear)]
+        assert len(layers) == 4 * source.config.num_layers + 1
+        drift = (model.forward_sequence(ids) - exact).std() / exact.std()
+    assert 0 < drift < (0.1 if kind == "fp8" else 0.02)

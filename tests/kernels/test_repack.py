@@ -1,0 +1,58 @@
+"""Repacked GGUF weights decode to what the files' own decoder gives, but for halved scales."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.torch.kernels.quantized import dequantize
+from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
+from engine.backends.custom.weights.quants import TRAITS
+from engine.backends.custom.weights.quants import dequantize as decode
+
+SHAPE = (6, 512)
+# Where each type keeps its factors: random bytes there could be infinite.
+FACTORS = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def stored(name: str) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    traits = TRAITS[name]
+    count = SHAPE[0] * SHAPE[1] // traits.block_elems
+    blocks = rng.integers(0, 256, (count, traits.block_bytes), dtype=np.uint8)
+    for offset in FACTORS.get(name, (0,)):
+        factors = rng.uniform(0.001, 0.01, (count, 1)).astype("<f2")
+        blocks[:, offset : offset + 2] = factors.view(np.uint8)
+    return blocks.reshape(-1)
+
+
+def test_every_quantized_type_can_be_repacked() -> None:
+    assert set(REPACKED) == {name for name, traits in TRAITS.items() if traits.quantized}
+
+
+@pytest.mark.parametrize("name", sorted(REPACKED))
+def test_a_repacked_matrix_decodes_to_its_values(name: str, device: torch.device) -> None:
+    raw = stored(name)
+    expected = torch.from_numpy(decode(name, raw, SHAPE)).to(device)
+    weight = repack(name, torch.from_numpy(raw).to(device), SHAPE)
+    assert weight.shape == SHAPE
+    # A product of two halves keeps 11 bits.
+    largest = expected.abs().max()
+    torch.testing.assert_close(
+        dequantize(weight, torch.float32), expected, rtol=2**-10, atol=float(largest) * 2**-9
+    )
+    if TRAITS[name].block_bytes * 8 < 5.1 * TRAITS[name].block_elems and "IQ" not in name:
+        assert weight.bits == 4
+
+
+@pytest.mark.parametrize("name", sorted(REPACKED))
+def test_the_plan_knows_a_repacked_matrix_size(name: str) -> None:
+    weight = repack(name, torch.from_numpy(stored(name)), SHAPE)
+    assert weight.nbytes == SHAPE[0] * SHAPE[1] * packed_bits(name) / 8

@@ -1,0 +1,124 @@
+"""The GPU benchmark on a tiny model and a CPU: its lists, its arithmetic, and that it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import Row, best_value, results_table
+from benchmarks.gpu_engine import BenchEngine, requests_of, shape_source, tokens_of
+from benchmarks.gpu_roof import H200, roof_seconds, weight_bytes
+from benchmarks.gpu_workloads import FIGURES, SHAPES, Workload, workloads
+from engine.backends.custom.options import EngineOptions
+from engine.core.errors import InferenceError
+
+TINY = SHAPES["tiny"]
+
+
+def engine(**changes) -> BenchEngine:
+    options = {"max_slots": 8, "max_batch_tokens": 64, "device": "cpu", **changes}
+    options |= {"model_path": "tiny", "framework": "torch", "max_seq_len": 256}
+    return BenchEngine("tiny", EngineOptions(**options))
+
+
+def test_a_seed_always_means_the_same_ids() -> None:
+    lists = workloads(SHAPES["llama-1b"])
+    assert [workload.num_prompt_tokens for workload in lists.values()] == [
+        128,
+        64 * 128,
+        256 * 512,
+        16 * 4096,
+        256 * (2048 + 64),
+        132_910,
+    ]
+    assert lists["single"].prompts[0][:3] == [111_680, 51_494, 100_346]
+    assert lists["mixed256"].num_new[:3] == [176, 250, 413]
+
+
+def test_repeats_share_no_prefix_and_a_shared_prefix_is_shared() -> None:
+    first, second = (workloads(TINY, seed) for seed in (0, 1))
+    for name, workload in first.items():
+        shared = workload.num_shared
+        assert len({tuple(prompt[:shared]) for prompt in workload.prompts}) == 1
+        starts = {tuple(prompt[shared : shared + 4]) for prompt in workload.prompts}
+        assert len(starts) == len(workload.prompts)
+        assert workload.prompts[0][:4] != second[name].prompts[0][:4]
+
+
+def test_a_roof_is_the_weights_read_once_for_each_step() -> None:
+    config = shape_source("llama-1b").config
+    assert weight_bytes(config) == pytest.approx(2 * 1.236e9, rel=1e-3)
+    read_s = weight_bytes(config) / H200.bytes_per_s
+    single = workloads(SHAPES["llama-1b"])["single"]
+    assert roof_seconds(config, single) == pytest.approx(256 * read_s, rel=0.02)
+    long = Workload([[1] * 4096] * 16, [1] * 16)
+    layers = weight_bytes(config) / 2 - config.vocab_size * config.hidden_size
+    flops = 2 * layers * 16 * 4096
+    assert flops / H200.flops_per_s < roof_seconds(config, long) < 1.4 * flops / H200.flops_per_s
+
+
+def test_a_shared_prefix_lowers_the_roof() -> None:
+    config = shape_source("llama-1b").config
+    shared = workloads(SHAPES["llama-1b"])["prefix256"]
+    apart = Workload(shared.prompts, shared.num_new)
+    assert roof_seconds(config, shared) < 0.2 * roof_seconds(config, apart)
+
+
+def test_every_workload_gives_all_of_its_tokens() -> None:
+    bench = engine()
+    for workload in workloads(TINY).values():
+        run = bench.run(workload)
+        assert [len(tokens) for tokens in tokens_of(run, workload)] == workload.num_new
+        assert 0 < run.first_token_s <= run.seconds
+        assert len(run.steps) >= max(workload.num_new)
+        assert run.launch_s + run.wait_s < run.seconds
+    bench.close()
+
+
+def test_random_weights_are_the_same_at_every_start() -> None:
+    prompts = workloads(TINY)["batch256"]
+    first, again = engine(), engine(attention="reference")
+    assert tokens_of(first.run(prompts), prompts) == tokens_of(again.run(prompts), prompts)
+
+
+def test_a_request_that_fails_is_told() -> None:
+    too_long = Workload([[5] * 300], [4])
+    with pytest.raises(InferenceError, match="request 0 failed"):
+        engine().generate(requests_of(too_long))
+
+
+def test_better_is_above_one_for_rates_and_for_times() -> None:
+    assert best_value("tiny", "single", [2.0, 1.0, 4.0]) == (8.0, 1)
+    assert best_value("tiny", "prefix256", [2.0, 1.0, 4.0]) == (1.0, 1)
+    rate = Row("single", "", "new tok/s", 1000.0, 500.0, None, 1250.0, True)
+    assert (rate.ratio, rate.meets_bar) == (2.0, False)
+    time = Row("prefix256", "", "s", 0.4, 0.8, 0.6, 0.4, False)
+    assert (time.ratio, time.meets_bar) == (pytest.approx(1.5), True)
+    assert results_table("tiny", [rate, time]).row_count == 2
+
+
+def test_the_command_prints_a_table_and_writes_every_repeat(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--model", "tiny", "--device", "cpu"]
+    command += ["--workloads", "single", "prefix256", "start", "--repeats", "2", "--no-vllm"]
+    done = subprocess.run(
+        [*command, "--output", str(out)], capture_output=True, text=True, check=True
+    )
+    report = json.loads(out.read_text())
+    assert [row["name"] for row in report["rows"]] == [
+        "single",
+        "prefix256",
+        "start cold",
+        "start warm",
+    ]
+    assert len(report["runs"]["single"]) == 2
+    assert report["starts"]["warm"]["seconds"] > report["starts"]["warm"]["load_s"] > 0
+    for row in report["rows"]:
+        assert f"{row['name']}: " in done.stdout
+
+
+def test_every_figure_has_a_bar_for_both_shapes() -> None:
+    for figure in FIGURES.values():
+        assert set(figure.vllm) == set(figure.bar) == {"llama-1b", "llama-8b"}
