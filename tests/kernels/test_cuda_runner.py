@@ -95,7 +95,15 @@ def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
     return ours, build_runner(source, config("reference"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "llama",
+        pytest.param("mistral-window", marks=pytest.mark.slow),
+        pytest.param("qwen3", marks=pytest.mark.slow),
+    ],
+)
 def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:
     generated = []
     for runner in runners(name, tmp_path):
