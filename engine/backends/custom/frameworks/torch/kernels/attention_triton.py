@@ -212,7 +212,7 @@ class TritonAttention:
         members = []
         per_tile = self._tile_members
         first_member = 0
-        for group in np.flatnonzero(keys >= MIN_SHARED_KEYS).tolist():
+        for group in map(int, np.flatnonzero(keys >= MIN_SHARED_KEYS)):
             rows_of = np.flatnonzero(inputs.prefix_groups == group)
             if len(rows_of) < MIN_MEMBERS:
                 continue
