@@ -7,9 +7,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include <type_traits>
-
-#include "layout.h"
+#include "with_layout.h"
 
 namespace engine {
 namespace {
@@ -129,31 +127,6 @@ ENGINE_INLINE void decode_group(const uint8_t* panel, int group, int groups, uin
     } else {
         static_assert(kLayout == Layout::F32, "bfloat16 weights need no decoding");
         decode_f32(from, out);
-    }
-}
-
-// f(layout as a constant)
-template <class F>
-ENGINE_INLINE void with_layout(Layout layout, F f) {
-    switch (layout) {
-        case Layout::Q4:
-            return f(std::integral_constant<Layout, Layout::Q4>());
-        case Layout::Q4G16:
-            return f(std::integral_constant<Layout, Layout::Q4G16>());
-        case Layout::Q8:
-            return f(std::integral_constant<Layout, Layout::Q8>());
-        case Layout::Q8M:
-            return f(std::integral_constant<Layout, Layout::Q8M>());
-        case Layout::Q8G16:
-            return f(std::integral_constant<Layout, Layout::Q8G16>());
-        case Layout::F16:
-            return f(std::integral_constant<Layout, Layout::F16>());
-        case Layout::BF16:
-            return f(std::integral_constant<Layout, Layout::BF16>());
-        case Layout::F32:
-            return f(std::integral_constant<Layout, Layout::F32>());
-        case Layout::I8:
-            return;  // has a kernel of its own
     }
 }
 
