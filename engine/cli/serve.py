@@ -5,11 +5,13 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.cli import BEGAN_AT
 from engine.cli.console import (
     BackendOption,
     ConfigOption,
@@ -138,10 +140,11 @@ def _run(settings: "Settings", process: EngineProcess) -> None:
     say = _speaker(settings.logging.format)
     say(f"Loading {server.model_id} ...")
 
-    def announce(seconds: float) -> None:
+    def announce(_: float) -> None:
         gc.freeze()  # what is there now stays, and need not be looked at again
         gc.enable()
-        say(f"Ready in {seconds:.1f} s at {url}/v1")
+        # The server's own wait would tell too little: most is loaded before it begins.
+        say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
             say(_first_request(url, server.model_id, settings.server.api_key is not None))
 
