@@ -156,13 +156,13 @@ class FakeBackend(InferenceBackend):
         return Embeddings(vectors, sum(_count(each) for each in request.inputs))
 
     async def tokenize(
-        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         """A token for each byte; the special one is 256."""
         text = content if isinstance(content, str) else _chat_text(content)
         return ((256,) if add_special_tokens else ()) + tuple(text.encode())
 
-    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+    async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         for token_id in token_ids:
             if token_id > 256:
                 raise InvalidRequestError(f"There is no token {token_id}.", param="tokens")

@@ -94,11 +94,11 @@ class InferenceBackend(ABC):
         raise InvalidRequestError("This model gives no embeddings.", param="model")
 
     async def tokenize(
-        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The ids that a conversation, or a text, would become."""
+        """The ids that a conversation, or a text, would become. `model` as in a request."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
-    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+    async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         """The text of token ids, control tokens by name."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")

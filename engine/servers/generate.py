@@ -201,7 +201,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         services.require(card, "completions", "prompt", NO_TEXT)
         request_id = new_completion_id("gen")
         params = body.params(card)
-        context = services.context(request, body, params, request_id)
+        context = services.context(request, card, body, params, request_id)
         source = services.backend.complete(CompletionRequest(context=context, prompt=body.prompt))
         return request_id, services.generate(ticket, params, [source])
 

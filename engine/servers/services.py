@@ -36,6 +36,8 @@ from engine.servers.watcher import EngineWatcher
 # Loading or restarting takes seconds; asking again sooner is wasted.
 NOT_READY_RETRY_S = 5.0
 _MAX_NAMED_MODELS = 20
+_DEFAULT_PARAMS = SamplingParams()
+SESSION_HEADER = "x-session-id"
 # A warning becomes a header, and may quote a name that the client chose.
 _UNPRINTABLE = re.compile(r"[^ -~]")
 
@@ -112,12 +114,14 @@ class Services:
     def context(
         self,
         request: Request,
+        card: ModelCard,
         body: SamplingBody,
         params: SamplingParams,
         completion_id: str,
         grammar: GrammarSpec | None = None,
     ) -> GenerationContext:
         """What goes to the backend beside the text; some of it goes into the log as well."""
+        self._check_params(request, card, params)
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
@@ -129,12 +133,27 @@ class Services:
         return GenerationContext(
             request_id=completion_id,
             params=params,
+            model=card.id,
+            session=_session(request, body),
             priority=body.priority or 0,
             salt=salt,
             timeout_s=self.settings.server.request_timeout_s,
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
+
+    def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
+        """Refuse, or tell of, what the model's backend has no such parameter for."""
+        if not (card.lacks or card.emulated):
+            return
+        for name in SamplingParams.__struct_fields__:
+            if getattr(params, name) == getattr(_DEFAULT_PARAMS, name):
+                continue
+            if name in card.lacks:
+                what = f"is answered by a backend ({card.backend}) that has no such parameter"
+                self.require(card, name, name, what)
+            elif name in card.emulated:
+                self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 
     def note_end_user(self, request: Request, user: str | None) -> None:
         """Enough to tell an abusive one apart in the log, without writing down who it is."""
@@ -156,6 +175,12 @@ class Services:
 def _digest(principal: str, text: str) -> str:
     # A name has no line break, so no two pairs make one text.
     return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
+
+
+def _session(request: Request, body: SamplingBody) -> str:
+    """What tells that requests belong together, in words that tell nothing else."""
+    named = request.headers.get(SESSION_HEADER) or body.conversation_key
+    return _digest(principal_of(request).name, named) if named else ""
 
 
 def new_completion_id(prefix: str) -> str:

@@ -92,10 +92,13 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         card = services.find_model(body.model)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            ids = await services.backend.tokenize(body.prompt, add_special_tokens=special)
+            ids = await services.backend.tokenize(
+                body.prompt, model=card.id, add_special_tokens=special
+            )
         else:
-            ids = await services.backend.tokenize(_chat_request(services, request, body, card))
-        strings = await _token_strings(services, ids) if body.return_token_strs else None
+            chat = _chat_request(services, request, body, card)
+            ids = await services.backend.tokenize(chat, model=card.id)
+        strings = await _token_strings(services, card, ids) if body.return_token_strs else None
         return json_response(
             {
                 "count": len(ids),
@@ -111,8 +114,9 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         """The text of token ids."""
         body = await services.read(request, DetokenizeBody)
-        services.find_model(body.model)
-        return json_response({"prompt": await services.backend.detokenize(body.tokens)})
+        card = services.find_model(body.model)
+        text = await services.backend.detokenize(body.tokens, model=card.id)
+        return json_response({"prompt": text})
 
 
 def _chat_request(
@@ -133,10 +137,10 @@ def _chat_request(
     )
 
 
-async def _token_strings(services: Services, ids: tuple[int, ...]) -> list[str]:
+async def _token_strings(services: Services, card: ModelCard, ids: tuple[int, ...]) -> list[str]:
     distinct = set(ids)
     if len(distinct) > MAX_TOKEN_STRS:
         rule = f"is for at most {MAX_TOKEN_STRS} different tokens, and these are {len(distinct)}"
         raise problem("return_token_strs", rule)
-    strings = {each: await services.backend.detokenize((each,)) for each in distinct}
+    strings = {each: await services.backend.detokenize((each,), model=card.id) for each in distinct}
     return [strings[each] for each in ids]

@@ -30,7 +30,7 @@ class Recorder(FakeBackend):
         self.tokenized: list[ChatRequest | str] = []
 
     async def tokenize(
-        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         self.tokenized.append(content)
         return await super().tokenize(content, add_special_tokens=add_special_tokens)

@@ -216,7 +216,7 @@ class CustomBackend(InferenceBackend):
         return Embeddings(vectors, sum(map(len, prompts)))
 
     async def tokenize(
-        self, content: ChatRequest | str, *, add_special_tokens: bool = True
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         text, _ = self._loaded()
         if isinstance(content, ChatRequest):
@@ -225,7 +225,7 @@ class CustomBackend(InferenceBackend):
             return tuple(await self._encode(text.tokenizer.encode, content))
         return await self._encode(text.encode_prompt, content)
 
-    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+    async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         text, _ = self._loaded()
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)

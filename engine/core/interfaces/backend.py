@@ -101,6 +101,8 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     params: SamplingParams
+    model: str = ""  # a card's id; a backend of one model need not look
+    session: str = ""  # the same for requests that belong together, where the client tells
     priority: int = 0
     salt: str = ""
     timeout_s: float | None = None
@@ -146,6 +148,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Texts, or token ids, of which each becomes one vector."""
 
     request_id: str
+    model: str = ""  # as in a `GenerationContext`
     inputs: tuple[str | tuple[int, ...], ...]
     priority: int = 0
     salt: str = ""
@@ -173,7 +176,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int | None = None
     # Of: completions chat embeddings score tools json_schema reasoning suffix
     capabilities: tuple[str, ...] = ()
-    emulated: tuple[str, ...] = ()  # capabilities that the model itself was not made for
+    # Capabilities that the model was not made for, and parameters that its backend works around.
+    emulated: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()  # fields of a request's parameters that its backend can't honour
     template_options: tuple[str, ...] = ()  # what `ChatRequest.template_options` can change
     trained_context: int | None = None  # tokens; may exceed what is served
     num_dimensions: int | None = None  # of its embeddings

@@ -45,7 +45,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
             request_id=record_of(request.scope).request_id,
             shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         )
-        context = services.context(request, sampling, params, envelope.id, prompt.grammar)
+        context = services.context(request, card, sampling, params, envelope.id, prompt.grammar)
         source = services.backend.chat(prompt.chat_request(context, options))
         generation = services.generate(ticket, params, [source])
         if body.stream:
@@ -61,12 +61,14 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         """How many tokens a conversation is, without answering it."""
         body, prompt = await _read(services, request, PromptBody)
-        _, options = _prepare(services, request, body, prompt)
+        card, options = _prepare(services, request, body, prompt)
         request_id = record_of(request.scope).request_id
         context = GenerationContext(
             request_id=request_id, params=SamplingParams(), grammar=prompt.grammar
         )
-        token_ids = await services.backend.tokenize(prompt.chat_request(context, options))
+        token_ids = await services.backend.tokenize(
+            prompt.chat_request(context, options), model=card.id
+        )
         return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 
 

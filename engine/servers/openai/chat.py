@@ -41,7 +41,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         envelope = new_envelope(new_completion_id("chatcmpl"), card)
         source = services.backend.chat(
             ChatRequest(
-                context=services.context(request, body, params, envelope.id, body.grammar),
+                context=services.context(request, card, body, params, envelope.id, body.grammar),
                 messages=body.messages,
                 tools=tools,
                 tool_choice=choice,

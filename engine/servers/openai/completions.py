@@ -55,7 +55,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         check_structure(services, request, body, card)
         params = backend_params(body, card)
         envelope = new_envelope(new_completion_id("cmpl"), card)
-        context = services.context(request, body, params, envelope.id, body.grammar)
+        context = services.context(request, card, body, params, envelope.id, body.grammar)
         sources = [
             services.backend.complete(
                 CompletionRequest(

@@ -117,7 +117,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
         if body.dimensions is not None:
             _check_dimensions(services, request, card, body.dimensions)
         try:
-            made = await embed(services, request, ticket, body, "embd", body.input)
+            made = await embed(services, request, ticket, card, body, "embd", body.input)
         except InvalidRequestError as error:
             raise _with_advice(error, body.input) from None
         # Many vectors take long to write, and the event loop has others to serve.
@@ -129,6 +129,7 @@ async def embed(
     services: Services,
     request: Request,
     ticket: Ticket,
+    card: ModelCard,
     body: VectorsBody,
     kind: str,
     inputs: Sequence[fields.Prompt],
@@ -140,6 +141,7 @@ async def embed(
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,
+        model=card.id,
         inputs=tuple(inputs),
         priority=body.priority or 0,
         salt=principal_of(request).name,

@@ -112,7 +112,7 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, RerankBody)
         card = _comparing_model(services, body)
         texts = (body.query, *body.documents)
-        made = await embed(services, request, ticket, body, "rerank", texts)
+        made = await embed(services, request, ticket, card, body, "rerank", texts)
         # Thousands of vectors take long enough for the event loop's other requests to notice.
         scores = await asyncio.to_thread(_similarities, made.vectors, 1)
         # Of equals, the one that came first stays first.
@@ -138,7 +138,9 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, ScoreBody)
         card = _comparing_model(services, body)
-        made = await embed(services, request, ticket, body, "score", body.text_1 + body.text_2)
+        made = await embed(
+            services, request, ticket, card, body, "score", body.text_1 + body.text_2
+        )
         scores = await asyncio.to_thread(_similarities, made.vectors, len(body.text_1))
         answer = new_envelope(record_of(request.scope).completion_id or "", card).fields("list")
         answer |= {

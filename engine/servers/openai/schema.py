@@ -61,6 +61,11 @@ class SamplingBody(BaseModel):
         return self.user
 
     @property
+    def conversation_key(self) -> str | None:
+        """What a client gives to all requests that begin alike."""
+        return self.end_user
+
+    @property
     def num_choices(self) -> int:
         return self.n or 1
 
@@ -133,6 +138,10 @@ class OpenAIBody(SamplingBody):
     @property
     def end_user(self) -> str | None:
         return self.safety_identifier or self.user
+
+    @property
+    def conversation_key(self) -> str | None:
+        return self.prompt_cache_key or self.end_user
 
     @property
     def include_usage(self) -> bool:

@@ -101,7 +101,7 @@ class ResponseMaker:
         if ENCRYPTED_REASONING in (body.include or ()):
             services.warn(request, "include", "reasoning is not encrypted; it is sent as text")
         warn_of_cache_key(services, request, body.prompt_cache_key)
-        context = services.context(request, body, params, response_id, body.grammar)
+        context = services.context(request, card, body, params, response_id, body.grammar)
         chat = self.chat_request(request, body, card, context, prompt.messages)
         begun = outline(body, response_id, card, is_stored)
 

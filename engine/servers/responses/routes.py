@@ -60,7 +60,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar
         )
         chat = maker.chat_request(request, body, card, context, prompt.messages)
-        token_ids = await services.backend.tokenize(chat)
+        token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     @app.get("/v1/responses/{response_id}")

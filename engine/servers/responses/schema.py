@@ -211,6 +211,10 @@ class ResponseBody(PromptBody, SamplingBody):
         return self.safety_identifier or self.user
 
     @property
+    def conversation_key(self) -> str | None:
+        return self.prompt_cache_key or self.end_user
+
+    @property
     def num_choices(self) -> int:
         return 1
 
