@@ -7,7 +7,7 @@ The server, the CLI and the Python API hold an `InferenceBackend` and never ask 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
@@ -54,6 +54,8 @@ class InferenceBackend(ABC):
     the request held. They raise an `EngineError` before the first event when the request can't be
     accepted.
     """
+
+    config_type: ClassVar[type[BackendConfig]] = BackendConfig
 
     @abstractmethod
     async def start(self) -> str:

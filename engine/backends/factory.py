@@ -1,0 +1,48 @@
+"""A backend from words: its kind, its model, and options by name, as configuration files have them.
+
+Options are fields of the kind's own `BackendConfig`; what it calls `backend_args` holds the rest.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from engine.backends.base import BackendConfig, InferenceBackend
+from engine.core.errors import ConfigError
+from engine.core.registry.backend_registry import backend_class
+
+# A child of ours listens where there is room, unless it is told where.
+ANY_PORT = 0
+
+
+def make_backend(
+    kind: str, model: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> InferenceBackend:
+    """Not started yet. Raises `ConfigError` that names the option."""
+    made = backend_class(kind)
+    backend: InferenceBackend = made(make_config(made.config_type, kind, model, options))
+    return backend
+
+
+def make_config(
+    config_type: type[BackendConfig], kind: str, model: str, options: Mapping[str, Any]
+) -> BackendConfig:
+    known = [field.name for field in dataclasses.fields(config_type) if field.name != "model_name"]
+    for name in options:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+            raise ConfigError(
+                f"backend '{kind}' has no option '{name}'; {hint}"
+                " Options that only its engine knows go into backend_args.",
+                param=name,
+            )
+    fields = {"port": ANY_PORT} | dict(options) | {"model_name": model}
+    try:
+        return msgspec.convert(fields, config_type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"backend '{kind}': {error}") from None
