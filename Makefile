@@ -27,7 +27,7 @@ test: $(VENV)/.dev ## Run every test that is quick
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; for level in $(LEVELS); do \
 		printf '\n==> tests/%s\n' "$$level"; \
-		case $$level in kernels) jobs='-n 2';; native|e2e) jobs=;; *) jobs='-n 2 --dist loadfile';; esac; \
+		case $$level in kernels) jobs='-n 2';; native) jobs=;; *) jobs='-n 2 --dist loadfile';; esac; \
 		$(BIN)/python -m pytest $$jobs "tests/$$level" || failed="$$failed $$level"; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
