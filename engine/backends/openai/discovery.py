@@ -27,7 +27,7 @@ from engine.core.interfaces.backend import ModelCard
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 10.0
 RETRY_S = 0.25
 # Where nobody tells: the server itself refuses what is too long.
 UNKNOWN_CONTEXT = 2**20

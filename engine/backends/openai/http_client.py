@@ -63,6 +63,13 @@ class Receiver(Generic[T]):
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
 
+class _Nobody(Receiver[None]):
+    """For the rest of an answer that has been understood."""
+
+    def fail(self, error: Exception) -> None:
+        """It is not missed."""
+
+
 class Connection(asyncio.Protocol):
     """`on_free` gets it back after an answer, if it can be used again; `on_closed` in the end."""
 
@@ -104,7 +111,7 @@ class Connection(asyncio.Protocol):
         if receiver.is_cut or not receiver.went_well:
             self.abort()
             return
-        self._receiver = Receiver()
+        self._receiver = _Nobody()
         self._stop_timer()
         self._timer = self._loop.call_later(DRAIN_S, self.abort)
 
@@ -312,8 +319,6 @@ class HttpClient:
         return None
 
     async def _connect(self) -> Connection:
-        if self._is_closed:
-            raise ConnectFailed("its connection was closed here")
         loop, endpoint = asyncio.get_running_loop(), self._endpoint
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -330,6 +335,9 @@ class HttpClient:
             raise ConnectFailed(f"there was no connection within {seconds:g} seconds") from None
         except OSError as error:
             raise ConnectFailed(_why(error)) from None
+        if self._is_closed:
+            connection.abort()
+            raise ConnectFailed("its connection was closed here")
         self._all.add(connection)
         return connection
 

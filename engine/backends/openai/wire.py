@@ -18,6 +18,7 @@ class WireTop(msgspec.Struct):
 
 class WireToken(msgspec.Struct):
     token: str = ""
+    id: int | None = None  # llama-server's
     logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list[WireTop] | None = None
