@@ -90,7 +90,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_headed = False
         self._timer: asyncio.TimerHandle | None = None
-        self.heard_at = 0.0  # by the event loop's clock
+        self._asked_at = 0.0  # by the event loop's clock, as the next
+        self.heard_at = 0.0
         self.is_open = True
         self.is_fresh = True  # no request has been sent on it before
         self.free_since = 0.0  # time.monotonic()
@@ -100,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._receiver = receiver
         self._is_headed = False
         self._head_bytes = 0
-        self.heard_at = self._loop.time()
+        self._asked_at = self._loop.time()
         self._timer = self._loop.call_later(self._idle_timeout_s, self._check_idle)
         self._transport.write(message)
 
@@ -192,7 +193,8 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _check_idle(self) -> None:
-        left = self.heard_at + self._idle_timeout_s - self._loop.time()
+        last = max(self._asked_at, self.heard_at)
+        left = last + self._idle_timeout_s - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._check_idle)
         else:
