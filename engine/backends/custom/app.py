@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import backend_name, engine_options
 from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
@@ -36,8 +37,7 @@ def build_backend(
         )
     if process is not None:
         process.discard()
-    backend: InferenceBackend = kind(BackendConfig(model_name=model))
-    return backend
+    return make_backend(name, model)
 
 
 @dataclass(frozen=True, slots=True)
