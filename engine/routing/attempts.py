@@ -92,8 +92,8 @@ class Attempts:
         self.decision.chosen = chosen.member.replica.name
         self.decision.why = chosen.why
         self.decision.attempts += 1
-        chosen.member.replica.take()
         self.route.went(self.asked, pick)
+        chosen.member.replica.take()
         if self.decision.attempts == 1:
             self._mirror = self._make_mirror()
         return Attempt(self, chosen.member, self._mirror)

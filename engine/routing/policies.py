@@ -50,7 +50,7 @@ class Policy(Protocol):
         ...
 
     def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
-        """The request was given to `member`, out of `members`."""
+        """The request is about to be given to `member`, out of `members`."""
         ...
 
 
@@ -77,15 +77,35 @@ class RoundRobin:
         return self._credit.get(member.replica.name, 0.0) + member.weight
 
 
+class Turns:
+    """Whose turn it is among those who are equally loaded."""
+
+    def __init__(self) -> None:
+        self._turns = RoundRobin()
+
+    def sorted(self, asked: Asked, ranked: Sequence[Ranked]) -> list[Ranked]:
+        """By score, then by turn."""
+        order = self._turns.rank(asked, [each.member for each in ranked])
+        place = {each.member.replica.name: number for number, each in enumerate(order)}
+        return sorted(ranked, key=lambda each: (each.score, place[each.member.replica.name]))
+
+    def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+        equals = [each for each in members if each.load == member.load]
+        self._turns.went(asked, member, equals)
+
+
 class LeastLoaded:
-    """Fewest requests in flight for its weight; among equals, whoever has had fewest."""
+    """Fewest requests in flight for its weight; among equals in turn."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
 
     def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
         ranked = [Ranked(each, each.load, _load_words(each)) for each in members]
-        return sorted(ranked, key=lambda each: (each.score, _turn(each.member)))
+        return self._turns.sorted(asked, ranked)
 
     def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
-        pass
+        self._turns.went(asked, member, members)
 
 
 class PowerOfTwo:
@@ -112,12 +132,16 @@ class LongestPrefix:
     cache is full and would have to forget for it, and what it is busy with.
     """
 
+    def __init__(self) -> None:
+        self._turns = Turns()
+
     def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
         least = min(each.load for each in members)
         ranked = [self._rate(asked.prompt, each, least) for each in members]
-        return sorted(ranked, key=lambda each: (each.score, _turn(each.member)))
+        return self._turns.sorted(asked, ranked)
 
     def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
+        self._turns.went(asked, member, members)
         member.replica.seen.add(asked.prompt)
 
     def _rate(self, prompt: Prompt, member: Member, least: float) -> Ranked:
@@ -142,7 +166,7 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self._without = LeastLoaded()
+        self._without = LeastLoaded()  # for requests that name none
 
     def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
         if not asked.session:
@@ -156,7 +180,8 @@ class Session:
         ]
 
     def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
-        pass
+        if not asked.session:
+            self._without.went(asked, member, members)
 
 
 def make_policy(name: str) -> Policy:
@@ -175,10 +200,6 @@ def _draw(session: str, member: Member) -> float:
     digest = hashlib.blake2b(f"{session}\n{member.replica.name}".encode(), digest_size=8).digest()
     share = (int.from_bytes(digest, "big") + 1) / (2**64 + 1)
     return -math.log(share) / member.weight
-
-
-def _turn(member: Member) -> float:
-    return member.replica.num_requests / member.weight
 
 
 def _load_words(member: Member) -> str:

@@ -95,7 +95,7 @@ class Route:
         return Pick(ranked[0], _explained(looked, ranked), tuple(usable))
 
     def went(self, asked: Asked, pick: Pick) -> None:
-        """The request is on its way to whom `pick` chose."""
+        """The request is about to be given to whom `pick` chose."""
         assert pick.chosen is not None
         self._policy.went(asked, pick.chosen.member, pick.among)
 
