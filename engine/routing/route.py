@@ -111,11 +111,13 @@ class Route:
                 await turn
         except TimeoutError:
             return False
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.wake()  # the turn was given to somebody who leaves
+            raise
         finally:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            elif turn.cancelled() or not turn.done():
-                self.wake()  # the turn was given to somebody who has left
         return True
 
     def wake(self) -> None:
