@@ -15,6 +15,7 @@ _BACKENDS = Registry(
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
         "vllm": "engine.backends.vllm:VLLMBackend",
         "sglang": "engine.backends.sglang:SGLangBackend",
+        "openai": "engine.backends.openai:OpenAIBackend",
     },
     group="engine.backends",
 )
