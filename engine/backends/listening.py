@@ -39,6 +39,7 @@ class HeldPort:
         self.host = host
         address, self.port = self._sock.getsockname()[:2]
         self.url = f"http://{_reachable(address)}:{self.port}"
+        self.is_exposed = not ipaddress.ip_address(address).is_loopback
         if sys.platform != "linux":
             self._sock.close()
 
@@ -51,6 +52,8 @@ class HeldPort:
 
 class PrivateSocket:
     """A Unix socket that only this user reaches."""
+
+    is_exposed = False
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="engine-")  # mode 0700

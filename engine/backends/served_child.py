@@ -8,11 +8,14 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from typing import ClassVar
 
+import msgspec
+
 from engine.backends.base import BackendConfig, InferenceBackend
 from engine.backends.child_logs import ChildLog
 from engine.backends.external_child import ExternalChild
 from engine.backends.listening import Place
 from engine.backends.openai import OpenAIBackend, OpenAIConfig
+from engine.backends.openai.config import DialectName
 from engine.backends.probing import ServerProbe
 from engine.backends.reaping import reap_stale
 from engine.backends.served_config import ServedConfig
@@ -38,7 +41,7 @@ class ServedBackend(InferenceBackend):
     """One engine in one child. A subclass names the engine and says where it can listen."""
 
     config_type: ClassVar[type[BackendConfig]]
-    dialect: ClassVar[str]  # of its API; see `engine.backends.openai`
+    dialect: ClassVar[DialectName]  # of its API
     module: ClassVar[str]  # what must be installed where it runs
 
     def __init__(self, config: ServedConfig) -> None:
@@ -58,14 +61,17 @@ class ServedBackend(InferenceBackend):
     async def start(self) -> str:
         """Raises within `start_timeout_s`, with nothing left running."""
         config = self._config
-        config.interpreter()
         self._model = config.resolved_model()
-        self.argv()  # options that can't be written down are refused before anything is taken
+        # What can't be written down is refused before anything is taken.
+        self.argv()
+        config.environment()
         await asyncio.to_thread(reap_stale)
         place = self._place = self._listen()
+        if place.is_exposed and config.api_key is None:
+            log.warning("%s answers anybody who reaches %s: it has no key", self._name, place.url)
         if config.trust_remote_code:
             log.warning("%s may run code from the repository of %s", self._name, config.model_name)
-        self._endpoint = _ServedEndpoint(self._client_config(place), config.model_id)
+        self._endpoint = _ServedEndpoint(self._client_config(place), config)
         self._supervisor = Supervisor(
             self._name,
             self._begin,
@@ -77,7 +83,7 @@ class ServedBackend(InferenceBackend):
             await self._supervisor.start()
         except ModelError as error:
             await self.stop()
-            if self._logs.mentions(f"No module named '{self.module}"):
+            if self._logs.mentions(f"No module named '{self.module}'"):
                 raise ModelError(
                     f"{config.interpreter()} has no {self._name}: set python to the interpreter of"
                     " an environment where it is installed"
@@ -187,9 +193,11 @@ class ServedBackend(InferenceBackend):
 class _ServedEndpoint:
     """The server of a child's current run: a client from when it is ready until it is down."""
 
-    def __init__(self, config: OpenAIConfig, model_id: str) -> None:
+    def __init__(self, client_config: OpenAIConfig, config: ServedConfig) -> None:
+        self._client_config = client_config
         self._config = config
-        self._probe = ServerProbe(config.base_url.removesuffix("/v1"), model_id)
+        url = client_config.base_url.removesuffix("/v1")
+        self._probe = ServerProbe(url, config.model_id, config.api_key)
         self.client: OpenAIBackend | None = None
         self.cards: list[ModelCard] = []
 
@@ -197,13 +205,16 @@ class _ServedEndpoint:
         return await self._probe.problem()
 
     async def up(self) -> None:
-        client = OpenAIBackend(self._config)
+        client = OpenAIBackend(self._client_config)
         try:
             await client.start()
         except BaseException:
             await client.stop()
             raise
-        self.client, self.cards = client, client.models()
+        (card,) = client.models()
+        can = self._config.capabilities(card.capabilities)
+        self.cards = [msgspec.structs.replace(card, capabilities=can)]
+        self.client = client
 
     async def down(self) -> None:
         client, self.client = self.client, None

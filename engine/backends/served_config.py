@@ -29,6 +29,8 @@ class ServedConfig(BackendConfig, ABC):
     python: str = ""  # an interpreter that has the engine installed; "": ours
     env: dict[str, str] = field(default_factory=dict)  # in addition to our own environment
     served_model_name: str | None = None  # None: from model_name
+    tool_call_parser: str | None = None  # without one the model can't call tools
+    reasoning_parser: str | None = None  # tells reasoning from the answer
     trust_remote_code: bool = False  # run Python from the model's repository
     start_timeout_s: float = 600.0  # weights may have to be downloaded and graphs compiled
     stop_grace_s: float = 10.0  # between asking it to end and killing it
@@ -36,6 +38,16 @@ class ServedConfig(BackendConfig, ABC):
     @abstractmethod
     def argv(self, model: str | None = None, place: Place | None = None) -> list[str]:
         """The command line. `model` and `place` as they were found; without them, as configured."""
+
+    @property
+    def api_key(self) -> str | None:
+        """What the child asks of its clients. Never a part of its command line."""
+        return None
+
+    def capabilities(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        """What the model can do, of all that the engine's API has."""
+        found = [name for name in known if name != "tools" or self.tool_call_parser is not None]
+        return (*found, "reasoning") if self.reasoning_parser is not None else tuple(found)
 
     @property
     def takes_gguf(self) -> bool:

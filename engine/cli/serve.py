@@ -148,7 +148,7 @@ def _run(settings: "Settings", process: EngineProcess) -> None:
         if settings.logging.format == "pretty":
             say(_first_request(url, server.model_id, settings.server.api_key is not None))
 
-    run_server(server.app, sock, announce)
+    run_server(server.app, sock, announce, say)
 
 
 def _speaker(log_format: str) -> Callable[[str], None]:

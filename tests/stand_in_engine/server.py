@@ -19,7 +19,7 @@ from typing import Any
 from tests.stand_in_engine.faults import Faults, note_pid, read_faults
 from tests.tiny_openai.checks import MODEL, parse
 from tests.tiny_openai.model import CONTEXT_LENGTH, Mistake, token_id
-from tests.tiny_openai.openai_api import Chat, Completion, embeddings
+from tests.tiny_openai.openai_api import Chat, Completion
 
 
 class Engine:
@@ -57,13 +57,10 @@ class Engine:
         work = {
             "/v1/chat/completions": lambda asked: Chat(asked, self._seen),
             "/v1/completions": Completion,
-            "/v1/embeddings": embeddings,
         }[path]
         if body.get("model") != self.model_id:
             raise Mistake(f"The model `{body.get('model')}` does not exist.", "model", 404)
         made = work(body | {"model": MODEL})
-        if isinstance(made, dict):
-            return made | {"model": self.model_id}
         made.head["model"] = self.model_id
         return made.chunks() if body.get("stream") else made.whole()
 

@@ -20,7 +20,7 @@ def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     def build(settings: Any, process: Any) -> SimpleNamespace:
         return SimpleNamespace(app=None, model_id=settings.model.model_path)
 
-    def run(app: Any, sock: Any, on_ready: Callable[[float], None]) -> None:
+    def run(app: Any, sock: Any, on_ready: Callable[[float], None], say: Any) -> None:
         sock.close()
         on_ready(0.1)
 

@@ -44,8 +44,6 @@ class SGLangConfig(ServedConfig):
     random_seed: int | None = None
     disable_radix_cache: bool = False
     chat_template: str | None = None
-    tool_call_parser: str | None = None  # lets the model call tools
-    reasoning_parser: str | None = None
 
     @property
     def takes_gguf(self) -> bool:

@@ -1,9 +1,11 @@
 """vLLM behind an `InferenceBackend`."""
 
+import dataclasses
 from typing import ClassVar
 
 from engine.backends.base import BackendConfig
 from engine.backends.listening import HeldPort, Place, PrivateSocket
+from engine.backends.openai import OpenAIConfig
 from engine.backends.served_child import ServedBackend
 from engine.backends.vllm.config import VLLMConfig
 
@@ -16,6 +18,15 @@ class VLLMBackend(ServedBackend):
     config_type: ClassVar[type[BackendConfig]] = VLLMConfig
     dialect = "vllm"
     module = "vllm"
+
+    def _client_config(self, place: Place) -> OpenAIConfig:
+        config = self._config
+        assert isinstance(config, VLLMConfig)
+        return dataclasses.replace(
+            super()._client_config(place),
+            api_key_env=config.api_key_env,
+            api_key_file=config.api_key_file,
+        )
 
     def _listen(self) -> Place:
         if self._config.port == 0:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from engine.backends.command_line import free_flags, option_flags
 from engine.backends.listening import SOME_SOCKET, Place, PrivateSocket
+from engine.backends.openai.config import OpenAIConfig, read_key
 from engine.backends.served_config import ServedConfig, port_flags
 
 _OPTIONS = (
@@ -43,8 +44,13 @@ class VLLMConfig(ServedConfig):
     enable_prefix_caching: bool | None = None
     enforce_eager: bool = False
     chat_template: str | None = None
-    tool_call_parser: str | None = None  # lets the model call tools
-    reasoning_parser: str | None = None
+    # Where its server's key lies, which everybody needs whom it listens to.
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+
+    @property
+    def api_key(self) -> str | None:
+        return read_key(OpenAIConfig(api_key_env=self.api_key_env, api_key_file=self.api_key_file))
 
     @property
     def takes_gguf(self) -> bool:
@@ -66,4 +72,6 @@ class VLLMConfig(ServedConfig):
         return [*command, model or self.model_name, *listen, *flags]
 
     def environment(self) -> dict[str, str]:
-        return {"VLLM_NO_USAGE_STATS": "1"} | super().environment()
+        key = self.api_key
+        keys = {"VLLM_API_KEY": key} if key is not None else {}
+        return {"VLLM_NO_USAGE_STATS": "1"} | super().environment() | keys
