@@ -78,6 +78,7 @@ SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
+        "engine.routing.decisions",
         "engine.servers.files.expiry",
         "engine.servers.openai.format",
         "engine.servers.responses.format",
