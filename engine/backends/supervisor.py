@@ -181,7 +181,7 @@ class Supervisor:
             await asyncio.wait([child.ended], timeout=self._patience.watch_interval_s)
             if child.ended.done():
                 return ending(child.ended.result())
-            child.note_processes()
+            await asyncio.to_thread(child.note_processes)  # looks at every process there is
             problem = await self._endpoint.problem()
             if problem is None:
                 answered_at = time.monotonic()

@@ -67,7 +67,9 @@ def family(server: ServedEngine) -> list[psutil.Process]:
     return [launcher, *launcher.children(recursive=True)]
 
 
-def stream_to_the_end(server: ServedEngine, number: int, endings: list[str]) -> None:
+def stream_to_the_end(
+    server: ServedEngine, number: int, begun: list[int], endings: list[str]
+) -> None:
     body = {
         "model": server.model,
         "prompt": f"Tell me a long story about the number {number}.",
@@ -76,7 +78,11 @@ def stream_to_the_end(server: ServedEngine, number: int, endings: list[str]) -> 
         "stream": True,
     }
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
-        lines = [line for line in reply.iter_lines() if line.startswith("data: ")]
+        lines = []
+        for line in reply.iter_lines():
+            if line.startswith("data: "):
+                lines.append(line)
+                begun.append(number)
     endings.append(lines[-1].removeprefix("data: "))
 
 
@@ -99,15 +105,15 @@ async def test_every_rule_holds_for_vllm_behind_our_server(server: ServedEngine)
 def test_kill_9_ends_every_stream_within_5_s_and_it_comes_back(
     server: ServedEngine, victim: int
 ) -> None:
+    begun: list[int] = []
     endings: list[str] = []
     threads = [
-        threading.Thread(target=stream_to_the_end, args=(server, number, endings))
+        threading.Thread(target=stream_to_the_end, args=(server, number, begun, endings))
         for number in range(NUM_STREAMS)
     ]
     for thread in threads:
         thread.start()
-    server.wait_until(lambda: server.metric("vllm:num_requests_running") >= 0)
-    time.sleep(5)
+    server.wait_until(lambda: len({*begun}) == NUM_STREAMS, 60)
     before = family(server)
     before[victim].send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
