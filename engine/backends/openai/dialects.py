@@ -8,7 +8,7 @@ their published sources and documents: SGLang, Ollama, TGI, OpenAI.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 GrammarForm = Literal[
     "response_format",  # OpenAI's object of this name
@@ -81,7 +81,8 @@ class Dialect:
     tokens: TokenApi | None = None
     capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
     probes_embeddings: bool = False  # by asking for one when it starts
-    extra: Mapping[str, Any] = field(default_factory=dict)  # in every request for text
+    # The field that says how far back penalties look; elsewhere they see all of the text.
+    penalty_window: str | None = None
 
 
 # What no server of OpenAI's own has; most of it is vLLM's.
@@ -178,7 +179,7 @@ LLAMA_SERVER = Dialect(
     },
     tokens=TokenApi(text="content", special="add_special", decoded="content", chats="template"),
     probes_embeddings=True,
-    extra={"repeat_last_n": -1},  # penalties look at all of the text, as everywhere else
+    penalty_window="repeat_last_n",
 )
 OLLAMA = Dialect(
     name="ollama",

@@ -36,10 +36,13 @@ _PLAIN = (
 class BodyBuilder:
     """Bodies for one model of one server."""
 
-    def __init__(self, dialect: Dialect, model: str, extra: dict[str, Any]) -> None:
+    def __init__(
+        self, dialect: Dialect, model: str, max_model_len: int, extra: dict[str, Any]
+    ) -> None:
         self._dialect = dialect
         self._model = model
-        self._extra = dict(dialect.extra) | extra
+        self._max_model_len = max_model_len
+        self._extra = extra
 
     def chat(self, request: ChatRequest) -> dict[str, Any]:
         dialect, params = self._dialect, request.context.params
@@ -112,6 +115,8 @@ class BodyBuilder:
             is_said = dialect.says_defaults and name not in dialect.lacks | dialect.emulated
             if is_said or value != getattr(_DEFAULTS, name):
                 body[dialect.names.get(name, name)] = value
+        if params.has_penalties and dialect.penalty_window is not None:
+            body[dialect.penalty_window] = self._max_model_len
         if params.n > 1:
             body["n"] = params.n
         if params.seed is not None:

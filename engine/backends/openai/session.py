@@ -46,9 +46,10 @@ class Session:
         self._client = client
         self._dialect = found.dialect
         self._prefix, self._root = endpoint.prefix, endpoint.root
-        self._bodies = BodyBuilder(found.dialect, found.card.id, config.backend_args)
+        card = found.card
+        self._bodies = BodyBuilder(found.dialect, card.id, card.max_model_len, config.backend_args)
         self._is_key_refused = False
-        self.card = found.card
+        self.card = card
         interval_s = config.probe_interval_s or found.dialect.probe_interval_s
         self.watch = Watch(self._probe, interval_s)
 
