@@ -96,11 +96,6 @@ class ExternalChild:
     def memory_bytes(self) -> int:
         return memory_of(family_of(self._record.processes[0]))
 
-    def kill(self) -> None:
-        """At once, without a chance to clean up."""
-        self.note_processes()
-        self._launcher.kill()
-
     async def stop(self) -> None:
         """Ask it to end, and see to it that it does. Nothing of it is left afterwards."""
         self.note_processes()

@@ -50,18 +50,18 @@ class ServedBackend(InferenceBackend):
         self._name = config.engine_name
         self._logs = ChildLog(self.dialect)
         self._place: Place | None = None
-        self._model: str | None = None
         self._supervisor: Supervisor | None = None
         self._endpoint: _ServedEndpoint | None = None
 
     def argv(self) -> list[str]:
-        """The command that starts the engine, as far as it is known before it is started."""
-        return self._config.argv(self._model, self._place)
+        """The command that starts the engine; where it listens may be open until it is started.
+        Raises `EngineError` for what can't be started.
+        """
+        return self._config.argv(self._config.resolved_model(), self._place)
 
     async def start(self) -> str:
         """Raises within `start_timeout_s`, with nothing left running."""
         config = self._config
-        self._model = config.resolved_model()
         # What can't be written down is refused before anything is taken.
         self.argv()
         config.environment()

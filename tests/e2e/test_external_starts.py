@@ -134,6 +134,7 @@ def test_a_killed_server_leaves_nothing_running_and_the_next_start_cleans_up(
             time.sleep(0.02)
         assert left_behind(run_folder, faults)  # the socket's folder, and the record of it
     faults.set(load_s=0.1)
-    with serve(*given) as server:
-        assert any("vLLM is loading" in line or "Ready in" in line for line in server.log)
+    with serve(*given, "--name", "mine") as server:
+        assert server.model == "mine"
+        server.wait_until(lambda: any('"model": "mine"' in line for line in server.log))
     assert left_behind(run_folder, faults) == []

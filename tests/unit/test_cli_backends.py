@@ -60,9 +60,9 @@ def test_one_of_flags() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["m", "--backend", "native"], "none of these backends"),
-        (["m", "--backend", "vllm", "--option", "sed=3"], "did you mean seed"),
-        (["m", "--backend", "vllm", "--option", 'python="/no/such"'], "python: '/no/such'"),
+        (["a/m", "--backend", "native"], "none of these backends"),
+        (["a/m", "--backend", "vllm", "--option", "sed=3"], "did you mean seed"),
+        (["a/m", "--backend", "vllm", "--option", 'python="/no/such"'], "python: '/no/such'"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], told: str) -> None:
