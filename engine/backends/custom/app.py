@@ -1,8 +1,8 @@
 """The composition root of a server: settings become a backend, a backend becomes an application."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
@@ -43,7 +43,21 @@ def build_backend(
         )
     if process is not None:
         process.discard()
-    return make_backend(name, model, settings.model.options)
+    return make_backend(name, model, _named(name, kind, settings))
+
+
+def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[str, Any]:
+    """A backend's options, with the name that its model is to have."""
+    options, wanted = settings.model.options, settings.model.name
+    if wanted is None:
+        return options
+    if not any(field.name == "served_model_name" for field in fields(kind.config_type)):
+        raise ConfigError(
+            f"model.name: '{name}' can't give its model another name; a configuration file can,"
+            f' with [models."{wanted}"]',
+            param="model.name",
+        )
+    return {"served_model_name": wanted} | options
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +66,19 @@ class Server:
 
     app: "FastAPI"
     loading: str
-    model_id: str
+    model_id: str  # as far as it is known before it is loaded
+
+    def first_model_id(self) -> str:
+        cards = self.app.state.services.backend.models()
+        return cards[0].id if cards else self.model_id
 
 
 def build_server(settings: Settings, process: EngineProcess | None = None) -> Server:
     """Everything but the socket; the backend starts when the server runs."""
     backend = build_backend(settings, process=process)
-    model_id = settings.model.name or Path(settings.model.model_path).stem
+    model = settings.model.model_path
+    is_ours = isinstance(backend, CustomBackend)
+    model_id = settings.model.name or (Path(model).stem if is_ours else model)
     app = create_app(settings, backend, Metrics(model_id), starts_soon=True)
     return Server(app, model_id, model_id)
 

@@ -134,7 +134,7 @@ def request_headers(config: OpenAIConfig, environ: Mapping[str, str] = os.enviro
             rule = "should be printable ASCII"
             raise ConfigError(f"headers: the value of {name} {rule}.", param="headers")
         lines.append(f"{name}: {value}")
-    key = _read_key(config, environ)
+    key = read_key(config, environ)
     if key is None:
         return lines
     if not _HEADER_NAME.fullmatch(config.api_key_header):
@@ -146,7 +146,8 @@ def request_headers(config: OpenAIConfig, environ: Mapping[str, str] = os.enviro
     return [*lines, f"{config.api_key_header}: {'Bearer ' if is_bearer else ''}{key}"]
 
 
-def _read_key(config: OpenAIConfig, environ: Mapping[str, str]) -> str | None:
+def read_key(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+    """What is sent with every request and told to nobody else."""
     if config.api_key_env is not None and config.api_key_file is not None:
         raise ConfigError("api_key_env and api_key_file: set one of them.", param="api_key_file")
     if config.api_key_env is not None:
