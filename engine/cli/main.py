@@ -28,6 +28,10 @@ COMMANDS = {
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",
     ),
+    "compare": (
+        "engine.cli.compare:compare",
+        "Run the same prompts through several backends: agreement and speed.",
+    ),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

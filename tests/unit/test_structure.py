@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 100
 RANKS = {
     "engine.core": 0,
     "engine.backends": 1,
+    "engine.compare": 1,
     "engine.conformance": 1,
     "engine.routing": 2,
     "engine.servers": 3,
