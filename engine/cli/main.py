@@ -32,6 +32,7 @@ COMMANDS = {
         "engine.cli.compare:compare",
         "Run the same prompts through several backends: agreement and speed.",
     ),
+    "top": ("engine.cli.top:top", "Watch a server's models and backends in the terminal."),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

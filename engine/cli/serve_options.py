@@ -38,9 +38,6 @@ QuantizationOption = Annotated[
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
 ]
-ApiKeyFileOption = Annotated[
-    Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
-]
 InsecureNoAuthOption = Annotated[
     bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
 ]
