@@ -14,6 +14,8 @@ _BACKENDS = Registry(
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
         "openai": "engine.backends.openai:OpenAIBackend",
+        "vllm": "engine.backends.vllm:VLLMBackend",
+        "sglang": "engine.backends.sglang:SGLangBackend",
     },
     group="engine.backends",
 )
