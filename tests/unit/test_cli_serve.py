@@ -18,7 +18,8 @@ from engine.cli.main import app
 @pytest.fixture(autouse=True)
 def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def build(settings: Any, process: Any) -> SimpleNamespace:
-        return SimpleNamespace(app=None, model_id=settings.model.model_path)
+        model_id = settings.model.model_path
+        return SimpleNamespace(app=None, loading=model_id, model_id=model_id)
 
     def run(app: Any, sock: Any, on_ready: Callable[[float], None]) -> None:
         sock.close()

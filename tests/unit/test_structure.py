@@ -79,6 +79,7 @@ SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
+        "engine.routing.decisions",
         "engine.routing.shadow",
         "engine.servers.files.expiry",
         "engine.servers.openai.format",

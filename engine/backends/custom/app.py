@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import backend_name, engine_options
 from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
+from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
 from engine.servers.app import create_app
@@ -26,6 +28,11 @@ def build_backend(
     model = settings.model.model_path
     served_name = settings.model.name or Path(model).stem
     if issubclass(kind, CustomBackend):
+        if settings.model.options:
+            raise ConfigError(
+                f"model.options: '{name}' is set up by other settings; see `engine serve --help`",
+                param="model.options",
+            )
         options = engine_options(settings, name)
         return kind(
             model,
@@ -36,15 +43,15 @@ def build_backend(
         )
     if process is not None:
         process.discard()
-    backend: InferenceBackend = kind(BackendConfig(model_name=model))
-    return backend
+    return make_backend(name, model, settings.model.options)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An application, and the id of the model that it will serve."""
+    """An application, what it will load, and the id of the model to begin with."""
 
     app: "FastAPI"
+    loading: str
     model_id: str
 
 
@@ -52,4 +59,16 @@ def build_server(settings: Settings, process: EngineProcess | None = None) -> Se
     """Everything but the socket; the backend starts when the server runs."""
     backend = build_backend(settings, process=process)
     model_id = settings.model.name or Path(settings.model.model_path).stem
-    return Server(create_app(settings, backend, Metrics(model_id), starts_soon=True), model_id)
+    app = create_app(settings, backend, Metrics(model_id), starts_soon=True)
+    return Server(app, model_id, model_id)
+
+
+def build_routed_server(settings: Settings, origin: str) -> Server:
+    """As `build_server`, with all backends of the file `origin` behind a router."""
+    from engine.routing.build import build_router
+
+    ids = list(settings.tables.models)
+    metrics = Metrics(",".join(ids))
+    router = build_router(settings, metrics.registry, origin)
+    app = create_app(settings, router, metrics, starts_soon=True)
+    return Server(app, ", ".join(replica.name for replica in router.replicas), ids[0])
