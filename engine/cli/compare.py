@@ -98,9 +98,14 @@ def compare(
 def _contenders(
     words: str, options: list[str], model: str | None, settings: "Settings"
 ) -> "list[Contender]":
-    from engine.compare.contenders import find_contenders
+    from engine.compare.contenders import Contender, find_contenders
 
-    found = find_contenders(words.split(","), options, model or settings.model.model_path, {})
+    configured = {
+        name: Contender(name, table.kind, table.model, table.options)
+        for name, table in settings.tables.backends.items()
+    }
+    default_model = model or settings.model.model_path
+    found = find_contenders(words.split(","), options, default_model, configured)
     if len(found) < MIN_BACKENDS:
         raise ConfigError("--backends needs two or more, separated by commas", param="backends")
     return found

@@ -35,13 +35,19 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at a server. `routes` is None for one that has no router."""
+    """One look at a server. `routes` is None for one of another make."""
 
     at: float  # time.monotonic()
     health: Mapping[str, Any]
     metrics: Metrics
     models: tuple[Mapping[str, Any], ...]
     routes: Mapping[str, Any] | None
+
+    @property
+    def has_router(self) -> bool:
+        """Ours answers without one too, but knows no figures of a backend then."""
+        models = (self.routes or {}).get("models", ())
+        return any(model["policy"] is not None for model in models)
 
     def requests_of(self, model: str, backend: str) -> int:
         for each in (self.routes or {}).get("models", ()):
@@ -150,7 +156,7 @@ def frame_of(url: str, before: Look, now: Look) -> Frame:
         return max(grown, 0.0) / elapsed_s  # a new server counts from zero
 
     metrics = now.metrics
-    rows = _routed(before, now, elapsed_s) if now.routes is not None else ()
+    rows = _routed(before, now, elapsed_s) if now.has_router else ()
     in_flight = metrics.sum("engine_requests_in_flight")
     if in_flight is None:
         in_flight = metrics.sum("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -175,7 +181,6 @@ def frame_of(url: str, before: Look, now: Look) -> Frame:
 
 
 def _routed(before: Look, now: Look, elapsed_s: float) -> tuple[BackendRow, ...]:
-    assert now.routes is not None
     return tuple(
         BackendRow(
             model=model["id"],
@@ -194,7 +199,7 @@ def _routed(before: Look, now: Look, elapsed_s: float) -> tuple[BackendRow, ...]
             cache_hit_rate=each["prefix_hit_rate"],
             restarts=each["restarts"],
         )
-        for model in now.routes["models"]
+        for model in (now.routes or {})["models"]
         for each in model["backends"]
     )
 

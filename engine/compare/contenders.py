@@ -5,11 +5,11 @@ or one of the last two with a name before it (`exact=native`, `cloud=https://...
 `name.option=value`; a dot in it goes into a table: `native.backend_args.threads=1`.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.backends.factory import option_value
 from engine.core.errors import ConfigError
 from engine.core.registry.backend_registry import backend_names
 
@@ -65,7 +65,7 @@ def _contender(word: str, model: str, configured: Mapping[str, Contender]) -> Co
 
 
 def _option(text: str, names: Sequence[str]) -> tuple[str, list[str], Any]:
-    """Whose it is, its path, and its value: TOML where it reads as such, else the text itself."""
+    """Whose it is, its path, and its value."""
     path, is_assigned, value = text.partition("=")
     # An address has dots, so the longest name that fits is the one that is meant.
     owners = [name for name in names if path.startswith(f"{name}.")]
@@ -76,10 +76,7 @@ def _option(text: str, names: Sequence[str]) -> tuple[str, list[str], Any]:
         )
     owner = max(owners, key=len)
     keys = path.removeprefix(f"{owner}.").split(".")
-    try:
-        return owner, keys, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return owner, keys, value
+    return owner, keys, option_value(value)
 
 
 def _with_options(contender: Contender, given: Sequence[tuple[str, list[str], Any]]) -> Contender:

@@ -46,11 +46,11 @@ _DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ShadowRoute:
-    """Where copies of a model's requests go."""
+    """Where copies of a model's requests go: to equal replicas of one backend, in turn."""
 
     model: str
     backend_name: str
-    backend: InferenceBackend
+    replicas: Sequence[InferenceBackend]
     share: float  # of all requests, 0 to 1
 
 
@@ -133,6 +133,7 @@ class Lane:
         self._max_concurrent = max_concurrent
         self._max_held = max_held
         self._is_stopped = False
+        self._turn = 0
         self._open: weakref.WeakSet[Mirror] = weakref.WeakSet()
         self._waiting: deque[Mirror] = deque()
         self._running: dict[asyncio.Task[None], Mirror] = {}
@@ -167,9 +168,10 @@ class Lane:
 
     def _refusal(self, request: Request) -> Outcome | None:
         """Why no copy of a request is made."""
-        if not self.route.backend.health().ready:
+        backend = self._next_ready()
+        if backend is None:
             return "unavailable"
-        cards = self.route.backend.models()
+        cards = backend.models()
         lacks = cards[0].lacks if cards else ()
         params = request.context.params
         if any(getattr(params, name) != getattr(_DEFAULT_PARAMS, name) for name in lacks):
@@ -178,6 +180,13 @@ class Lane:
         num_chars = sum(each.num_chars for each in held)
         has_room = len(held) < self._max_held and num_chars + _size(request) <= MAX_HELD_CHARS
         return None if has_room else "dropped"
+
+    def _next_ready(self) -> InferenceBackend | None:
+        for _ in self.route.replicas:
+            self._turn = (self._turn + 1) % len(self.route.replicas)
+            if self.route.replicas[self._turn].health().ready:
+                return self.route.replicas[self._turn]
+        return None
 
     def _take(self, mirror: Mirror) -> None:
         self._open.discard(mirror)
@@ -201,7 +210,8 @@ class Lane:
 
     async def _run(self, mirror: Mirror) -> None:
         began = time.monotonic()
-        answers, error = await _answer(self.route.backend, mirror.request)
+        backend = self._next_ready() or self.route.replicas[0]  # which then says what it lacks
+        answers, error = await _answer(backend, mirror.request)
         elapsed_s = time.monotonic() - began
         outcome, position = self._judge(mirror, answers, error)
         self._count(outcome)

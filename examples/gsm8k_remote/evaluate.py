@@ -176,7 +176,8 @@ def report(model: str, results: list[Result], asker: Asker) -> None:
         print(f"in the form asked for: {num_formed} of {total}")
     if asker.results:
         num_tokens = sum(each.num_tokens for each in asker.results.values())
-        print(f"this run: {len(asker.results)} answers, {num_tokens / asker.elapsed_s:.1f} tokens/s")
+        rate = num_tokens / asker.elapsed_s
+        print(f"this run: {len(asker.results)} answers, {rate:.1f} tokens/s")
     for error in sorted(set(asker.errors))[:3]:
         print(f"error ({asker.errors.count(error)} times): {error}")
     if asker.errors:

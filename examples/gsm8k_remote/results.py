@@ -1,4 +1,4 @@
-"""A file of results that a run can be resumed from: a line for each question, written as it ends."""
+"""Results that a run can be resumed from: a line for each question, written as it ends."""
 
 import json
 from dataclasses import asdict, dataclass

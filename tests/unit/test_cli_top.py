@@ -46,7 +46,8 @@ def routed(at: float, *backends: dict[str, Any]) -> Look:
         "attempts": 2,
         "at": 1.0,
     }
-    routes = {"models": [{"id": "smol", "backends": list(backends)}], "decisions": [decision]}
+    model = {"id": "smol", "policy": "prefix", "backends": list(backends)}
+    routes = {"models": [model], "decisions": [decision]}
     return Look(at, {"status": "healthy"}, Metrics(), ({"id": "smol"},), routes)
 
 

@@ -33,7 +33,7 @@ class Shadowed:
         self.registry = CollectorRegistry()
         share = options.pop("share", 1.0)
         self.shadow = Shadow(
-            [ShadowRoute("m", "other", self.backend, share)],
+            [ShadowRoute("m", "other", (self.backend,), share)],
             ShadowMetrics(self.registry),
             chance=lambda: 0.5,
             **options,

@@ -276,7 +276,7 @@ def test_durations_do_not_use_the_wall_clock() -> None:
     assert not wrong, "use time.monotonic, or add the module to TIMESTAMP_MODULES"
 
 
-@pytest.mark.parametrize("folder", ["engine", "tests", "benchmarks"])
+@pytest.mark.parametrize("folder", ["engine", "tests", "benchmarks", "examples"])
 def test_files_and_functions_stay_small(folder: str) -> None:
     large = []
     for source in sources(folder):

@@ -95,7 +95,7 @@ async def deploy_here(args: argparse.Namespace) -> str:
         return endpoint
     stop = stop_signal(args.until_eof)
     try:
-        endpoint = await backend.start()
+        endpoint = f"{await backend.start()}/v1"
         print(f"endpoint: {endpoint}", flush=True)
         print(first_request(endpoint, backend.models()[0].id), flush=True)
         await stop.wait()
@@ -133,17 +133,19 @@ def deploy_by_ssh(args: argparse.Namespace) -> str:
         ("make room", [*SSH, args.host, f"mkdir -p {REMOTE_FOLDER}/src"], ""),
         ("copy this repository", copy, ""),
         ("install it with vLLM", [*SSH, args.host, "bash", "-s"], install_script()),
-        ("serve, behind a tunnel", serve, serve_script(args)),
     ]
+    serving = "serve, behind a tunnel"
     if args.dry_run:
-        for title, command, script in steps:
+        shown = token_line(is_shown=True) + serve_script(args)
+        for title, command, script in (*steps, (serving, serve, shown)):
             show(title, command, script)
         print(f"endpoint: {endpoint}")
         return endpoint
-    for title, command, script in steps[:-1]:
+    for title, command, script in steps:
         print(f"{title} ...", file=sys.stderr)
         subprocess.run(command, input=script, text=True, check=True)
-    with running(serve, token_line() + serve_script(args)) as process:
+    print(f"{serving} ...", file=sys.stderr)
+    with running(serve, token_line(is_shown=False) + serve_script(args)) as process:
         model = wait_until_ready(endpoint, process)
         print(f"endpoint: {endpoint}", flush=True)
         print(first_request(endpoint, model), flush=True)
@@ -156,7 +158,7 @@ def install_script() -> str:
         (
             "set -e",
             f'[ -x "{venv}/bin/python" ] || python3 -m venv "{venv}"',
-            f'"{venv}/bin/python" -m pip install --quiet --upgrade "$HOME/{REMOTE_FOLDER}/src" vllm',
+            f'exec "{venv}/bin/python" -m pip install --quiet -U "$HOME/{REMOTE_FOLDER}/src" vllm',
             "",
         )
     )
@@ -164,19 +166,27 @@ def install_script() -> str:
 
 def serve_script(args: argparse.Namespace) -> str:
     """This same file, run there with the local target; it ends when the connection does."""
-    flags = ["--model", args.model, "--port", str(args.port), "--dtype", args.dtype]
-    flags += ["--tensor-parallel-size", str(args.tensor_parallel_size), "--until-eof"]
-    if args.max_model_len is not None:
-        flags += ["--max-model-len", str(args.max_model_len)]
+    flags = [*server_flags(args), "--until-eof"]
     python = f'"$HOME/{REMOTE_FOLDER}/venv/bin/python"'
     script = f'"$HOME/{REMOTE_FOLDER}/src/{HERE.as_posix()}"'
     return f"exec {python} {script} {shlex.join(flags)}\n"
 
 
-def token_line() -> str:
+def server_flags(args: argparse.Namespace) -> list[str]:
+    """For this same script, where the model is to run."""
+    flags = ["--model", args.model, "--port", str(args.port), "--dtype", args.dtype]
+    flags += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+    if args.max_model_len is not None:
+        flags += ["--max-model-len", str(args.max_model_len)]
+    return flags
+
+
+def token_line(*, is_shown: bool) -> str:
     """The hub's token goes through standard input: a command line can be read by other users."""
     token = os.environ.get(TOKEN)
-    return f"export {TOKEN}={shlex.quote(token)}\n" if token else ""
+    if not token:
+        return ""
+    return f"export {TOKEN}={'(as it is here)' if is_shown else shlex.quote(token)}\n"
 
 
 @contextlib.contextmanager
@@ -215,12 +225,10 @@ def wait_until_ready(endpoint: str, process: subprocess.Popen[str]) -> str:
 
 def deploy_to_cloud(args: argparse.Namespace) -> str:
     """Write a SkyPilot task, and say how to launch it; renting and billing are SkyPilot's."""
-    flags = ["--model", args.model, "--port", str(args.port), "--dtype", args.dtype]
-    flags += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
-    if args.max_model_len is not None:
-        flags += ["--max-model-len", str(args.max_model_len)]
     needs_token = TOKEN in os.environ
-    task = sky_task(args.name, args.gpu, ROOT, HERE, flags, TOKEN if needs_token else None)
+    task = sky_task(
+        args.name, args.gpu, ROOT, HERE, server_flags(args), TOKEN if needs_token else None
+    )
     if args.dry_run:
         print(task)
     else:
@@ -235,9 +243,7 @@ def deploy_to_cloud(args: argparse.Namespace) -> str:
 
 def show(title: str, command: list[str], script: str = "") -> None:
     print(f"# {title}\n{shlex.join(command)}")
-    if script:
-        lead = f"export {TOKEN}=... (from the environment)\n" if TOKEN in os.environ else ""
-        print("".join(f"    {line}\n" for line in (lead + script).splitlines()), end="")
+    print("".join(f"    {line}\n" for line in script.splitlines()), end="")
 
 
 def first_request(endpoint: str, model: str) -> str:

@@ -4,8 +4,6 @@ import json
 import shlex
 from pathlib import Path, PurePath
 
-IDLE_MINUTES = 60  # after which a forgotten machine is given back
-
 
 def sky_task(
     name: str, gpu: str, root: Path, script: PurePath, flags: list[str], token: str | None
@@ -19,9 +17,6 @@ def sky_task(
         "resources:",
         f"  accelerators: {json.dumps(gpu)}",
         "  disk_size: 256",
-        "  autostop:",
-        f"    idle_minutes: {IDLE_MINUTES}",
-        "    down: true",
         *([f"secrets:\n  {token}: null"] if token else []),
         f"setup: {json.dumps(setup)}",
         f"run: {json.dumps(run)}",
