@@ -29,6 +29,11 @@ COMMANDS = {
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",
     ),
+    "compare": (
+        "engine.cli.compare:compare",
+        "Run the same prompts through several backends: agreement and speed.",
+    ),
+    "top": ("engine.cli.top:top", "Watch a server's models and backends in the terminal."),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.cli import BEGAN_AT
 from engine.cli.console import (
+    ApiKeyFileOption,
     BackendOption,
     ConfigOption,
     DeviceOption,
@@ -22,7 +23,6 @@ from engine.cli.console import (
 )
 from engine.cli.serve_options import (
     AffinityOption,
-    ApiKeyFileOption,
     BatchSizeOption,
     CacheOption,
     GpuMemoryOption,

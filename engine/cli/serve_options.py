@@ -47,9 +47,6 @@ QuantizationOption = Annotated[
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
 ]
-ApiKeyFileOption = Annotated[
-    Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
-]
 InsecureNoAuthOption = Annotated[
     bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
 ]
@@ -68,8 +65,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any] | None:
     """`name=value` each; a value is written as in TOML, or is text."""
     if not given:
         return None
-    import tomllib
-
+    from engine.backends.factory import option_value
     from engine.core.errors import ConfigError
 
     options: dict[str, Any] = {}
@@ -77,8 +73,5 @@ def parse_options(given: list[str] | None) -> dict[str, Any] | None:
         name, equals, text = each.partition("=")
         if not equals or not name:
             raise ConfigError(f"--option {each}: write it as NAME=VALUE")
-        try:
-            options[name] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            options[name] = text
+        options[name] = option_value(text)
     return options

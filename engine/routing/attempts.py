@@ -111,6 +111,10 @@ class Attempts:
             log.warning("%s failed before it answered, trying another: %s", name, error)
         return may_retry
 
+    def forget_mirror(self) -> None:
+        """There will be nothing more to see; whoever looked on waits for no end."""
+        self._mirror = None
+
     def remaining(self) -> Request:
         """The request, with what is left of its time."""
         request = self.request
@@ -217,6 +221,9 @@ class Attempt:
             self._judge(failure)
             retries = attempts.failed(self, failure)
             attempts.observer.ended(attempts.route, replica, failure)
+        if not retries:
+            attempts.forget_mirror()
+            self._mirror = None
         attempts.observer.freed(replica)
         return retries
 

@@ -1,7 +1,6 @@
 """Settings to a router: `[backends.*]` become replicas, `[models.*]` become routes."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -123,15 +122,16 @@ def _shadow(
     wanted = {model_id: t.shadow for model_id, t in tables.models.items() if t.shadow is not None}
     if not wanted:
         return None
-    shadow, metrics = import_module("engine.routing.shadow"), "engine.routing.shadow_metrics"
+    from engine.routing.shadow import Shadow, ShadowRoute  # few servers have any
+    from engine.routing.shadow_metrics import ShadowMetrics
+
     routes = [
-        shadow.ShadowRoute(
-            model=model_id,
-            backend_name=each.backend,
-            backend=replicas[each.backend][0].backend,
-            share=each.share,
+        ShadowRoute(
+            model_id,
+            each.backend,
+            tuple(replica.backend for replica in replicas[each.backend]),
+            each.share,
         )
         for model_id, each in wanted.items()
     ]
-    made: ShadowTraffic = shadow.Shadow(routes, import_module(metrics).ShadowMetrics(registry))
-    return made
+    return Shadow(routes, ShadowMetrics(registry))

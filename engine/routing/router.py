@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import psutil
@@ -48,6 +48,8 @@ class ShadowTraffic(Protocol):
     def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> Mirror | None: ...
 
     async def stop(self) -> None: ...
+
+    def report(self) -> dict[str, Any]: ...
 
 
 class Router(InferenceBackend):

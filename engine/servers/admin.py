@@ -33,6 +33,12 @@ def add_admin_routes(app: FastAPI, services: Services) -> None:
             )
         return json_response({"request_id": request_id, "decisions": found})
 
+    @app.get("/v1/admin/shadow")
+    async def shadow() -> Response:
+        backend = services.backend
+        traffic = backend.shadow if isinstance(backend, Router) else None
+        return json_response({"models": [], "recent": []} if traffic is None else traffic.report())
+
 
 def _only_backend(services: Services) -> list[dict[str, Any]]:
     """A server without a router, in the same form."""
