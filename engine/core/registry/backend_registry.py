@@ -13,6 +13,7 @@ _BACKENDS = Registry(
     builtin={
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
+        "transformers": "engine.backends.transformers:TransformersBackend",
     },
     group="engine.backends",
 )
