@@ -23,7 +23,9 @@ from engine.backends.transformers.states import FinalStates
 class PackedRunner(DrawingRunner):
     """The model must use the attention of `attention.py` already."""
 
-    def __init__(self, model: Any, vocab_size: int, config: RunnerConfig, shape: KVShape) -> None:
+    def __init__(
+        self, model: Any, states: FinalStates, vocab_size: int, config: RunnerConfig, shape: KVShape
+    ) -> None:
         device: torch.device = model.device
         spec = RunnerSpec(
             block_size=config.block_size,
@@ -37,7 +39,7 @@ class PackedRunner(DrawingRunner):
         self._model = model
         self._dtype: torch.dtype = model.dtype
         self._cache = PagedCache(shape, spec.num_blocks, spec.block_size, device, model.dtype)
-        self._states = FinalStates(model)
+        self._states = states
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()

@@ -46,7 +46,12 @@ class SlotRunner(DrawingRunner):
     """
 
     def __init__(
-        self, model: Any, vocab_size: int, config: RunnerConfig, keeps_state: bool = True
+        self,
+        model: Any,
+        states: FinalStates,
+        vocab_size: int,
+        config: RunnerConfig,
+        keeps_state: bool = True,
     ) -> None:
         spec = RunnerSpec(
             block_size=config.block_size,
@@ -60,7 +65,7 @@ class SlotRunner(DrawingRunner):
         self._model = model
         self._keeps_state = keeps_state
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._states = FinalStates(model)
+        self._states = states
         self._slots = [Slot() for _ in range(spec.max_slots)]
 
     @torch.inference_mode()

@@ -10,7 +10,9 @@ class FinalStates:
 
     def __init__(self, model: Any) -> None:
         self._states: Tensor | None = None
-        model.base_model.register_forward_hook(self._keep)
+        # Some heads ask the decoder inside it directly. Where both are asked, the outer is later.
+        for module in {model.base_model, model.get_decoder()} - {model}:
+            module.register_forward_hook(self._keep)
 
     def take(self) -> Tensor:
         """(batch, tokens, D), normed; once for each forward pass."""

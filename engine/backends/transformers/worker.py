@@ -30,7 +30,7 @@ def run_engine(
         import torch
 
         from engine.backends.custom.frameworks.torch.execution import build
-        from engine.backends.transformers.fitting import fit
+        from engine.backends.transformers.fitting import Loaded, fit
         from engine.backends.transformers.loading import load_model
     except ImportError as error:
         raise ConfigError(
@@ -42,7 +42,7 @@ def run_engine(
         torch.set_num_threads(options.threads)
     device = build.find_device(options.device, options.dtype)
     model = load_model(checkpoint, build.torch_device(device.name), build.torch_dtype(device.dtype))
-    fitted = fit(model, checkpoint.shape, options, device)
+    fitted = fit(Loaded(model, checkpoint.shape, options, device))
     if not fitted.shares:
         options = msgspec.structs.replace(options, cache_enabled=False)
     worker.serve_runner(
