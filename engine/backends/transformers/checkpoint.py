@@ -104,6 +104,7 @@ def _open_folder(folder: Path) -> HfCheckpoint:
     if (folder / GENERATION_CONFIG_NAME).exists():
         generation = read_json(folder, GENERATION_CONFIG_NAME)
     eos = generation.get("eos_token_id")
+    vocab_size = _count(stated, ("vocab_size",), CONFIG_NAME)
     checkpoint = open_safetensors(folder)
     try:
         method = metadata.get("quantization_config")
@@ -112,11 +113,11 @@ def _open_folder(folder: Path) -> HfCheckpoint:
             None,
             metadata,
             HfShape(
-                vocab_size=_count(stated, ("vocab_size",), CONFIG_NAME),
+                vocab_size=vocab_size,
                 hidden_size=_count(stated, ("hidden_size", "n_embd", "d_model"), CONFIG_NAME),
                 max_position=_count(stated, _CONTEXT_KEYS, CONFIG_NAME, UNSTATED_CONTEXT),
                 num_params=_num_values(checkpoint),
-                eos_ids=_ids(stated.get("eos_token_id") if eos is None else eos),
+                eos_ids=_ids(stated.get("eos_token_id") if eos is None else eos, vocab_size),
             ),
             str(method.get("quant_method")) if isinstance(method, dict) else None,
             _num_bytes(checkpoint),
@@ -130,13 +131,15 @@ def _open_gguf(file: Path) -> HfCheckpoint:
     try:
         metadata = checkpoint.metadata
         name = metadata.get("general.architecture")
-        tokens = metadata.get("tokenizer.ggml.tokens")
+        embedding = checkpoint.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ModelFormatError(f"{file.name} has no token embeddings: it is no language model")
         return HfCheckpoint(
             file.parent,
             file.name,
             metadata,
             HfShape(
-                vocab_size=0 if tokens is None else len(tokens),
+                vocab_size=embedding.shape[0],
                 hidden_size=_count(metadata, (f"{name}.embedding_length",), file.name),
                 max_position=_count(
                     metadata, (f"{name}.context_length",), file.name, UNSTATED_CONTEXT
@@ -177,7 +180,7 @@ def _count(
     return default
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
     """One id, several, or none."""
     ids = value if isinstance(value, list) else [value]
-    return tuple(each for each in ids if isinstance(each, int) and each >= 0)
+    return tuple(each for each in ids if isinstance(each, int) and 0 <= each < vocab_size)

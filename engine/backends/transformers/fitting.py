@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 WAYS = ("auto", "paged", "own")
 TRIAL_TOKENS = 24  # more than a block holds
+# Enough for most on a CPU, and memory that a machine has to spare.
+USUAL_POOL_BYTES = 2**30
 # Of a GPU's memory that is left; attention gathers a layer's keys and values before it reads them.
 POOL_SHARE = 0.8
 
@@ -42,11 +44,13 @@ class Loaded:
         """Divide the memory beside the weights."""
         model, options, device = self.model, self.options, self.device
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-        needs = MemoryNeeds(weights, bytes_per_token)
+        needs = MemoryNeeds(weights, bytes_per_token, USUAL_POOL_BYTES)
         if device.name.startswith("cuda"):
             spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
             workspace = needs.workspace_bytes + spared + self._activation_bytes()
-            needs = replace(needs, workspace_bytes=workspace, pool_share=POOL_SHARE)
+            needs = replace(
+                needs, usual_pool_bytes=None, workspace_bytes=workspace, pool_share=POOL_SHARE
+            )
         plan = plan_memory(self.shape.max_position, options, device, needs)
         log_plan(device, plan)
         return runner_config(options, device, plan), plan

@@ -70,7 +70,7 @@ def _refuse(options: EngineOptions) -> None:
 def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     # Everything is on this disk; nothing may be fetched, nor shown as it would be on a terminal.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["TQDM_DISABLE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     return worker.main(socket_fd, heartbeat_fd, parent_pid, run=run_engine)
 
