@@ -138,7 +138,7 @@ async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
 
 
 async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.backends.custom.base_custom.WORKER_MODULE", "tests.toy_worker")
+    monkeypatch.setattr(ToyBackend, "worker_module", "tests.toy_worker")
     monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
     (tmp_path / "slow.gguf").write_bytes(b"GGUF, but not really")  # refused while the engine loads
     backend = BareBackend(str(tmp_path / "slow.gguf"))

@@ -16,6 +16,7 @@ _BACKENDS = Registry(
         "vllm": "engine.backends.vllm:VLLMBackend",
         "sglang": "engine.backends.sglang:SGLangBackend",
         "openai": "engine.backends.openai:OpenAIBackend",
+        "transformers": "engine.backends.transformers:TransformersBackend",
     },
     group="engine.backends",
 )

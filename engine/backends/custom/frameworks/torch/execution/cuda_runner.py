@@ -14,17 +14,17 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
+from engine.backends.custom.frameworks.torch.execution.drawing import (
+    StepHandle,
+    TorchPendingTokens,
+)
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
     Capturer,
     at_least,
     row_sizes,
 )
-from engine.backends.custom.frameworks.torch.execution.runner import (
-    StepHandle,
-    TorchPendingTokens,
-    TorchRunner,
-)
+from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.execution.staging import (
     Layout,
     Pinned,
