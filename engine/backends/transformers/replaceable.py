@@ -56,7 +56,9 @@ def kv_shape(model: Any, prompt: Tensor) -> KVShape | str:
 
 
 def _ruled_out(model: Any, config: Any) -> str | None:
-    if model._is_stateful or not model._supports_attention_backend:
+    if model._is_stateful:
+        return "it keeps a state that is not one of keys and values"
+    if not model._supports_attention_backend:
         return "its attention can't be replaced"
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
