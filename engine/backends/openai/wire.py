@@ -102,8 +102,8 @@ class WireEmbeddings(msgspec.Struct):
 class ModelMeta(msgspec.Struct):
     """llama-server's and ours."""
 
-    n_ctx: int | None = None
     n_ctx_train: int | None = None
+    n_vocab: int | None = None
     n_params: int | None = None
     size: int | None = None
 
