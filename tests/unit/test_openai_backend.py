@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.backends.base import EventFeed
-from engine.backends.openai import OpenAIBackend, OpenAIConfig, session
+from engine.backends.openai import OpenAIBackend, OpenAIConfig, link
 from engine.core.errors import (
     ConfigError,
     EngineError,
@@ -349,7 +349,7 @@ async def test_a_server_that_is_gone_is_noticed_without_a_request() -> None:
 
 async def test_a_busy_server_is_not_taken_for_a_dead_one(monkeypatch) -> None:
     """It answers no probe, while an answer comes from it; then that ends, and nothing comes."""
-    monkeypatch.setattr(session, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(link, "PROBE_TIMEOUT_S", 0.1)
     probes: list[Asked] = []
 
     def models(asked: Asked) -> Reply:

@@ -37,7 +37,7 @@ PROBE_TIMEOUT_S = 10.0
 _NO_TOKENS = "This model's server does not tell its tokens."
 
 
-class Session:
+class ServerLink:
     """One model of one server, and how the server is."""
 
     def __init__(
