@@ -38,7 +38,8 @@ class AnswerReceiver(Receiver[UsageEvent]):
         self._status, self._headers = status, headers
         if 200 <= status < 300:
             self._reader = AnswerReader(self._expected, self._sink, self._began_at)
-            self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            kind = headers.get(b"content-type", b"").lower()
+            self._is_stream = kind.startswith(b"text/event-stream")
 
     def body(self, data: bytes) -> None:
         if self.done.done():

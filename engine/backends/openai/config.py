@@ -100,7 +100,8 @@ def parse_endpoint(base_url: str) -> Endpoint:
     except ValueError:
         raise _bad_url("its port is not a number") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _bad_url("it should be http://HOST:PORT/v1, https://HOST/v1 or unix:///PATH.sock")
+        rule = "it should be http://HOST:PORT/v1, https://HOST/v1 or unix:///PATH.sock"
+        raise _bad_url(rule if base_url else f"it is missing; {rule}")
     if parts.username is not None or parts.password is not None:
         raise _bad_url("a key does not belong there; name it with api_key_env or api_key_file")
     if parts.query or parts.fragment:

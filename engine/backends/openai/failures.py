@@ -95,6 +95,13 @@ def _build(
         log.warning("the server failed with status %d: %s", status, message or "no reason given")
         return unavailable(f"it failed with status {status}")
     kind = _KINDS.get(status, InvalidRequestError)
+    param = fields.get("param")
+    if not isinstance(param, str):
+        param = None
+    elif grammar_param is not None and _is_grammar(param):
+        if message.startswith(param):
+            message = grammar_param + message.removeprefix(param)
+        param = grammar_param
     code = fields.get("code")
     if not isinstance(code, str) or not code:
         code = None
@@ -102,7 +109,7 @@ def _build(
             code = "context_length_exceeded"
     return kind(
         message or f"The model's server refused the request with status {status}.",
-        param=_param(fields.get("param"), grammar_param),
+        param=param,
         code=code,
         retry_after=retry_after if kind is RateLimitError else None,
     )
@@ -128,11 +135,9 @@ def _message(fields: dict[str, Any]) -> str:
     return ""
 
 
-def _param(param: Any, grammar_param: str | None) -> str | None:
-    if not isinstance(param, str):
-        return None
-    first = param.partition(".")[0]
-    is_grammar = first in (
+def _is_grammar(param: str) -> bool:
+    """Whether it is one of the names that grammars have on their way."""
+    return param.partition(".")[0] in (
         "response_format",
         "structured_outputs",
         "regex",
@@ -140,7 +145,6 @@ def _param(param: Any, grammar_param: str | None) -> str | None:
         "grammar",
         "json_schema",
     )
-    return grammar_param if grammar_param is not None and is_grammar else param
 
 
 def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:

@@ -63,6 +63,13 @@ class Receiver(Generic[T]):
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
 
+class _Nobody(Receiver[None]):
+    """For the rest of an answer that has been understood."""
+
+    def fail(self, error: Exception) -> None:
+        """It is not missed."""
+
+
 class Connection(asyncio.Protocol):
     """`on_free` gets it back after an answer, if it can be used again; `on_closed` in the end."""
 
@@ -83,7 +90,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_headed = False
         self._timer: asyncio.TimerHandle | None = None
-        self.heard_at = 0.0  # by the event loop's clock
+        self._asked_at = 0.0  # by the event loop's clock, as the next
+        self.heard_at = 0.0
         self.is_open = True
         self.is_fresh = True  # no request has been sent on it before
         self.free_since = 0.0  # time.monotonic()
@@ -93,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._receiver = receiver
         self._is_headed = False
         self._head_bytes = 0
-        self.heard_at = self._loop.time()
+        self._asked_at = self._loop.time()
         self._timer = self._loop.call_later(self._idle_timeout_s, self._check_idle)
         self._transport.write(message)
 
@@ -104,7 +112,7 @@ class Connection(asyncio.Protocol):
         if receiver.is_cut or not receiver.went_well:
             self.abort()
             return
-        self._receiver = Receiver()
+        self._receiver = _Nobody()
         self._stop_timer()
         self._timer = self._loop.call_later(DRAIN_S, self.abort)
 
@@ -185,7 +193,8 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _check_idle(self) -> None:
-        left = self.heard_at + self._idle_timeout_s - self._loop.time()
+        last = max(self._asked_at, self.heard_at)
+        left = last + self._idle_timeout_s - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._check_idle)
         else:
@@ -312,8 +321,6 @@ class HttpClient:
         return None
 
     async def _connect(self) -> Connection:
-        if self._is_closed:
-            raise ConnectFailed("its connection was closed here")
         loop, endpoint = asyncio.get_running_loop(), self._endpoint
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -330,6 +337,9 @@ class HttpClient:
             raise ConnectFailed(f"there was no connection within {seconds:g} seconds") from None
         except OSError as error:
             raise ConnectFailed(_why(error)) from None
+        if self._is_closed:
+            connection.abort()
+            raise ConnectFailed("its connection was closed here")
         self._all.add(connection)
         return connection
 

@@ -192,7 +192,7 @@ class AnswerReader:
                     param="logprobs",
                     code="unsupported_parameter",
                 )
-        ids = tuple(wire.token_ids or ())
+        ids = tuple(wire.token_ids or _ids_of(wire_logprobs))
         num_tokens = len(ids or logprobs or ()) or (1 if text else 0)
         self._note(num_tokens)
         if choice.stops is None:
@@ -286,6 +286,13 @@ def token_texts(logprobs: WireLogprobs, num_top: int) -> tuple[TokenText, ...]:
         )
         for token, logprob, top in zip(tokens, chosen, tops, strict=False)
     )
+
+
+def _ids_of(logprobs: WireLogprobs | None) -> list[int]:
+    """All of them or none."""
+    tokens = [] if logprobs is None else logprobs.content or []
+    ids = [each.id for each in tokens if each.id is not None]
+    return ids if len(ids) == len(tokens) else []
 
 
 def _chat_token(token: WireToken, num_top: int) -> TokenText:

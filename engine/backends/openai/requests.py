@@ -3,10 +3,13 @@ around, or refused by its name.
 """
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from engine.backends.custom.checks import check_params, check_prompt
 from engine.backends.openai.dialects import Dialect, Feature
 from engine.backends.openai.grammars import grammar_fields
 from engine.core.errors import InvalidRequestError
@@ -37,12 +40,19 @@ class BodyBuilder:
     """Bodies for one model of one server."""
 
     def __init__(
-        self, dialect: Dialect, model: str, max_model_len: int, extra: dict[str, Any]
+        self,
+        dialect: Dialect,
+        model: str,
+        *,
+        max_model_len: int,
+        vocab_size: int | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._dialect = dialect
         self._model = model
         self._max_model_len = max_model_len
-        self._extra = extra
+        self._vocab_size = vocab_size  # None: the server itself looks at ids
+        self._extra = dict(extra)
 
     def chat(self, request: ChatRequest) -> dict[str, Any]:
         dialect, params = self._dialect, request.context.params
@@ -68,6 +78,8 @@ class BodyBuilder:
         body = self._common(request.context)
         if not isinstance(request.prompt, str):
             self._need("token_ids", "prompt", "takes no token ids; send text")
+            if self._vocab_size is not None:
+                check_prompt(request.prompt, self._vocab_size, "prompt")
         body["prompt"] = request.prompt
         body["max_tokens"] = params.max_tokens
         if params.logprobs is not None:
@@ -105,6 +117,8 @@ class BodyBuilder:
 
     def _common(self, context: GenerationContext) -> dict[str, Any]:
         dialect, params = self._dialect, _greedy_if_one(context.params, self._dialect)
+        if self._vocab_size is not None:
+            check_params(params, self._vocab_size)
         body = self._extra | {
             "model": self._model,
             "stream": True,

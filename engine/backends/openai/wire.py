@@ -18,6 +18,7 @@ class WireTop(msgspec.Struct):
 
 class WireToken(msgspec.Struct):
     token: str = ""
+    id: int | None = None  # llama-server's
     logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list[WireTop] | None = None
@@ -101,8 +102,8 @@ class WireEmbeddings(msgspec.Struct):
 class ModelMeta(msgspec.Struct):
     """llama-server's and ours."""
 
-    n_ctx: int | None = None
     n_ctx_train: int | None = None
+    n_vocab: int | None = None
     n_params: int | None = None
     size: int | None = None
 
