@@ -139,6 +139,7 @@ class BodyBuilder:
             body["logit_bias"] = {str(key): bias for key, bias in params.logit_bias.items()}
         if params.stop:
             body["stop"] = list(params.stop[: dialect.max_stops])
+            body |= dialect.asks_for_stop
         if params.stop_token_ids:
             body["stop_token_ids"] = list(params.stop_token_ids)
         for name in dialect.lacks:

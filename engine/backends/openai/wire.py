@@ -80,9 +80,14 @@ class WireUsage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | None = None
 
 
+class Verbose(msgspec.Struct):
+    stopping_word: str | None = None
+
+
 class Chunk(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
+    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")  # llama-server's
     # A failure, in the forms that are in use: an object, a text, or fields of the chunk itself.
     error: Any = None
     object: str | None = None
