@@ -183,6 +183,9 @@ def test_tools_and_the_choice_among_them() -> None:
     named = chat(VLLM, tools=(TOOL,), tool_choice=ToolChoice("named", "f"))
     assert named["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert named["parallel_tool_calls"] is True
+    assert named["tools"][0]["function"]["strict"] is True, "vLLM lets any arguments pass otherwise"
+    assert "strict" not in TOOL["function"], "the request itself is left alone"
+    assert "strict" not in chat(SGLANG, tools=(TOOL,))["tools"][0]["function"]
     assert "tools" not in chat(OLLAMA, tools=(TOOL,), tool_choice=ToolChoice("none"))
     assert chat(ENGINE, tools=(TOOL,), tool_choice=ToolChoice("none"))["tool_choice"] == "none"
 

@@ -72,6 +72,7 @@ class Dialect:
     says_defaults: bool = True
     max_stops: int | None = None
     asks_for_stop: Mapping[str, bool] = field(default_factory=dict)  # to be told which one it was
+    strict_tools: bool = False  # arguments follow their schema only where a tool asks for it
     max_seed: int = 2**63 - 1
     min_top_logprobs: int = 0  # with less it gives no logprobs at all
     chat_limit_name: str = "max_tokens"
@@ -135,6 +136,7 @@ VLLM = Dialect(
     name="vllm",
     signature=("/version", "version"),
     health_path="/health",
+    strict_tools=True,
     features=_CHAT_FEATURES
     | {
         "token_ids",

@@ -112,7 +112,7 @@ class BodyBuilder:
             self._message(position, each) for position, each in enumerate(request.messages)
         ]
         if request.tools:
-            body["tools"] = list(request.tools)
+            body["tools"] = self._offered(request)
         return body | self._end_of_prompt(request) | self._options(request)
 
     def _common(self, context: GenerationContext) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class BodyBuilder:
         if not request.tools:
             return {}
         features, choice = self._dialect.features, request.tool_choice
-        body: dict[str, Any] = {"tools": list(request.tools)}
+        body: dict[str, Any] = {"tools": self._offered(request)}
         if choice.mode == "named":
             self._need("tool_choice", "tool_choice", "always chooses by itself")
             function = {"name": choice.name}
@@ -192,6 +192,12 @@ class BodyBuilder:
         elif not request.parallel_tool_calls:
             raise self._refusal("parallel_tool_calls", "has no such parameter")
         return body
+
+    def _offered(self, request: ChatRequest) -> list[dict[str, Any]]:
+        """The tools; calls of them always have the arguments that they describe."""
+        if not self._dialect.strict_tools or request.tool_choice.mode == "none":
+            return list(request.tools)
+        return [tool | {"function": tool["function"] | {"strict": True}} for tool in request.tools]
 
     def _end_of_prompt(self, request: ChatRequest) -> dict[str, Any]:
         body: dict[str, Any] = {}
