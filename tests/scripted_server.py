@@ -29,6 +29,7 @@ class Reply:
     pieces: Sequence[bytes]
     hangs: bool = False
     closes: bool = False
+    pause_s: float = 0.0  # between pieces
 
 
 Script = Callable[[Asked], Reply]
@@ -42,7 +43,7 @@ def whole(body: Any, status: int = 200, **headers: str) -> Reply:
     )
 
 
-def stream(*events: Any, **how: bool) -> Reply:
+def stream(*events: Any, **how: Any) -> Reply:
     """Each event as a piece of its own: bytes as they are, a string as data, others as JSON."""
     pieces = [_chunk(event_bytes(event)) for event in events]
     head = _head(200, {"content-type": "text/event-stream", "transfer-encoding": "chunked"})
@@ -117,7 +118,7 @@ class ScriptedServer:
         for piece in reply.pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0)
+            await asyncio.sleep(reply.pause_s)
         if reply.hangs:
             if not await reader.read(1):
                 self.num_cut += 1
