@@ -76,6 +76,8 @@ class Dialect:
     min_top_logprobs: int = 0  # with less it gives no logprobs at all
     chat_limit_name: str = "max_tokens"
     features: frozenset[Feature] = frozenset()
+    # Whether calls that must be made follow their tool's schema only if it is said to be strict.
+    needs_strict: bool = False
     option_fields: frozenset[str] = frozenset()  # template options that are fields of their own
     chat_grammars: Grammars = field(default_factory=dict)
     completion_grammars: Grammars = field(default_factory=dict)
@@ -146,6 +148,7 @@ VLLM = Dialect(
     },
     chat_grammars=_ALL_STRUCTURED,
     completion_grammars=_ALL_STRUCTURED,
+    needs_strict=True,
     tokens=_VLLM_TOKENS,
     probes_embeddings=True,
 )

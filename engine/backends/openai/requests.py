@@ -150,8 +150,7 @@ class BodyBuilder:
 
     def _hints(self, priority: int, salt: str, truncation: int | None) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        if priority:
-            self._need("priority", "priority", "knows no priorities")
+        if priority and "priority" in self._dialect.features:
             body["priority"] = priority
         if truncation is not None:
             self._need("truncate_prompt_tokens", "truncate_prompt_tokens", "cuts no prompts")
@@ -178,6 +177,10 @@ class BodyBuilder:
             return {}
         features, choice = self._dialect.features, request.tool_choice
         body: dict[str, Any] = {"tools": list(request.tools)}
+        if self._dialect.needs_strict and choice.mode in ("required", "named"):
+            body["tools"] = [
+                each | {"function": each["function"] | {"strict": True}} for each in request.tools
+            ]
         if choice.mode == "named":
             self._need("tool_choice", "tool_choice", "always chooses by itself")
             function = {"name": choice.name}
