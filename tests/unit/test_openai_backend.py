@@ -394,7 +394,7 @@ async def test_what_a_server_tells_of_its_model() -> None:
         server.paths["/api/show"] = lambda asked: whole(shown)
         async with started(server.url, dialect="ollama", model_name="llama") as backend:
             (card,) = backend.models()
-        assert card.id == "llama:latest" and "logit_bias" in card.lacks
+        assert card.id == "llama:latest" and {"logit_bias", "priority"} <= set(card.lacks)
         assert {"tools", "reasoning", "chat"} <= set(card.capabilities)
         assert card.template_options == ("reasoning_effort",)
         template: dict = {"default_generation_settings": {"n_ctx": 512}}

@@ -156,7 +156,6 @@ def test_grammars_that_a_server_can_not_follow() -> None:
 @pytest.mark.parametrize(
     "dialect, fields, param",
     [
-        (OPENAI, {"priority": 1}, "priority"),
         (LLAMA_SERVER, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         (OPENAI, {"chat": {"continue_final_message": True}}, "continue_final_message"),
         (OLLAMA, {"chat": {"add_generation_prompt": False}}, "add_generation_prompt"),

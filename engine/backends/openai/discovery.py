@@ -236,7 +236,7 @@ class Discovery:
             size_bytes=meta.size,
             capabilities=capabilities,
             emulated=tuple(sorted({*facts.emulated, *dialect.emulated})),
-            lacks=tuple(sorted(dialect.lacks)),
+            lacks=tuple(sorted(dialect.lacks | ({"priority"} - dialect.features))),
             template_options=tuple(sorted(options)),
             trained_context=meta.n_ctx_train,
             num_dimensions=facts.num_dimensions,

@@ -150,8 +150,7 @@ class BodyBuilder:
 
     def _hints(self, priority: int, salt: str, truncation: int | None) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        if priority:
-            self._need("priority", "priority", "knows no priorities")
+        if priority and "priority" in self._dialect.features:
             body["priority"] = priority
         if truncation is not None:
             self._need("truncate_prompt_tokens", "truncate_prompt_tokens", "cuts no prompts")
