@@ -33,7 +33,10 @@ _NATIVE_FIX = (
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
 )
 # Packages that a built-in backend needs, and the extra that installs them.
-_BACKEND_NEEDS = {"torch": (("torch",), "torch")}
+_BACKEND_NEEDS = {
+    "torch": (("torch",), "torch"),
+    "transformers": (("torch", "transformers"), "torch,transformers"),
+}
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
