@@ -22,6 +22,7 @@ COMMANDS = {
     "pull": ("engine.cli.models:pull", "Download a model."),
     "list": ("engine.cli.models:list_models", "List downloaded and known models."),
     "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
+    "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
     "conformance": (
