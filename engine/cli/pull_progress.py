@@ -1,4 +1,4 @@
-"""A long copy, such as a pull, in the terminal: a bar per file, or plain lines where there is none."""
+"""A long copy, such as a pull, in the terminal: a bar per file; plain lines anywhere else."""
 
 from types import TracebackType
 from typing import Self

@@ -185,7 +185,7 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
         stated |= {key: dtype for key in ("dtype", "torch_dtype") if key in stated}
         return files | {CONFIG_NAME: _json(stated)}
     texts = tokenizer_files(model.metadata)
-    stated = hf_config(_with_published_rule(model), dtype)
+    stated = hf_config(_as_published(model), dtype)
     stated[_GENERAL] = {
         key: value
         for key, value in model.metadata.items()
@@ -194,9 +194,12 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
     return {name: text.encode() for name, text in texts.items()} | {CONFIG_NAME: _json(stated)}
 
 
-def _with_published_rule(model: ModelSource) -> ModelConfig:
-    """Stored frequency factors as the rule that gives the same ones, if one is known."""
+def _as_published(model: ModelSource) -> ModelConfig:
+    """The configuration before GGUF had it: an epsilon's short decimal behind its float32, and the
+    rule behind stored frequency factors, if one is known.
+    """
     config = model.config
+    config = replace(config, norm_eps=float(str(np.float32(config.norm_eps))))
     if config.rope is None or config.rope.kind != "factors":
         return config
     stored = model.weights["rope.factors"].numpy()
