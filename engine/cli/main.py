@@ -29,6 +29,7 @@ COMMANDS = {
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",
     ),
+    "dev": ("engine.cli.dev:app", "Scripts for working on the engine."),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

@@ -82,8 +82,8 @@ def test_transformers_computes_the_same_from_what_came_back(
     assert ids[0] == ids[1] == ids[2]
 
 
-# What rounding costs, in parts of the perplexity of the file that was rounded. Its weights have been
-# rounded to four bits before, and those of a small model do not take it lightly.
+# What rounding costs, in parts of the perplexity of the file that was rounded. Its weights were
+# rounded to four bits before, and those of a small model do not take that lightly.
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most"), [("Q8_0", 0.005), ("Q4_K", 0.08), ("Q4_0", 0.3)])
 def test_quantizing_the_default_model_costs_little(
