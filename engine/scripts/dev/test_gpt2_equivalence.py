@@ -149,8 +149,8 @@ def print_report(report: Report) -> None:
         table.add_row(site, *(_cell(difference) for difference in cells))
     console.print(table)
     for framework in report.found:
-        site = report.first_diverging(framework)
-        verdict = "agrees" if site is None else f"diverges first at {site}"
+        diverging = report.first_diverging(framework)
+        verdict = "agrees" if diverging is None else f"diverges first at {diverging}"
         console.print(f"{framework}: {verdict}", highlight=False)
     for framework, why in report.missing.items():
         console.print(f"{framework}: not here ({why})", highlight=False, markup=False)

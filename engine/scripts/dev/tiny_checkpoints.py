@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 _COMMON: dict[str, Any] = {
@@ -35,6 +36,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 def save_tiny(family: str, folder: Path, num_layers: int = 3) -> Any:
     """Writes a checkpoint into the folder and gives Transformers' model, in float32."""
+    logging.disable_progress_bar()
     torch.manual_seed(sum(map(ord, family)))
     config = AutoConfig.for_model(
         family, **_COMMON | _SIZES[family] | {"num_hidden_layers": num_layers}

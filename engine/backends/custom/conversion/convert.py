@@ -7,9 +7,10 @@ that is there.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +35,10 @@ from engine.backends.custom.conversion.stored import (
 from engine.backends.custom.conversion.tokenizer_bin import read_tokenizer, tokenizer_bytes
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import read_json
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, open_model
-from engine.backends.custom.weights.quantize import ENCODERS
+from engine.backends.custom.weights.lazy_tensor import LazyTensor
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight, open_model
+from engine.backends.custom.weights.quantize import ENCODERS, quantize
+from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
 from engine.core.utils.checkpoint_files import is_companion
@@ -69,6 +72,27 @@ def convert(
             raise ModelFormatError(f"{source.name} is a text encoder; only decoders are converted")
         _WRITERS[to](model, target, dtype, progress)
     return to
+
+
+def save_trained(
+    model: ModelSource, arrays: Mapping[str, NDArray[np.float32]], target: Path
+) -> None:
+    """Write a safetensors folder of a model whose weights have become these, by our names."""
+    _check(target, "safetensors", None)
+    weights = dict(model.weights)
+    for name, values in arrays.items():
+        spec = weights[name].spec
+        tensor = LazyTensor(
+            name=name,
+            shape=spec.shape,
+            dtype="F32",
+            nbytes=values.nbytes,
+            _view=partial(quantize, "F32", values),
+            _decode=partial(dequantize, "F32"),
+        )
+        weights[name] = Weight(spec, tensor, "none", model.config.head_dim)
+    trained = replace(model, weights=weights)
+    _write_safetensors(trained, target, None, lambda done, total: None)
 
 
 def format_of(target: Path) -> Format:

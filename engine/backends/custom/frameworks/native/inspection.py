@@ -6,6 +6,7 @@ The kernels themselves are seen through the seam: their plans fuse what the grap
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +57,10 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
 
 
 def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Norms are part of the products behind them here, so they have no times of their own."""
-    config = runner_config(num_tokens, 1, num_tokens)
+    """Norms are part of the products behind them here, so they have no times of their own; how
+    often a forward is repeated is the timing's own choice.
+    """
+    config = replace(runner_config(num_tokens, 1, num_tokens), dtype="float32")
     machine = build.machine_with(config.num_threads or default_threads())
     plan = build.plans_for(source, config, machine)[0]
     times = time_steps(source, config, num_tokens, is_prompt=True)
