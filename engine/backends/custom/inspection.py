@@ -73,7 +73,7 @@ def frameworks() -> tuple[list[str], dict[str, str]]:
     here, missing = [], {}
     for name in filter(has_engine, backend_names()):
         try:
-            _engine(name).find_device("cpu", "float32")
+            framework_engine(name).find_device("cpu", "float32")
         except (EngineError, ImportError) as error:
             missing[name] = str(error)
         else:
@@ -152,7 +152,8 @@ def first_layers(source: ModelSource, num_layers: int) -> ModelSource:
     )
 
 
-def _engine(framework: str) -> Any:
+def framework_engine(framework: str) -> Any:
+    """The entry of a framework, which its name leads to."""
     return import_module(f"{FRAMEWORKS}.{framework}.engine")
 
 
@@ -175,7 +176,7 @@ def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner
         num_threads=None,
         max_batch_tokens=num_tokens,
     )
-    runner: ModelRunner = _engine(framework).build_runner(source, config)
+    runner: ModelRunner = framework_engine(framework).build_runner(source, config)
     return runner
 
 

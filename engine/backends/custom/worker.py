@@ -61,7 +61,7 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
             f"{source.path.name} is a text encoder, which runs on PyTorch: "
             "pip install 'engine[torch]'"
         )
-    framework = framework_engine(name)
+    framework = _framework(name)
     device = framework.find_device(options.device, options.dtype)
     encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
     return encoder, device
@@ -71,7 +71,7 @@ def load_runner(
     source: ModelSource, options: EngineOptions
 ) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
     """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
-    framework = framework_engine(options.framework)
+    framework = _framework(options.framework)
     device = framework.find_device(options.device, options.dtype)
     needs = framework.memory_needs(source, options, device)
     plan = plan_memory(source.config, options, device, needs)
@@ -133,7 +133,7 @@ def _vocabulary(options: EngineOptions) -> Vocabulary:
     return load_text(Path(options.model_path)).vocabulary()
 
 
-def framework_engine(name: str) -> Any:
+def _framework(name: str) -> Any:
     return importlib.import_module(f"{FRAMEWORKS}.{name}.engine")
 
 

@@ -19,12 +19,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from engine.backends.custom.inspection import frameworks
+from engine.backends.custom.inspection import framework_engine, frameworks
 from engine.backends.custom.memory import MIB, plan_memory
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.profiling import Profile, profile_model
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.backends.custom.worker import framework_engine
 from engine.core.utils.model_store import resolve_model
 from engine.scripts.dev.benchmark_layers import random_source
 

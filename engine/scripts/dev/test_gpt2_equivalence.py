@@ -31,6 +31,7 @@ from engine.scripts.reference import monolithic_gpt2
 Values = dict[str, NDArray[Any]]
 TOLERANCE = 1e-4  # of a site's largest value; float32 sums in another order differ by less
 REFERENCE = "reference"
+_SITE_WIDTH, _CELL_WIDTH = 20, 20  # of the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ def print_report(report: Report) -> None:
     from rich.table import Table
 
     console = Console()
+    console.width = max(console.width, _SITE_WIDTH + _CELL_WIDTH * len(report.found))
     table = Table("site", box=None, pad_edge=False, title=f"{report.family}: max error (relative)")
     for framework in report.found:
         table.add_column(framework, justify="right", no_wrap=True)

@@ -34,7 +34,7 @@ from engine.backends.custom.conversion.stored import (
 )
 from engine.backends.custom.conversion.tokenizer_bin import read_tokenizer, tokenizer_bytes
 from engine.backends.custom.ir.rotary import inverse_frequencies
-from engine.backends.custom.weights.files import read_json
+from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight, open_model
 from engine.backends.custom.weights.quantize import ENCODERS, quantize
@@ -201,7 +201,7 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
     """Name -> content of all that lies beside the weights."""
     if model.checkpoint.format == "safetensors":
         files = {
-            path.name: path.read_bytes()
+            path.name: member(model.path, path.name).read_bytes()
             for path in sorted(model.path.iterdir())
             if path.is_file() and is_companion(path.name)
         }
