@@ -64,6 +64,15 @@ def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
     assert not report.agrees
 
 
+def test_the_table_and_the_exit_code_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        test_gpt2_equivalence.main(["--length", "6"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"reference: agrees", "native: agrees", "torch: agrees"} <= set(lines)
+    assert any(line.startswith("served.logprobs") for line in lines)
+
+
 def test_a_cut_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     source = open_model(tmp_path)

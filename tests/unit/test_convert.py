@@ -12,7 +12,7 @@ import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config
-from engine.backends.custom.conversion.convert import convert, open_source
+from engine.backends.custom.conversion.convert import convert, open_source, save_trained
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ConfigError, EngineError, ModelFormatError
@@ -57,6 +57,18 @@ def test_hugging_face_through_gguf_and_back_is_the_same(family: str, tmp_path: P
     assert texts[0].chat_template == texts[1].chat_template == tokenizer_files.TEMPLATE
     assert texts[0].eos_ids == texts[1].eos_ids
     assert texts[0].specials == texts[1].specials
+
+
+def test_what_a_file_says_of_itself_comes_along(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", "llama")
+    convert(tmp_path / "hf", tmp_path / "model.gguf")
+    model = open_source(tmp_path / "model.gguf")
+    stated = {"general.name": "Tiny", "general.license": "mit", "general.languages": ["en", "de"]}
+    named = replace(model, metadata={**model.metadata, **stated})
+    save_trained(named, {}, tmp_path / "named")
+    convert(tmp_path / "named", tmp_path / "again.gguf")
+    found = open_source(tmp_path / "again.gguf").metadata
+    assert {key: found[key] for key in stated} == stated
 
 
 def test_the_gguf_package_reads_what_is_written(tmp_path: Path) -> None:

@@ -91,14 +91,14 @@ def plot(times: Times, path: Path, title: str) -> None:
     figure = Figure(figsize=(4 * columns, 2.8 * rows), layout="constrained")
     for index, layer in enumerate(layers):
         axes = figure.add_subplot(rows, columns, index + 1)
-        for name in names:
+        for number, name in enumerate(names):
             points = [
                 (size, 1e6 * times[name, size][layer])
                 for size in sizes
                 if times[name, size].get(layer, 0) > 0
             ]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=name)
+                axes.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{number}")
         axes.set(title=layer, xscale="log", yscale="log", xlabel="tokens", ylabel="us")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")

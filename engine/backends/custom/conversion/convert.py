@@ -213,7 +213,9 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
     stated[_GENERAL] = {
         key: value
         for key, value in model.metadata.items()
-        if key.startswith("general.") and isinstance(value, str | list)
+        if key.startswith("general.")
+        and key != "general.architecture"
+        and isinstance(value, str | list)
     }
     return {name: text.encode() for name, text in texts.items()} | {CONFIG_NAME: _json(stated)}
 
