@@ -33,9 +33,11 @@ RANKS = {
     "engine.backends.custom.app": 4,
     "engine.cli": 4,
     "engine.llm": 4,
+    "engine.scripts": 4,
 }
 # Where a tensor library, or a library that loads one, may be imported.
 FRAMEWORKS_FOLDER = "engine.backends.custom.frameworks"
+WORKSHOP = "engine.scripts.dev"
 FRAMEWORK_HOMES = {
     "accelerate": ("engine.backends.transformers",),
     "flax": (f"{FRAMEWORKS_FOLDER}.jax",),
@@ -43,8 +45,8 @@ FRAMEWORK_HOMES = {
     "sglang": (),
     "tensorflow": (),
     "tinygrad": (f"{FRAMEWORKS_FOLDER}.tinygrad",),
-    "torch": (f"{FRAMEWORKS_FOLDER}.torch", "engine.backends.transformers"),
-    "transformers": ("engine.backends.transformers",),
+    "torch": (f"{FRAMEWORKS_FOLDER}.torch", "engine.backends.transformers", WORKSHOP),
+    "transformers": ("engine.backends.transformers", WORKSHOP),
     "triton": (f"{FRAMEWORKS_FOLDER}.torch",),
     "vllm": (),
 }

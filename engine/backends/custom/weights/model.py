@@ -62,11 +62,7 @@ class Weight:
 
     def row_order(self) -> NDArray[np.intp] | None:
         """Which stored row each of our rows is; None when they are in the same order."""
-        if self.transform not in ("unpermute_q", "unpermute_k"):
-            return None
-        # Stored heads interleave their rotary pairs (0, H/2, 1, H/2 + 1, ...); ours keep halves.
-        stored = np.arange(self.spec.shape[0]).reshape(-1, self.head_dim // 2, 2)
-        return stored.swapaxes(1, 2).reshape(-1)
+        return row_order(self.transform, self.spec.shape[0], self.head_dim)
 
     def numpy(self) -> NDArray[np.float32]:
         """The values in our layout, as a fresh contiguous array."""
@@ -75,6 +71,15 @@ class Weight:
         if order is not None:
             return values[order]
         return np.ascontiguousarray(values.T) if self.transform == "transpose" else values
+
+
+def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
+    """Which stored row each of our rows is; None when they are in the same order."""
+    if transform not in ("unpermute_q", "unpermute_k"):
+        return None
+    # Stored heads interleave their rotary pairs (0, H/2, 1, H/2 + 1, ...); ours keep halves.
+    stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
+    return stored.swapaxes(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

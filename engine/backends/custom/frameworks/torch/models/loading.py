@@ -88,6 +88,13 @@ def build_encoder_model(
     return model
 
 
+def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
+    """A model's weights as they are now, under the names that they were loaded by."""
+    return {
+        name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
+    }
+
+
 @contextmanager
 def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
