@@ -33,8 +33,8 @@ _NATIVE_FIX = (
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
 )
 # Packages that a built-in backend needs, and the extra that installs them.
-_BACKEND_NEEDS = {"torch": (("torch",), "torch")}
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
+_BACKEND_NEEDS = {"jax": (("jax",), "jax"), "torch": (("torch",), "torch")}
+_PACKAGES = ("torch", "jax", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},

@@ -112,7 +112,7 @@ class ModelSettings(Section):
     )
     name: str | None = Field(default=None, min_length=1, max_length=256)  # None: from model_path
     backend: Name = "auto"
-    device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3})?$")
+    device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "fp8", "int8"] = "auto"  # of weights; auto: as they are stored
     max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)  # None: the model's

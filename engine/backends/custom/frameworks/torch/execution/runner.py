@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import token_words
 from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.kernels.attention import (
@@ -25,6 +24,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.runtime.noise import token_words
 from engine.backends.custom.runtime.seam import (
     DRAW,
     BatchInputs,
