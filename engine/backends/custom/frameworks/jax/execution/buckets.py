@@ -93,7 +93,7 @@ class Buckets:
 def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
     """The `StepArrays` of a step, padded to the bucket, as one vector."""
     counts = np.diff(inputs.query_start)
-    tokens, lengths, rows = _items(inputs.query_start, counts, bucket.tile)
+    tokens, lengths, rows = attention_items(inputs.query_start, counts, bucket.tile)
     num_singles = int(np.count_nonzero(lengths == 1))
     tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
     tables[: len(inputs.block_tables), : inputs.block_tables.shape[1]] = inputs.block_tables
@@ -114,7 +114,7 @@ def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
     )
 
 
-def _items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
+def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
     """Each row's queries in runs of at most a tile: first token, length, row; single ones first."""
     if tile == 1:
         rows = np.arange(len(counts), dtype=np.int32)

@@ -25,14 +25,17 @@ def xla_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> 
 def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
     size = min(GROUP, len(work.token))
 
-    def attend_group(index: Array, out: Array) -> Array:
+    def attend_group(index: Array | int, out: Array) -> Array:
         item = index * size + jnp.arange(size)
         is_used = item < work.num_singles
-        tokens, rows = work.token[item], work.row[item]
-        positions = jnp.where(is_used, work.positions[tokens], NO_QUERY)
-        attended = _attend(q[tokens][:, None], positions[:, None], work.tables[rows], cache, shape)
+        tokens, rows = _take(work.token, item), _take(work.row, item)
+        positions = jnp.where(is_used, _take(work.positions, tokens), NO_QUERY)
+        queries, tables = _take(q, tokens)[:, None], _take(work.tables, rows)
+        attended = _attend(queries, positions[:, None], tables, cache, shape)
         return out.at[jnp.where(is_used, tokens, len(q))].set(attended[:, 0], mode="drop")
 
+    if len(work.token) == size:
+        return attend_group(0, jnp.zeros_like(q))
     num_groups = (work.num_singles + size - 1) // size
     return lax.fori_loop(0, num_groups, attend_group, jnp.zeros_like(q))
 
@@ -45,10 +48,10 @@ def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape
     positions = jnp.pad(work.positions, (0, size))
 
     def attend_tile(item: Array, out: Array) -> Array:
-        start, is_own = work.token[item], offsets < work.length[item]
+        start, is_own = _take(work.token, item), offsets < _take(work.length, item)
         queries = lax.dynamic_slice_in_dim(q, start, size)
         where = jnp.where(is_own, lax.dynamic_slice_in_dim(positions, start, size), NO_QUERY)
-        table = work.tables[work.row[item]]
+        table = _take(work.tables, _take(work.row, item))
         attended = _attend(queries[None], where[None], table[None], cache, shape)[0]
         others = lax.dynamic_slice_in_dim(out, start, size)
         merged = jnp.where(is_own[:, None, None], attended, others)
@@ -74,7 +77,7 @@ def _attend(
     def attend_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         best, total, mixed = state
         table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
-        taken = blocks[table].reshape(rows, chunk, 2, num_kv_heads, head_dim)
+        taken = _take(blocks, table).reshape(rows, chunk, 2, num_kv_heads, head_dim)
         keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
         # What lies behind a row's end is somebody else's, and may be NaN.
         values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
@@ -114,3 +117,8 @@ def _attend(
     _, total, mixed = lax.fori_loop(first, last.max() // chunk + 1, attend_chunk, start)
     attended = (mixed / total[..., None]).astype(q.dtype).swapaxes(1, 2)
     return attended.reshape(rows, queries, num_heads, head_dim)
+
+
+def _take(array: Array, indices: Array) -> Array:
+    """Rows of an array; the host made the indices, so none is out of bounds."""
+    return array.at[indices].get(mode="promise_in_bounds")
