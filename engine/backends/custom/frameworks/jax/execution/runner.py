@@ -69,7 +69,9 @@ class JAXPendingTokens:
     sampling: SamplingInputs
 
     def wait(self) -> StepOutput:
-        finite = np.logical_and.reduceat(np.asarray(self.finite), self.query_start[:-1])
+        # Behind the last row's tokens there is padding, of which nothing is known.
+        of_tokens = np.asarray(self.finite)[: self.query_start[-1]]
+        finite = np.logical_and.reduceat(of_tokens, self.query_start[:-1])
         sampled, count = self.sampled, len(self.sampling.slots)
         if sampled is None:
             return StepOutput(np.empty(0, np.int32), finite)
