@@ -120,7 +120,8 @@ class JAXRunner:
         self._last_token = self._put(np.zeros(config.max_slots, np.int32), P())
         self._counts: Array | None = None  # (max_slots, V), made for the first row with penalties
         self._words = self._put(token_words(model.config.vocab_size), P())
-        attention = attention_backend(config.attention, model.config, device.platform)
+        num_slots = config.num_blocks * config.block_size
+        attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, attention, config.block_size, mesh)
 
     @property
