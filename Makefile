@@ -107,6 +107,6 @@ $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
-	$(call step,Installing the engine with PyTorch and the development tools)
-	@$(BIN)/python -m pip install --editable '.[torch,transformers,dev]'
+	$(call step,Installing the engine with its frameworks and the development tools)
+	@$(BIN)/python -m pip install --editable '.[jax,torch,transformers,dev]'
 	@touch $@

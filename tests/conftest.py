@@ -12,6 +12,8 @@ from tests.served import ServedEngine, serve
 
 # Read once, when PyTorch is first imported: threads that spin starve whatever shares the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read once, when JAX first compiles: tests compile much and run little of it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # What servers store by default goes here, not to the data of whoever runs the tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name

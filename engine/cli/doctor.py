@@ -34,6 +34,7 @@ _NATIVE_FIX = (
 )
 # Packages that a built-in backend needs, and the extra that installs them.
 _BACKEND_NEEDS = {
+    "jax": (("jax",), "jax"),
     "torch": (("torch",), "torch"),
     "transformers": (("torch", "transformers"), "torch,transformers"),
 }
@@ -43,7 +44,7 @@ _ELSEWHERE = {
     "sglang": "runs in the environment that its option python names",
     "openai": "runs wherever its option base_url says",
 }
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
+_PACKAGES = ("torch", "jax", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},

@@ -102,16 +102,12 @@ def _open(model: str, load_format: str) -> "ModelSource":
 def _options(
     source: "ModelSource", config: Path | None, flags: dict[str, str | None]
 ) -> "EngineOptions":
-    from importlib.util import find_spec
-
     from engine.backends.custom.engine_settings import backend_name, engine_options, has_engine
 
     settings = load_cli_settings(config, flags).settings
     name = backend_name(settings)
     if not has_engine(name):
-        raise ConfigError(f"backend '{name}' is not one of ours to profile; use torch or native")
-    if name == "torch" and find_spec("torch") is None:
-        raise ConfigError("--backend torch needs PyTorch: pip install 'engine[torch]'")
+        raise ConfigError(f"backend '{name}' is not ours to profile; use native, torch or jax")
     return engine_options(settings, name, source.path)
 
 

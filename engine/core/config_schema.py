@@ -142,7 +142,7 @@ class ModelSettings(Section):
     options: Annotated[
         dict[str, Any], BeforeValidator(_parse_options), AfterValidator(_check_options)
     ] = {}
-    device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3})?$")
+    device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "fp8", "int8"] = "auto"  # of weights; auto: as they are stored
     max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)  # None: the model's

@@ -6,10 +6,11 @@ import torch
 
 from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import gumbel, row_keys, token_words
+from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, TINY
 from engine.backends.custom.frameworks.torch.kernels.sampling import draw
+from engine.backends.custom.runtime.noise import row_keys, token_words
 from engine.backends.custom.runtime.seam import SamplingInputs
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.random import (
-    gumbel,
-    row_keys,
-    token_words,
-)
+from engine.backends.custom.frameworks.torch.execution.random import gumbel
+from engine.backends.custom.runtime.noise import row_keys, token_words
 from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models

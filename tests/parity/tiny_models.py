@@ -75,6 +75,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-tied": lambda: _llama(tie_word_embeddings=True),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
     "llama-wide-heads": lambda: _llama(head_dim=16, num_key_value_heads=6),
+    "llama-four-ways": lambda: _llama(head_dim=16, num_attention_heads=8, num_key_value_heads=4),
     "llama-linear": lambda: _rope("linear", factor=4.0),
     "llama-dynamic": lambda: _rope("dynamic", factor=4.0),
     "llama-llama3": lambda: _rope(

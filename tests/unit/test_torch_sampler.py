@@ -9,11 +9,8 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.torch.execution import sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import (
-    gumbel,
-    row_keys,
-    token_words,
-)
+from engine.backends.custom.frameworks.torch.execution.random import gumbel
+from engine.backends.custom.runtime.noise import row_keys, token_words
 from engine.backends.custom.runtime.seam import SamplingInputs
 from tests.parity.seam_driver import sampling_inputs
 

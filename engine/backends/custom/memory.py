@@ -4,7 +4,7 @@ Too little memory shrinks the cache, then the batch, then the context, each with
 so. When not even a short context fits, loading is refused with what would fit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.options import EngineOptions
@@ -64,6 +64,20 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
     if device.copies_tied_head and config.tie_embeddings:
         num_values += config.vocab_size * config.hidden_size
     return MemoryNeeds(num_values * value_bytes, config.kv_bytes_per_token(value_bytes))
+
+
+def on_gpu(
+    needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
+) -> MemoryNeeds:
+    """On a GPU the cache gets what is left of the share that the engine may use, after the largest
+    step's activations and the logits that are kept.
+    """
+    value_bytes = DTYPE_BYTES[device.dtype]
+    inner = 3 * config.intermediate_size + 8 * config.hidden_size
+    step = options.max_batch_tokens * inner * value_bytes
+    logits = 16 * options.max_slots * config.vocab_size * value_bytes
+    spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
+    return replace(needs, workspace_bytes=spared + WORKSPACE_BYTES + step + logits, pool_share=1.0)
 
 
 def plan_memory(

@@ -49,19 +49,19 @@ from engine.core.utils.processes import die_with_parent
 log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it is __main__
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
+ENCODER_FRAMEWORK = "torch"
 OPTIONS_TIMEOUT_S = 30.0
 GARBAGE_OBJECTS = 50_000  # new ones before a collection
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
-    """A text encoder. Our own kernels have none, so PyTorch runs it for them."""
-    name = "torch" if options.framework == "native" else options.framework
-    if find_spec(name) is None:
+    """A text encoder. PyTorch has one, and runs it for whichever framework was asked for."""
+    if find_spec(ENCODER_FRAMEWORK) is None:
         raise ConfigError(
             f"{source.path.name} is a text encoder, which runs on PyTorch: "
             "pip install 'engine[torch]'"
         )
-    framework = _framework(name)
+    framework = _framework(ENCODER_FRAMEWORK)
     device = framework.find_device(options.device, options.dtype)
     encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
     return encoder, device
@@ -145,6 +145,8 @@ def _vocabulary(options: EngineOptions) -> Vocabulary:
 
 
 def _framework(name: str) -> Any:
+    if name != "native" and find_spec(name) is None:
+        raise ConfigError(f"--backend {name} needs a package: pip install 'engine[{name}]'")
     return importlib.import_module(f"{FRAMEWORKS}.{name}.engine")
 
 

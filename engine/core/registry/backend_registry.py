@@ -11,6 +11,7 @@ from engine.core.registry.registry import Registry
 _BACKENDS = Registry(
     kind="backend",
     builtin={
+        "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
         "vllm": "engine.backends.vllm:VLLMBackend",

@@ -63,7 +63,7 @@ def profile_framework(
     engine = framework_engine(framework)
     device = engine.find_device("cpu", "float32")
     needs = engine.memory_needs(source, options, device)
-    plan = plan_memory(source.config, options, device, needs)
+    plan = plan_memory(source.config.max_position, options, device, needs)
     process = psutil.Process()
     before = process.memory_info().rss
     profile = profile_model(source, options, [prompt], new_tokens, None, trace)

@@ -15,3 +15,9 @@ class TorchBackend(CustomBackend):
     """A model on PyTorch, on a CPU or a CUDA device."""
 
     framework = "torch"
+
+
+class JAXBackend(CustomBackend):
+    """A model on JAX, on a CPU or on one or several CUDA devices."""
+
+    framework = "jax"

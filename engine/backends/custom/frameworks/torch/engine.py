@@ -2,14 +2,8 @@
 
 from dataclasses import replace
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.encoder_loop import Encoder
-from engine.backends.custom.memory import (
-    DTYPE_BYTES,
-    WORKSPACE_BYTES,
-    MemoryNeeds,
-    dense_needs,
-)
+from engine.backends.custom.memory import DTYPE_BYTES, MemoryNeeds, dense_needs, on_gpu
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
@@ -24,30 +18,17 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """What the weights and a token's keys and values take. On a GPU the cache gets what is left of
-    the share that the engine may use, after the largest step's activations.
-    """
+    """What the weights and a token's keys and values take."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return needs
-    spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
-    workspace = spared + _activation_bytes(source.config, options, device)
-    needs = replace(needs, workspace_bytes=workspace, pool_share=1.0)
+    needs = on_gpu(needs, source.config, options, device)
     if source.quantization is None:
         return needs
     from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
 
     value_bytes = DTYPE_BYTES[device.dtype]
     return replace(needs, weight_bytes=placed_bytes(source.weights.values(), value_bytes))
-
-
-def _activation_bytes(config: ModelConfig, options: EngineOptions, device: DeviceInfo) -> int:
-    """Of the largest step, and of the logits that captured graphs keep."""
-    value_bytes = DTYPE_BYTES[device.dtype]
-    inner = 3 * config.intermediate_size + 8 * config.hidden_size
-    step = options.max_batch_tokens * inner * value_bytes
-    logits = 16 * options.max_slots * config.vocab_size * value_bytes
-    return WORKSPACE_BYTES + step + logits
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import row_keys
 from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, with_logprobs
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.sampling import (
@@ -18,6 +17,7 @@ from engine.backends.custom.frameworks.torch.kernels.sampling import (
     greedy,
     penalize,
 )
+from engine.backends.custom.runtime.noise import row_keys
 from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
 
 

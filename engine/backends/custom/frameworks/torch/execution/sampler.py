@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import gumbel, row_keys
+from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.runtime.noise import row_keys
 from engine.backends.custom.runtime.seam import DRAW, I32, U32, SamplingInputs
 
 MINUS_INFINITY = float("-inf")

@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.random import (
-    gumbel,
-    row_keys,
-    token_words,
-)
+from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.sampler import (
     MINUS_INFINITY,
     nucleus_floor,
@@ -30,6 +26,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
+from engine.backends.custom.runtime.noise import row_keys, token_words
 
 _LOGITS = {torch.float32: Tolerance(1e-6, 1e-6)}
 _MAX_ROWS = 256

@@ -1,0 +1,129 @@
+"""Shapes of steps. XLA compiles a program for each, so there are few: a step is padded to the next.
+
+A step of single tokens and a step with prompts are different programs. Sizes of either grow by a
+factor of two from a size below which a smaller one would hardly be faster.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.custom.frameworks.jax.execution.packing import Shape, Words, pack, padded
+from engine.backends.custom.runtime.seam import I32, BatchInputs
+
+MIN_ROWS = 8  # but for a lone row, which has a program of its own
+MIN_PROMPT_TOKENS = 32
+TILE = 32  # queries of a prompt that attention takes at once
+MIN_TABLE_TOKENS = 2048
+TABLE_GROWTH = 4
+
+
+class Bucket(NamedTuple):
+    """The shapes of a step: what its program was compiled for."""
+
+    num_tokens: int
+    num_rows: int
+    table_width: int
+    tile: int  # queries of an attention item, at most
+    num_items: int
+
+
+class StepArrays(NamedTuple):
+    """A step, padded; all int32."""
+
+    token_ids: Words  # (T,)
+    positions: Words  # (T,)
+    write_slots: Words  # (T,) padding goes to the null block
+    slots: Words  # (T,) of the token's row
+    logit_rows: Words  # (T,) as many as `sample` needs, then zeros
+    tables: Words  # (S, B)
+    token: Words  # (I,) attention's items, see `Work`
+    length: Words  # (I,)
+    row: Words  # (I,)
+    num_items: Words  # (2,) of one query; all
+
+
+def step_shapes(bucket: Bucket) -> list[Shape]:
+    """Of `StepArrays`, in their order."""
+    tokens: Shape = (bucket.num_tokens,)
+    items: Shape = (bucket.num_items,)
+    tables = (bucket.num_rows, bucket.table_width)
+    return [*[tokens] * 5, tables, items, items, items, (2,)]
+
+
+def padded_rows(count: int) -> int:
+    return 1 if count == 1 else _doubled(MIN_ROWS, count)
+
+
+def _doubled(size: int, count: int) -> int:
+    while size < count:
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The shapes that a runner's steps may have."""
+
+    max_slots: int
+    block_size: int
+    max_seq_len: int
+    chunk: int  # positions that attention reads at once, which tables must hold whole
+
+    def of(self, inputs: BatchInputs) -> Bucket:
+        num_tokens, num_rows = len(inputs.token_ids), len(inputs.slots)
+        width = self._table_width(inputs.block_tables.shape[1])
+        if num_tokens == num_rows:
+            size = padded_rows(num_rows)
+            return Bucket(size, size, width, 1, size)
+        size = _doubled(MIN_PROMPT_TOKENS, num_tokens)
+        rows = min(size, padded_rows(self.max_slots))
+        return Bucket(size, rows, width, TILE, size // TILE + rows)
+
+    def _table_width(self, num_blocks: int) -> int:
+        tokens, longest = MIN_TABLE_TOKENS, num_blocks * self.block_size
+        while tokens < longest:
+            tokens *= TABLE_GROWTH
+        tokens = min(tokens, max(longest, self.max_seq_len))
+        chunk = max(self.chunk, self.block_size)
+        return -(-tokens // chunk) * (chunk // self.block_size)
+
+
+def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
+    """The `StepArrays` of a step, padded to the bucket, as one vector."""
+    counts = np.diff(inputs.query_start)
+    tokens, lengths, rows = attention_items(inputs.query_start, counts, bucket.tile)
+    num_singles = int(np.count_nonzero(lengths == 1))
+    tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
+    tables[: len(inputs.block_tables), : inputs.block_tables.shape[1]] = inputs.block_tables
+    of_tokens = (
+        inputs.token_ids,
+        inputs.positions,
+        inputs.write_slots.astype(np.int32),
+        np.repeat(inputs.slots, counts),
+        inputs.logit_rows,
+    )
+    return pack(
+        [
+            *(padded(array, bucket.num_tokens) for array in of_tokens),
+            tables,
+            *(padded(array, bucket.num_items) for array in (tokens, lengths, rows)),
+            np.array([num_singles, len(tokens)], np.int32),
+        ]
+    )
+
+
+def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
+    """Each row's queries in runs of at most a tile: first token, length, row; single ones first."""
+    if tile == 1:
+        rows = np.arange(len(counts), dtype=np.int32)
+        return query_start[:-1], np.ones_like(rows), rows
+    num_tiles = -(-counts // tile)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)
+    first_item = np.cumsum(num_tiles) - num_tiles
+    offsets = (np.arange(len(rows), dtype=np.int32) - first_item[rows]) * tile
+    lengths = np.minimum(tile, counts[rows] - offsets)
+    order = np.argsort(lengths != 1, kind="stable")
+    tokens = (query_start[rows] + offsets)[order].astype(np.int32)
+    return tokens, lengths[order].astype(np.int32), rows[order]

@@ -1,0 +1,110 @@
+"""From a model source and a configuration to a loaded runner, and what device there is for it."""
+
+import logging
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
+from engine.backends.custom.frameworks.jax.execution.sharding import (
+    make_mesh,
+    param_spec,
+    put,
+)
+from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
+from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.errors import ConfigError
+from engine.core.utils.model_store import store_directory
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+DEVICE = re.compile(r"(?P<platform>cpu|cuda)(?::(?P<first>\d+)(?:-(?P<last>\d+))?)?")
+# Programs that took less are compiled again rather than kept.
+MIN_KEPT_COMPILE_S = 0.1
+
+
+def find_device(device: str, dtype: str) -> DeviceInfo:
+    """Decide "auto": CUDA in bfloat16 when JAX has one, else the CPU in float32."""
+    if device == "auto":
+        device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    devices = _devices(device)
+    if devices[0].platform == "cpu":
+        free_bytes = psutil.virtual_memory().available
+        return DeviceInfo(device, "float32" if dtype == "auto" else dtype, free_bytes)
+    stats = [each.memory_stats() for each in devices]
+    free_bytes = sum(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
+
+
+def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
+    """Load the model's weights and allocate its cache; programs are compiled when first used."""
+    _check(source, config)
+    keep_compiled(store_directory().parent / "jax")
+    devices = _devices(config.device)
+    mesh = make_mesh(devices, source.config)
+    model = build_model(source.config, source.weights, config.max_seq_len)
+    place = partial(put, mesh=mesh, device=devices[0])
+    params = load_params(
+        source.weights, DTYPES[config.dtype], lambda name, value: place(value, param_spec(name))
+    )
+    return JAXRunner(model, params, config, devices[0], mesh)
+
+
+def keep_compiled(folder: Path) -> None:
+    """Keep compiled programs for the next start. A folder that cannot be had costs only time."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compiled programs are not kept for the next start: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_KEPT_COMPILE_S)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _check(source: ModelSource, config: RunnerConfig) -> None:
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"dtype '{config.dtype}' is unknown; use one of {', '.join(DTYPES)}")
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise ConfigError(
+            f"the jax backend keeps keys and values as {config.dtype}, the type it computes in; "
+            f"kv_dtype {config.kv_dtype} needs --backend native"
+        )
+    if config.affinity not in ("auto", "off"):
+        raise ConfigError("performance.affinity binds the native backend's threads, not XLA's")
+    if config.num_threads is not None:
+        raise ConfigError(
+            "XLA takes a thread for every CPU that its process may use; leave performance.threads "
+            "out, and start the engine with taskset to give it fewer"
+        )
+    if config.quantization != "auto":
+        raise ConfigError(f"quantization {config.quantization} needs --backend torch on a GPU")
+    if source.config.rope is None and config.max_seq_len > source.config.max_position:
+        raise ConfigError(
+            f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
+            "learned positions; lower it"
+        )
+
+
+def _devices(name: str) -> list[jax.Device]:
+    """ "cpu", "cuda", "cuda:1", or several to share the model: "cuda:0-3"."""
+    match = DEVICE.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"device '{name}' is unknown; use cpu, cuda, cuda:N or cuda:N-M")
+    try:
+        found = jax.devices(match["platform"])
+    except RuntimeError:
+        found = []
+    first = int(match["first"] or 0)
+    last = int(match["last"] or first)
+    if not first <= last < len(found):
+        raise ConfigError(
+            f"device '{name}' is not there: JAX sees {len(found)} devices of that kind; use cpu"
+        )
+    return found[first : last + 1]

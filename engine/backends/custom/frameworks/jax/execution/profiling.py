@@ -1,0 +1,60 @@
+"""XLA's own profiler over a runner's calls: kernels on a GPU, operations on a CPU."""
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+
+from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
+from engine.backends.custom.runtime.profiler import KernelTime
+
+_US = 1e-6
+
+
+class JAXProfiler:
+    def __init__(self, runner: JAXRunner) -> None:
+        self._runner = runner
+        self._trace = b""  # JSON, as Chrome reads it
+
+    @contextmanager
+    def barrier(self, name: str) -> Iterator[None]:
+        yield
+        self._runner.wait()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        with jax.profiler.TraceAnnotation(name):
+            yield
+
+    def __enter__(self) -> "JAXProfiler":
+        self._folder = TemporaryDirectory(prefix="engine-profile-")
+        jax.profiler.start_trace(self._folder.name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.wait()
+        jax.profiler.stop_trace()
+        with self._folder as folder:
+            (written,) = Path(folder).rglob("*.trace.json.gz")
+            self._trace = gzip.decompress(written.read_bytes())
+
+    def kernels(self) -> list[KernelTime]:
+        """Operations of compiled programs by name. XLA numbers those that are alike: `dot.17`."""
+        seconds: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        events: list[dict[str, Any]] = json.loads(self._trace)["traceEvents"]
+        for event in events:
+            if "hlo_op" in event.get("args", {}) and "dur" in event:
+                name = event["name"].rstrip("0123456789").rstrip(".")
+                seconds[name] += event["dur"] * _US
+                calls[name] += 1
+        return [KernelTime(name, calls[name], spent) for name, spent in seconds.most_common()]
+
+    def write_trace(self, path: Path) -> None:
+        path.write_bytes(self._trace)

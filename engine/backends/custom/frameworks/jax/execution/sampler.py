@@ -1,0 +1,146 @@
+"""From logits to tokens: pure functions, in a fixed order.
+
+Penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
+model itself, before any of these. Top-k, top-p and min-p are floors: every token as likely as the
+least likely one kept is kept too, so that the result depends on values alone. The draw adds keyed
+Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from engine.backends.custom.frameworks.jax.execution.draws import Draws, Traits
+from engine.backends.custom.runtime.seam import DRAW
+
+_MIX_1, _MIX_2 = 0x7FEB352D, -0x7B935975  # int32 multipliers that spread a bit over the word
+_MASK_31 = 0x7FFFFFFF
+# In a slot's count of a token: the lowest bit says that the prompt has it, and the rest how often
+# the output does.
+IN_PROMPT, PER_OUTPUT = 1, 2
+
+
+class Sampled(NamedTuple):
+    """On the device. What no row asked for is None."""
+
+    tokens: Array  # (R,) int32
+    logprobs: Array | None = None  # (R,)
+    top_ids: Array | None = None  # (R, K)
+    top_logprobs: Array | None = None  # (R, K)
+
+
+def sample(
+    logits: Array,
+    draws: Draws,
+    traits: Traits,
+    words: Array,
+    counts: Array | None,
+    mask: Array | None,
+) -> Sampled:
+    """logits (R, V) float32; `words` (V,) are the vocabulary's `token_words`. None: no penalties in
+    `counts` (R, V), all tokens allowed by `mask` (R, ceil(V / 32)).
+    """
+    adjusted = logits
+    if counts is not None:
+        adjusted = penalize(adjusted, counts, draws)
+    if traits.num_biases:
+        adjusted = adjusted.at[draws.bias_rows, draws.bias_ids].add(draws.bias_values, mode="drop")
+    if mask is not None:
+        adjusted = apply_mask(adjusted, mask)
+    tokens = adjusted.argmax(axis=-1)
+    if traits.draws:
+        tokens = jnp.where(draws.temperature > 0, draw(adjusted, draws, traits, words), tokens)
+    tokens = jnp.where(draws.forced == DRAW, tokens, draws.forced).astype(jnp.int32)
+    return with_logprobs(logits, tokens, traits.num_top)
+
+
+def penalize(logits: Array, counts: Array, draws: Draws) -> Array:
+    """Repetition scales away from likely; frequency and presence subtract, over output only."""
+    num_output = (counts // PER_OUTPUT).astype(jnp.float32)
+    repetition = draws.repetition[:, None]
+    scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    penalized = jnp.where(counts > 0, scaled, logits)
+    penalized -= draws.frequency[:, None] * num_output
+    return penalized - draws.presence[:, None] * (num_output > 0)
+
+
+def apply_mask(logits: Array, mask: Array) -> Array:
+    size = logits.shape[1]
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(len(logits), -1)[:, :size] == 1
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+def draw(logits: Array, draws: Draws, traits: Traits, words: Array) -> Array:
+    """A token for each row as if its temperature were above 0: (R,)"""
+    temperature = jnp.where(draws.temperature > 0, draws.temperature, 1)
+    logits = logits / temperature[:, None]
+    if traits.filters:
+        logits = keep_top_k(logits, draws.top_k)
+        logits = keep_likely(logits, draws.top_p, draws.min_p)
+    return (logits + gumbel(draws.keys, words)).argmax(axis=-1)
+
+
+def keep_top_k(logits: Array, top_k: Array) -> Array:
+    """The k-th largest is found bit by bit, whatever k: several times faster than sorting."""
+    wanted = jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    bits = lax.bitcast_convert_type(logits, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    order = jnp.where(bits >= sign, ~bits, bits | sign)  # unsigned, in the order of the floats
+
+    def try_bit(index: Array, floor: Array) -> Array:
+        higher = floor | (sign >> index.astype(jnp.uint32))
+        enough = (order >= higher).sum(axis=1, keepdims=True) >= wanted
+        return jnp.where(enough, higher, floor)
+
+    floor = lax.fori_loop(0, 32, try_bit, jnp.zeros((len(logits), 1), jnp.uint32))
+    return jnp.where(order >= floor, logits, -jnp.inf)
+
+
+def keep_likely(logits: Array, top_p: Array, min_p: Array) -> Array:
+    """Top-p, then min-p (a share of the best token's probability, which top-p never removes)."""
+    probs = jax.nn.softmax(logits, axis=-1)
+    floor = probs.max(axis=-1, keepdims=True) * min_p[:, None]
+    nucleus = jnp.where(top_p < 1, nucleus_floor(probs, top_p), 0)
+    return jnp.where(probs < jnp.maximum(floor, nucleus[:, None]), -jnp.inf, logits)
+
+
+def nucleus_floor(probs: Array, target: Array) -> Array:
+    """The largest probability at or above which tokens sum to at least the target: (R,)
+
+    Found by bisection over the bits of a float, whose order is that of the values. The last 7 bits
+    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
+    """
+    lowest = jnp.full(len(probs), 2.0**-63, jnp.float32)
+
+    def try_bit(index: Array, floor: Array) -> Array:
+        higher = floor | (1 << (28 - index))  # of those set in 2 ** -63 .. 1, all but the highest
+        least = lax.bitcast_convert_type(higher, jnp.float32)[:, None]
+        mass = jnp.where(probs >= least, probs, 0).sum(axis=1)
+        return jnp.where(mass >= target, higher, floor)
+
+    floor = lax.fori_loop(0, 22, try_bit, lax.bitcast_convert_type(lowest, jnp.int32))
+    return lax.bitcast_convert_type(floor, jnp.float32)
+
+
+def gumbel(keys: Array, words: Array) -> Array:
+    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,)."""
+    bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32, wrapping around
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits *= _MIX_1
+    bits ^= (bits >> 16) & 0xFFFF
+    bits = (bits * _MIX_2) & _MASK_31
+    # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
+    uniform = jnp.clip(bits.astype(jnp.float32), 0.5, 2.0**31 - 128) * 2.0**-31
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def with_logprobs(logits: Array, tokens: Array, num_top: int | None) -> Sampled:
+    if num_top is None:
+        return Sampled(tokens)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1) - total
+    values, ids = lax.top_k(logits, num_top)
+    return Sampled(tokens, chosen[:, 0], ids, values - total)

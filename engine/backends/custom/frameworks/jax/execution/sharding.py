@@ -1,0 +1,52 @@
+"""Tensor parallelism: which axis of each parameter is spread over a mesh's devices.
+
+Matrices that make heads or inner values are cut by rows, those that take them by columns, so that
+each half of a block ends with one sum over the devices. XLA inserts the sums.
+"""
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.core.errors import ConfigError
+
+AXIS = "model"
+BY_ROWS = frozenset({"q", "k", "v", "gate", "up"})
+BY_COLUMNS = frozenset({"o", "down"})
+
+
+def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
+    """None for a single device. Raises `ConfigError` if the model cannot be cut so often."""
+    count = len(devices)
+    if count == 1:
+        return None
+    for name, size in (
+        ("key heads", config.num_kv_heads),
+        ("feed-forward values", config.intermediate_size),
+    ):
+        if size % count:
+            raise ConfigError(
+                f"the model's {size} {name} cannot be shared evenly by {count} devices; "
+                "use a number of devices that divides them"
+            )
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def param_spec(name: str) -> P:
+    """By a weight's name, such as "layers.3.attn.q.bias"."""
+    *_, part, kind = name.split(".")
+    if part in BY_ROWS:
+        return P(AXIS)
+    return P(None, AXIS) if part in BY_COLUMNS and kind == "weight" else P()
+
+
+CACHE_SPEC = P(None, None, AXIS)  # (slots, 2, K, H)
+
+
+def put(value: ArrayLike, spec: P, mesh: Mesh | None, device: jax.Device) -> Array:
+    """Onto the mesh, or whole onto the device if there is none."""
+    return jax.device_put(value, device if mesh is None else NamedSharding(mesh, spec))

@@ -1,0 +1,93 @@
+"""The first half of a step: one pure function from parameters, cache and a step's arrays to the
+cache after it and the states that logits are made of.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from engine.backends.custom.frameworks.jax.execution.buckets import (
+    Bucket,
+    StepArrays,
+    step_shapes,
+)
+from engine.backends.custom.frameworks.jax.execution.packing import unpack
+from engine.backends.custom.frameworks.jax.execution.sharding import AXIS
+from engine.backends.custom.frameworks.jax.kernels.attention import AttentionBackend
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.layers.linear import Params
+from engine.backends.custom.frameworks.jax.models.base import Model, decode
+
+
+class StepProgram(NamedTuple):
+    """What is known when the function is traced, but for a step's bucket."""
+
+    model: Model
+    attention: AttentionBackend
+    block_size: int
+    mesh: Mesh | None
+
+
+class Forwarded(NamedTuple):
+    caches: list[Array]  # of each layer, (slots, 2, K, H): a key, then its value
+    states: Array  # (T, D) the residual stream of the tokens that `logit_rows` names
+    finite: Array  # (T,) a token's state, which every layer adds to, was finite to the end
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def forward(
+    program: StepProgram,
+    bucket: Bucket,
+    params: Params,
+    caches: list[Array],
+    last_token: Array,
+    packed: Array,
+) -> Forwarded:
+    """`last_token` (max_slots,) is what was drawn last for each slot. The caches are donated: they
+    are written where they lie, and the caller's are gone.
+    """
+    model, attention, block_size, mesh = program
+    step = StepArrays(*unpack(packed, step_shapes(bucket)))
+    is_known = step.token_ids >= 0
+    token_ids = jnp.where(is_known, step.token_ids, last_token[step.slots])
+    shape = AttentionShape(bucket.tile, block_size, model.config.sliding_window)
+    work = Work(
+        step.positions, step.tables, step.token, step.length, step.row, *step.num_items.reshape(2)
+    )
+    write = partial(write_and_attend, attention, shape)
+    if mesh is not None:
+        heads, pages = P(None, AXIS), P(None, None, AXIS)
+        write = jax.shard_map(
+            write,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, pages, P(), P()),
+            out_specs=(heads, pages),
+            check_vma=False,
+        )
+
+    def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
+        return write(q, k, v, cache, step.write_slots, work)
+
+    states, caches = decode(model, params, token_ids, step.positions, attend, caches)
+    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
+    return Forwarded(caches, states[-1][step.logit_rows], finite)
+
+
+def write_and_attend(
+    attention: AttentionBackend,
+    shape: AttentionShape,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Array,
+    write_slots: Array,
+    work: Work,
+) -> tuple[Array, Array]:
+    """One layer, on the heads that a device holds."""
+    cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
+    return attention(q, cache, work, shape), cache

@@ -1,0 +1,47 @@
+"""The attention backends: how queries of a mixed batch meet keys and values in the paged cache.
+
+Backends differ in speed only: all of them are tested against attention over a plain sequence.
+"""
+
+from typing import Protocol
+
+from jax import Array
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.jax.kernels.attention_pallas import pallas_attention
+from engine.backends.custom.frameworks.jax.kernels.attention_xla import xla_attention
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.core.errors import ConfigError
+
+
+class AttentionBackend(Protocol):
+    def __call__(self, q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+        """One layer. q (T, N, H); cache (slots, 2, K, H) holds the step's own keys and values
+        already, a key before its value. Gives (T, N, H); what no item covers is undefined.
+        """
+        ...
+
+
+MAX_OFFSET = 2**31 - 1  # the kernel counts a layer's values in 32 bits
+ATTENTION: dict[str, AttentionBackend] = {"xla": xla_attention, "pallas": pallas_attention}
+
+
+def attention_backend(
+    name: str, config: ModelConfig, platform: str, num_slots: int
+) -> AttentionBackend:
+    """ "auto": Pallas on a GPU for the heads that it can do, else plain XLA."""
+    chosen = name
+    if name == "auto":
+        can_tile = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
+        chosen = "pallas" if platform == "gpu" and can_tile else "xla"
+    if chosen not in ATTENTION:
+        raise ConfigError(
+            f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
+        )
+    most = MAX_OFFSET // (2 * config.num_kv_heads * config.head_dim)
+    if chosen == "pallas" and num_slots > most:
+        raise ConfigError(
+            f"a KV cache of {num_slots:,} tokens is more than the {most:,} that the kernel can "
+            "address; give it less with performance.memory_pool_size_mb"
+        )
+    return ATTENTION[chosen]

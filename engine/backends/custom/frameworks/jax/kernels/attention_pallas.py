@@ -1,0 +1,106 @@
+"""Paged attention as a Pallas kernel for GPUs: one program for each work item and key head.
+
+A program holds the queries of all heads that share its key head, walks the row's context a chunk at
+a time through the block table, and keeps a running maximum and sum, so that nothing of the size of
+the context is ever stored. Off a GPU it is interpreted, for tests.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.layers.linear import precision
+
+CHUNK = 64  # positions of the context at a time
+MIN_DOT = 16  # rows that a tensor core multiplies, at least
+HIDDEN = -1e30
+Ref = Any
+
+
+def pallas_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+    """See `AttentionBackend`."""
+    group = q.shape[1] // cache.shape[2]  # query heads of a key head
+    num_queries = max(MIN_DOT, pl.next_power_of_2(shape.tile * group))
+    call = pl.pallas_call(
+        partial(_attend, shape=shape, group=group, num_queries=num_queries),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(len(work.token), cache.shape[2]),
+        interpret=jax.default_backend() != "gpu",
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        name="paged_attention",
+    )
+    return call(work.token, work.length, work.row, work.positions, work.tables, q, cache)
+
+
+def _attend(
+    token_ref: Ref,
+    count_ref: Ref,
+    row_ref: Ref,
+    positions_ref: Ref,
+    tables_ref: Ref,
+    q_ref: Ref,
+    cache_ref: Ref,
+    out_ref: Ref,
+    *,
+    shape: AttentionShape,
+    group: int,
+    num_queries: int,
+) -> None:
+    item, kv_head = pl.program_id(0), pl.program_id(1)
+    count = count_ref[item]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        first_token, row = token_ref[item], row_ref[item]
+        first = positions_ref[first_token]
+        head_dim = q_ref.shape[-1]
+        index = jnp.arange(num_queries)
+        is_own = index < count * group
+        places = (first_token + index // group)[:, None], (kv_head * group + index % group)[:, None]
+        dims = jnp.arange(head_dim)[None, :]
+        query = q_ref.at[(*places, dims)]
+        mask = jnp.broadcast_to(is_own[:, None], (num_queries, head_dim))
+        scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(head_dim**-0.5, q_ref.dtype)
+        positions = first + index // group
+        end = first + count  # of what the row may see
+
+        def attend_chunk(chunk: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+            best, total, mixed = state
+            at = chunk * CHUNK + jnp.arange(CHUNK)
+            is_there = at < end
+            blocks = triton.load(tables_ref.at[row, at // shape.block_size], mask=is_there, other=0)
+            slots = (blocks * shape.block_size + at % shape.block_size)[:, None]
+            wide = jnp.broadcast_to(is_there[:, None], (CHUNK, head_dim))
+            keys = triton.load(cache_ref.at[slots, 0, kv_head, dims], mask=wide, other=0.0)
+            values = triton.load(cache_ref.at[slots, 1, kv_head, dims], mask=wide, other=0.0)
+            distance = positions[:, None] - at[None, :]
+            visible = distance >= 0
+            if shape.window is not None:
+                visible &= distance < shape.window
+            scores = jnp.where(visible, _dot(scaled, keys.T), HIDDEN)
+            higher = jnp.maximum(best, scores.max(axis=1))
+            fading, weights = jnp.exp(best - higher), jnp.exp(scores - higher[:, None])
+            added = _dot(weights.astype(values.dtype), values)
+            return higher, total * fading + weights.sum(axis=1), mixed * fading[:, None] + added
+
+        start = jnp.int32(0)
+        if shape.window is not None:
+            start = jnp.maximum(first - shape.window + 1, 0) // CHUNK
+        state = (
+            jnp.full(num_queries, HIDDEN, jnp.float32),
+            jnp.zeros(num_queries, jnp.float32),
+            jnp.zeros((num_queries, head_dim), jnp.float32),
+        )
+        _, total, mixed = lax.fori_loop(start, (end + CHUNK - 1) // CHUNK, attend_chunk, state)
+        attended = (mixed / total[:, None]).astype(out_ref.dtype)
+        triton.store(out_ref.at[(*places, dims)], attended, mask=mask)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return jnp.dot(a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,124 @@
+"""Paged attention in plain XLA: no more memory than a chunk of the context at a time.
+
+Trip counts are values, not shapes, so one compiled step serves contexts of any length. Single
+queries of several rows go together; a longer run of queries goes by itself.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.layers.linear import precision
+
+CHUNK = 128  # positions that are gathered at once, at least a block
+GROUP = 8  # rows of one query that go together
+HIDDEN = -1e30  # a score that adds nothing, and unlike infinity has a difference to itself
+NO_QUERY = -1  # as a position
+
+
+def xla_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+    """See `AttentionBackend`."""
+    out = _singles(q, cache, work, shape)
+    return out if shape.tile == 1 else _tiles(q, out, cache, work, shape)
+
+
+def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+    size = min(GROUP, len(work.token))
+
+    def attend_group(index: Array | int, out: Array) -> Array:
+        item = index * size + jnp.arange(size)
+        is_used = item < work.num_singles
+        tokens, rows = _take(work.token, item), _take(work.row, item)
+        positions = jnp.where(is_used, _take(work.positions, tokens), NO_QUERY)
+        queries, tables = _take(q, tokens)[:, None], _take(work.tables, rows)
+        attended = _attend(queries, positions[:, None], tables, cache, shape)
+        return out.at[jnp.where(is_used, tokens, len(q))].set(attended[:, 0], mode="drop")
+
+    if len(work.token) == size:
+        return attend_group(0, jnp.zeros_like(q))
+    num_groups = (work.num_singles + size - 1) // size
+    return lax.fori_loop(0, num_groups, attend_group, jnp.zeros_like(q))
+
+
+def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+    """Tiles overlap the next row's tokens, or the padding behind the last: those keep their own."""
+    size, offsets = shape.tile, jnp.arange(shape.tile)
+    padding = ((0, size), (0, 0), (0, 0))
+    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
+    positions = jnp.pad(work.positions, (0, size))
+
+    def attend_tile(item: Array, out: Array) -> Array:
+        start, is_own = _take(work.token, item), offsets < _take(work.length, item)
+        queries = lax.dynamic_slice_in_dim(q, start, size)
+        where = jnp.where(is_own, lax.dynamic_slice_in_dim(positions, start, size), NO_QUERY)
+        table = _take(work.tables, _take(work.row, item))
+        attended = _attend(queries[None], where[None], table[None], cache, shape)[0]
+        others = lax.dynamic_slice_in_dim(out, start, size)
+        merged = jnp.where(is_own[:, None, None], attended, others)
+        return lax.dynamic_update_slice_in_dim(out, merged, start, 0)
+
+    return lax.fori_loop(work.num_singles, work.num_items, attend_tile, out)[:-size]
+
+
+def _attend(
+    q: Array, positions: Array, tables: Array, cache: Array, shape: AttentionShape
+) -> Array:
+    """G rows of Q queries each, q (G, Q, N, H) at positions (G, Q), over tables (G, B)."""
+    rows, queries, num_heads, head_dim = q.shape
+    num_kv_heads = cache.shape[2]
+    blocks = cache.reshape(-1, shape.block_size, *cache.shape[1:])
+    width = max(1, CHUNK // shape.block_size)  # blocks of a chunk
+    chunk = width * shape.block_size
+    scale = head_dim**-0.5
+    grouped = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    grouped = grouped.reshape(rows, queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
+    last = positions.max(axis=1)  # (G,)
+
+    def attend_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        best, total, mixed = state
+        table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
+        taken = _take(blocks, table).reshape(rows, chunk, 2, num_kv_heads, head_dim)
+        keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
+        # What lies behind a row's end is somebody else's, and may be NaN.
+        values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
+        distance = positions[..., None] - key_positions  # (G, Q, C)
+        visible = distance >= 0
+        if shape.window is not None:
+            visible &= distance < shape.window
+        scores = jnp.einsum(
+            "gkqnh,gckh->gkqnc",
+            grouped,
+            keys,
+            precision=precision(q.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        scores = jnp.where(visible[:, None, :, None], scores, HIDDEN)
+        higher = jnp.maximum(best, scores.max(axis=-1))
+        fading, weights = jnp.exp(best - higher), jnp.exp(scores - higher[..., None])
+        added = jnp.einsum(
+            "gkqnc,gckh->gkqnh",
+            weights.astype(values.dtype),
+            values,
+            precision=precision(q.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return higher, total * fading + weights.sum(axis=-1), mixed * fading[..., None] + added
+
+    first = jnp.zeros((), jnp.int32)
+    if shape.window is not None:
+        seen = jnp.where(positions == NO_QUERY, last.max(), positions).min()
+        first = jnp.maximum(seen - shape.window + 1, 0) // chunk
+    per_query = grouped.shape[:-1]
+    start = (
+        jnp.full(per_query, HIDDEN, jnp.float32),
+        jnp.zeros(per_query, jnp.float32),
+        jnp.zeros(grouped.shape, jnp.float32),
+    )
+    _, total, mixed = lax.fori_loop(first, last.max() // chunk + 1, attend_chunk, start)
+    attended = (mixed / total[..., None]).astype(q.dtype).swapaxes(1, 2)
+    return attended.reshape(rows, queries, num_heads, head_dim)
+
+
+def _take(array: Array, indices: Array) -> Array:
+    """Rows of an array; the host made the indices, so none is out of bounds."""
+    return array.at[indices].get(mode="promise_in_bounds")

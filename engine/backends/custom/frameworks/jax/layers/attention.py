@@ -1,0 +1,42 @@
+"""Self-attention but for attending over a cache, which is the step's own affair."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.jax.layers.linear import Params, linear, precision
+from engine.backends.custom.frameworks.jax.layers.norm import rms_norm
+from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
+
+
+def heads(
+    params: Params, config: ModelConfig, x: Array, turn: Rotation | None
+) -> tuple[Array, Array, Array]:
+    """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
+    q, k, v = (
+        linear(params[name], x).reshape(len(x), -1, config.head_dim) for name in ("q", "k", "v")
+    )
+    if config.qk_norm:
+        q = rms_norm(params["q_norm"], q, config.norm_eps)
+        k = rms_norm(params["k_norm"], k, config.norm_eps)
+    if turn is not None:
+        q, k = rotate(q, turn), rotate(k, turn)
+    return q, k, v
+
+
+def causal_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
+    """One whole sequence attends to itself: (T, N, H). Differentiable."""
+    length, num_kv_heads = len(q), k.shape[1]
+    grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
+    exact = precision(q.dtype)
+    scores = jnp.einsum(
+        "tkgh,skh->kgts", grouped, k, precision=exact, preferred_element_type=jnp.float32
+    )
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("kgts,skh->tkgh", weights, v, precision=exact).reshape(q.shape)

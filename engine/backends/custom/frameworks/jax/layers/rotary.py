@@ -1,0 +1,31 @@
+"""Rotary embedding: angles depend on the position alone, by the model's scaling rule."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Rotation(NamedTuple):
+    """Of a step's tokens."""
+
+    cos: Array  # (T, 1, dim / 2)
+    sin: Array  # (T, 1, dim / 2)
+
+
+def rotation(
+    positions: Array, frequencies: tuple[float, ...], scale: float, dtype: jnp.dtype
+) -> Rotation:
+    """`frequencies` are radians per position, for half of the rotated dimensions."""
+    angles = positions.astype(jnp.float32)[:, None, None] * jnp.array(frequencies, jnp.float32)
+    return Rotation(
+        (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
+    )
+
+
+def rotate(x: Array, turn: Rotation) -> Array:
+    """The first `dim` values of each head of x (T, N, H); value i pairs with i + dim / 2."""
+    half = turn.cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = (first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin)
+    return jnp.concatenate((*turned, rest), axis=-1)

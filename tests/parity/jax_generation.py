@@ -1,0 +1,31 @@
+"""Greedy tokens on JAX, in mixed batches of chunked prompts; as a program, for a process that must
+say how many devices it has before JAX begins. Reads prompts and writes tokens as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from engine.backends.custom.frameworks.jax.execution.build import build_runner
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import open_model
+from tests.parity.seam_driver import SeamDriver
+
+
+def generate(path: Path, device: str, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    config = RunnerConfig(
+        device=device,
+        dtype="float32",
+        block_size=4,
+        num_blocks=128,
+        max_slots=8,
+        max_seq_len=128,
+        num_threads=None,
+    )
+    driver = SeamDriver(build_runner(open_model(path), config))
+    return driver.generate([driver.add(prompt) for prompt in prompts], num_new, chunk=6)
+
+
+if __name__ == "__main__":
+    path, device, num_new = sys.argv[1:]
+    print(json.dumps(generate(Path(path), device, json.load(sys.stdin), int(num_new))))

@@ -1,0 +1,162 @@
+"""JAX over its paged cache: attention kernels against a plain sequence, generation against
+Transformers, and one model shared by four devices.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.backends.custom.frameworks.jax.execution.buckets import attention_items
+from engine.backends.custom.frameworks.jax.execution.build import build_runner
+from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import open_model
+from engine.core.errors import ConfigError
+from tests.parity import jax_generation, tiny_models
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+TABLE_BLOCKS = 64
+LENGTHS = (40, 5, 17, 1, 33)
+NUM_NEW = 12
+
+
+def plain_attention(q, k, v, window) -> np.ndarray:
+    """By PyTorch, over a whole sequence: (T, N, H)"""
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    visible = (distance >= 0) & (distance < (window or len(q)))
+    heads = (torch.from_numpy(x).transpose(0, 1) for x in (q, k, v))
+    out = scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True)
+    return out.transpose(0, 1).numpy()
+
+
+def paged(lengths, counts, tile, block_size, window):
+    """Queries at the ends of sequences in shuffled blocks, the work, and what must come out."""
+    rng = np.random.default_rng(0)
+    used = [-(-length // block_size) for length in lengths]
+    free = rng.permutation(np.arange(1, sum(used) + 1))
+    tables = np.zeros((len(lengths), TABLE_BLOCKS), np.int32)
+    # What nobody has written yet must not be seen, not even as NaN under a mask.
+    cache = np.full(((sum(used) + 1) * block_size, 2, KV_HEADS, HEAD_DIM), np.nan, np.float32)
+    queries, positions, expected = [], [], []
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[row, : used[row]], free = free[: used[row]], free[used[row] :]
+        heads = (HEADS, KV_HEADS, KV_HEADS)
+        q, k, v = (rng.standard_normal((length, n, HEAD_DIM), np.float32) for n in heads)
+        at = np.arange(length)
+        slots = tables[row, at // block_size] * block_size + at % block_size
+        cache[slots] = np.stack((k, v), axis=1)
+        queries.append(q[-count:])
+        positions.append(at[-count:])
+        expected.append(plain_attention(q, k, v, window)[-count:])
+    start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    items = attention_items(start, np.array(counts, np.int32), tile)
+    num_singles = np.int32((items[1] == 1).sum())
+    unused = np.zeros(3, np.int32)
+    work = Work(
+        np.concatenate(positions).astype(np.int32),
+        tables,
+        *(np.concatenate((array, unused)) for array in items),
+        num_singles,
+        np.int32(len(items[0])),
+    )
+    return np.concatenate(queries), cache, work, np.concatenate(expected)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+    ("counts", "tile", "block_size", "window"),
+    [
+        ((1, 5, 9, 1, 33), 8, 4, None),
+        ((1, 5, 9, 1, 33), 8, 4, 11),
+        ((1, 1, 1, 1, 1), 1, 16, None),
+    ],
+)
+def test_kernels_equal_plain_attention(name, counts, tile, block_size, window) -> None:
+    """Later chunks, whole prompts and single queries in one step, with contexts of two chunks."""
+    q, cache, work, expected = paged((40, 5, 17, 1, 200), counts, tile, block_size, window)
+    shape = AttentionShape(tile, block_size, window)
+    found = jax.jit(partial(ATTENTION[name], shape=shape))(q, cache, work)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def expected_ids(model) -> list[list[int]]:
+    found = []
+    for prompt in prompts():
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def prompts() -> list[list[int]]:
+    return [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral-window", "qwen3"))],
+)
+def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
+    model, path = tiny_models.save(name, tmp_path)
+    assert jax_generation.generate(path, "cpu", prompts(), NUM_NEW) == expected_ids(model)
+
+
+def test_four_devices_give_what_transformers_gives(tmp_path: Path) -> None:
+    """In a process of its own: how many devices a CPU pretends to be is said before JAX begins."""
+    model, path = tiny_models.save("llama-four-ways", tmp_path)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-m", jax_generation.__name__, str(path), "cpu:0-3", str(NUM_NEW)]
+    answer = subprocess.run(
+        command,
+        input=json.dumps(prompts()),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"XLA_FLAGS": flags},
+        timeout=100,
+    )
+    assert json.loads(answer.stdout) == expected_ids(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"dtype": "int3"}, "float32"),
+        ({"device": "abacus"}, "cuda"),
+        ({"device": "cpu:7"}, "cpu:7"),
+        ({"attention": "magic"}, "pallas"),
+        ({"num_threads": 2}, "taskset"),
+        ({"kv_dtype": "int8"}, "native"),
+        ({"quantization": "fp8"}, "torch"),
+        ({"max_seq_len": tiny_models.MAX_POSITION + 1}, "learned positions"),
+    ],
+)
+def test_unusable_settings_are_refused_by_name(changes, word, tmp_path: Path) -> None:
+    _, path = tiny_models.save("gpt2", tmp_path)
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 4,
+        "num_blocks": 16,
+        "max_slots": 4,
+        "max_seq_len": 64,
+        "num_threads": None,
+    }
+    with pytest.raises(ConfigError, match=word):
+        build_runner(open_model(path), RunnerConfig(**settings | changes))
