@@ -247,29 +247,31 @@ def _shared_kernel(
     peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     owner = tl.load(members_ptr + first_member).to(tl.int64)
-    acc, peak, total = attend_span(
-        q,
-        acc,
-        peak,
-        total,
-        cache_ptr + kv_head * head_stride,
-        tables_ptr + owner * table_stride,
-        first,
-        last,
-        lane,
-        score_scale,
-        block_stride,
-        offset_stride,
-        value_offset,
-        HEAD_DIM,
-        HEAD_BLOCK,
-        BLOCK_SIZE,
-        BLOCK_N,
-        True,
-        False,
-        0,
-        PRECISION,
-    )
+    whole = first + (last - first) // BLOCK_N * BLOCK_N
+    for masked in tl.static_range(2):
+        acc, peak, total = attend_span(
+            q,
+            acc,
+            peak,
+            total,
+            cache_ptr + kv_head * head_stride,
+            tables_ptr + owner * table_stride,
+            whole if masked else first,
+            last if masked else whole,
+            lane,
+            score_scale,
+            block_stride,
+            offset_stride,
+            value_offset,
+            HEAD_DIM,
+            HEAD_BLOCK,
+            BLOCK_SIZE,
+            BLOCK_N,
+            masked == 1,
+            False,
+            0,
+            PRECISION,
+        )
     partial = tl.load(partials_ptr + row * 2, mask=there, other=0) + split
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
     tl.store(
