@@ -24,6 +24,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     size_of,
     use_triton,
 )
+from engine.backends.custom.frameworks.torch.kernels.gated_linear import gated_linear
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
 MAX_ROWS = 16
@@ -82,13 +83,14 @@ def _composed(
 ) -> Tensor:
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    if scale is None:
+    if scale is None and gate is not None:
+        y = gated_linear(x, weight, bias, gate)
+    elif scale is None:
         y = F.linear(x, weight, bias)
     else:
         y = (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
         y = y if bias is None else y + bias
-    if gate is not None:
-        y = gated(y, gate)
+        y = y if gate is None else gated(y, gate)
     return y if residual is None else residual + y
 
 
