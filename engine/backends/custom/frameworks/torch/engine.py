@@ -33,12 +33,16 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
     workspace = spared + _activation_bytes(source.config, options, device)
     needs = replace(needs, workspace_bytes=workspace, pool_share=1.0)
-    if source.quantization is None:
+    if source.quantization is None and options.quantization == "auto":
         return needs
     from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
 
     value_bytes = DTYPE_BYTES[device.dtype]
-    return replace(needs, weight_bytes=placed_bytes(source.weights.values(), value_bytes))
+    shrinks = options.quantization != "auto"
+    weight_bytes = placed_bytes(source.weights, value_bytes, shrinks)
+    if shrinks and source.config.tie_embeddings:  # the head is a smaller copy of the table
+        weight_bytes += source.config.vocab_size * source.config.hidden_size
+    return replace(needs, weight_bytes=weight_bytes)
 
 
 def _activation_bytes(config: ModelConfig, options: EngineOptions, device: DeviceInfo) -> int:
