@@ -34,6 +34,12 @@ _NATIVE_FIX = (
 )
 # Packages that a built-in backend needs, and the extra that installs them.
 _BACKEND_NEEDS = {"torch": (("torch",), "torch")}
+# What has an environment of its own: nothing here tells whether it can run.
+_ELSEWHERE = {
+    "vllm": "runs in the environment that its option python names",
+    "sglang": "runs in the environment that its option python names",
+    "openai": "runs wherever its option base_url says",
+}
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
@@ -194,6 +200,9 @@ def _backends(has_gpu: bool) -> list[Finding]:
     for name in backend_names():
         if name == "native":
             found.append(_native_backend())
+            continue
+        if name in _ELSEWHERE:
+            found.append(Finding("backend", name, _ELSEWHERE[name]))
             continue
         packages, extra = _BACKEND_NEEDS.get(name, ((), ""))
         missing = [each for each in packages if _installed_version(each) is None]

@@ -24,10 +24,16 @@ COMMANDS = {
     "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
+    "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
     "conformance": (
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",
     ),
+    "compare": (
+        "engine.cli.compare:compare",
+        "Run the same prompts through several backends: agreement and speed.",
+    ),
+    "top": ("engine.cli.top:top", "Watch a server's models and backends in the terminal."),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.backends.base import InferenceBackend
+from engine.backends.base import InferenceBackend, Resolved
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -80,11 +80,20 @@ class Services:
         return await read_parsed(request, max_bytes, lambda raw: parse_body(kind, raw))
 
     def find_model(self, name: str | None) -> ModelCard:
-        cards = self.backend.models()
-        for card in cards:
-            if name is None or card.id == name:
-                return card
-        known = ", ".join(card.id for card in cards[:_MAX_NAMED_MODELS]) or "none"
+        return self._resolve(name).card
+
+    def choose_model(self, request: Request, name: str | None) -> ModelCard:
+        """The model that will answer; the client is told if it is not the one it asked for."""
+        resolved = self._resolve(name)
+        if resolved.warning is not None:
+            self.warn(request, "model", resolved.warning)
+        return resolved.card
+
+    def _resolve(self, name: str | None) -> Resolved:
+        resolved = self.backend.resolve(name)
+        if resolved is not None:
+            return resolved
+        known = ", ".join(card.id for card in self.backend.models()[:_MAX_NAMED_MODELS]) or "none"
         raise NotFoundError(
             f"There is no such model here. Available: {known}.",
             param="model",

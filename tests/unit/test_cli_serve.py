@@ -18,9 +18,10 @@ from engine.cli.main import app
 @pytest.fixture(autouse=True)
 def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def build(settings: Any, process: Any) -> SimpleNamespace:
-        return SimpleNamespace(app=None, model_id=settings.model.model_path)
+        model_id = settings.model.model_path
+        return SimpleNamespace(app=None, loading=model_id, first_model_id=lambda: model_id)
 
-    def run(app: Any, sock: Any, on_ready: Callable[[float], None]) -> None:
+    def run(app: Any, sock: Any, on_ready: Callable[[float], None], say: Any) -> None:
         sock.close()
         on_ready(0.1)
 

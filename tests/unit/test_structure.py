@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 100
 RANKS = {
     "engine.core": 0,
     "engine.backends": 1,
+    "engine.compare": 1,
     "engine.conformance": 1,
     "engine.routing": 2,
     "engine.servers": 3,
@@ -78,6 +79,8 @@ SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
+        "engine.routing.decisions",
+        "engine.routing.shadow",
         "engine.servers.files.expiry",
         "engine.servers.openai.format",
         "engine.servers.responses.format",
@@ -273,7 +276,7 @@ def test_durations_do_not_use_the_wall_clock() -> None:
     assert not wrong, "use time.monotonic, or add the module to TIMESTAMP_MODULES"
 
 
-@pytest.mark.parametrize("folder", ["engine", "tests", "benchmarks"])
+@pytest.mark.parametrize("folder", ["engine", "tests", "benchmarks", "examples"])
 def test_files_and_functions_stay_small(folder: str) -> None:
     large = []
     for source in sources(folder):

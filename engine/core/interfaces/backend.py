@@ -182,6 +182,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     template_options: tuple[str, ...] = ()  # what `ChatRequest.template_options` can change
     trained_context: int | None = None  # tokens; may exceed what is served
     num_dimensions: int | None = None  # of its embeddings
+    root: str | None = None  # the id of the model that this is another name for
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

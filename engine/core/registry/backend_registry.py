@@ -13,6 +13,10 @@ _BACKENDS = Registry(
     builtin={
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
+        "vllm": "engine.backends.vllm:VLLMBackend",
+        "sglang": "engine.backends.sglang:SGLangBackend",
+        "openai": "engine.backends.openai:OpenAIBackend",
+        "transformers": "engine.backends.transformers:TransformersBackend",
     },
     group="engine.backends",
 )

@@ -26,18 +26,18 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = _device(device)
+    found = torch_device(device)
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
         return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
     name = "float32" if dtype == "auto" else dtype
     free_bytes = psutil.virtual_memory().available
-    return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(_dtype(name), found))
+    return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(torch_dtype(name), found))
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Load the model's weights and allocate its cache; the runner is ready when this returns."""
-    device, dtype = _device(config.device), _dtype(config.dtype)
+    device, dtype = torch_device(config.device), torch_dtype(config.dtype)
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(
             f"the torch backend keeps keys and values as {config.dtype}, the type it computes in; "
@@ -64,13 +64,13 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     return TorchRunner(model, config, device, dtype)
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' is unknown; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -15,18 +15,18 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.drawing import PLAIN, Drawer
+from engine.backends.custom.frameworks.torch.execution.draw_graphs import PLAIN, Drawer
+from engine.backends.custom.frameworks.torch.execution.drawing import (
+    StepHandle,
+    TorchPendingTokens,
+)
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
     Capturer,
     at_least,
     row_sizes,
 )
-from engine.backends.custom.frameworks.torch.execution.runner import (
-    StepHandle,
-    TorchPendingTokens,
-    TorchRunner,
-)
+from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.execution.staging import (
     Layout,
     Pinned,

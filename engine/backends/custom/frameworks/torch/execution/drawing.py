@@ -1,131 +1,135 @@
-"""The drawing half of a step as CUDA graphs: settings in one copy, then one launch.
+"""The half of a step that every runner on PyTorch has: from logits to tokens on the host.
 
-The settings of every step lie at the same place, so a graph of a step's logits, one for each `Kind`
-that it has met, serves any mix of requests. A grammar's mask arrives with them, when the forward
-pass has long been launched.
+Nothing here waits for the device but `TorchPendingTokens.wait`: control flow is decided on the
+host's arrays, and what the host does not know yet (last tokens, which rows are finite) stays in
+tensors.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.device_sampler import (
-    MASK,
-    PADS,
-    Kind,
-    choose,
-    kind_of,
-    settings_arrays,
-    settings_sizes,
-    settings_views,
-)
-from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
+from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.staging import Layout, PinnedRing
-from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
-from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
+from engine.backends.custom.frameworks.torch.execution.random import token_words
+from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.kernels.base import use_triton
+from engine.backends.custom.runtime.seam import (
+    DRAW,
+    BatchInputs,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
 
-PLAIN = Kind(adjusts=False, masks=False, draws=False)
-MAX_BIASES = 1024  # of a step; with more it is drawn outside a graph
-KEEPS = "keeps"  # the slot that a row's token is kept for; a forced one is kept for nobody
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """What `sample` needs of a `forward`."""
+
+    logits: Tensor | None  # (R, V) float32; None: no row samples
+    hidden: Tensor | None  # (R, D) normed
+    finite: Tensor  # (S,) bool
 
 
-class DrawnStep(Protocol):
-    """What is drawn from, and where to. Places stay the same once `forward` is there."""
+@dataclass(frozen=True, slots=True)
+class TorchPendingTokens:
+    """A step's results on their way to the host."""
 
-    logits: Tensor | None  # (R, V)
-    forward: torch.cuda.CUDAGraph | None
-    draws: dict[Kind, torch.cuda.CUDAGraph]
+    sampled: Sampled  # host tensors, filled once `done` has passed
+    finite: Tensor
+    hidden: Tensor | None
+    done: torch.cuda.Event | None
+
+    def wait(self) -> StepOutput:
+        if self.done is not None:
+            self.done.synchronize()
+        sampled = self.sampled
+        return StepOutput(
+            tokens=sampled.tokens.numpy().astype(np.int32),
+            finite=self.finite.numpy(),
+            logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
+            top_ids=None if sampled.top_ids is None else sampled.top_ids.numpy().astype(np.int32),
+            top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.numpy(),
+            hidden=None if self.hidden is None else self.hidden.numpy(),
+        )
+
+
+class DrawingRunner:
+    """Draws tokens from the logits of a `StepHandle`; a subclass computes those in `forward`."""
+
+    def __init__(self, spec: RunnerSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._history = TokenHistory(spec.max_slots, spec.max_seq_len, device)
+        # One more: the padding of a step draws for nobody.
+        self._last_token = torch.zeros(spec.max_slots + 1, dtype=torch.int64, device=device)
+        self._words = to_device(token_words(spec.vocab_size), device)
 
     @property
-    def tokens(self) -> Tensor: ...  # (R,) int32
+    def spec(self) -> RunnerSpec:
+        return self._spec
 
-    @property
-    def draw_slots(self) -> Tensor: ...  # (R,) int32
-
-
-class Drawer:
-    def __init__(
-        self,
-        max_slots: int,
-        vocab_size: int,
-        history: TokenHistory,
-        last_token: Tensor,
-        words: Tensor,
-        capturer: Capturer,
-    ) -> None:
-        device = words.device
-        self._nobody = max_slots
-        self._history, self._last_token, self._words = history, last_token, words
-        self._capturer = capturer
-        sizes = settings_sizes(max_slots, MAX_BIASES) | {KEEPS: max_slots}
-        self._layout = Layout(sizes, PADS | {KEEPS: self._nobody}, last=MASK)
-        longest = self._layout.size + max_slots * -(-vocab_size // 32)
-        self._buffer = torch.zeros(longest, dtype=torch.int32, device=device)
-        self._settings = settings_views(self._layout, self._buffer)
-        self._inbound = PinnedRing()
-        self._last: tuple[SamplingInputs, Kind | None] | None = None
-
-    def kind_of(self, sampling: SamplingInputs) -> Kind | None:
-        """None: it asks for more than a token of each row, or for more than there is room for."""
-        if self._last is not None and sampling.mask is None:
-            last, kind = self._last
-            # Only positions are renewed in a step that continues the last one.
-            if last.temperature is sampling.temperature and last.mask is None:
-                return kind
-        kind = self._find_kind(sampling)
-        self._last = sampling, kind
-        return kind
-
-    def draw(self, step: DrawnStep, kind: Kind, sampling: SamplingInputs) -> None:
-        """The first tokens of the step's are those asked for."""
-        self._history.begin(sampling)
-        if kind != PLAIN:
-            self._send(sampling)
-        graph = step.draws.get(kind)
-        if graph is not None:
-            graph.replay()
-            return
-        self._run(step, kind)
-        if step.forward is not None:
-            self.capture(step, kind)
-
-    def capture(self, step: DrawnStep, kind: Kind) -> None:
-        step.draws[kind] = self._capturer.capture(lambda: self._run(step, kind))
-
-    def _find_kind(self, sampling: SamplingInputs) -> Kind | None:
-        if (
-            len(sampling.slots) > self._nobody
-            or len(sampling.bias_rows) > MAX_BIASES
-            or len(sampling.hidden_rows)
-            or (sampling.num_logprobs >= 0).any()
-        ):
-            return None
-        kind = kind_of(sampling)
-        # A token that is given is one of the settings, which a plain step has none of.
-        return None if kind == PLAIN and (sampling.forced != DRAW).any() else kind
-
-    def _send(self, sampling: SamplingInputs) -> None:
-        arrays = settings_arrays(sampling, self._history)
-        arrays[KEEPS] = np.where(sampling.forced == DRAW, sampling.slots, self._nobody)
-        length = self._layout.length(arrays)
-        pinned = self._inbound.take(length)
-        self._layout.write(pinned.array, arrays)
-        self._buffer[:length].copy_(pinned.tensor[:length], non_blocking=True)
-        pinned.copied.record()
-        self._inbound.give_back(pinned)
-
-    def _run(self, step: DrawnStep, kind: Kind) -> None:
-        assert step.logits is not None
-        if kind == PLAIN:
-            tokens, slots = greedy(step.logits), step.draw_slots.long()
+    @torch.inference_mode()
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> TorchPendingTokens:
+        if handle.logits is None:
+            sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         else:
-            tokens = choose(step.logits, self._settings, kind, self._history.tokens, self._words)
-            slots = self._settings[KEEPS][: len(tokens)].long()
-        step.tokens.copy_(tokens)
-        self._last_token[slots] = tokens
-        if kind.adjusts:
-            positions = self._settings["position"][: len(tokens)].long()
-            self._history.append(slots, positions, tokens)
+            self._history.begin(sampling)
+            choose = device_sampler.sample if use_triton(handle.logits) else sample
+            sampled = choose(handle.logits, sampling, self._history, self._words)
+            self._remember(sampling, sampled.tokens)
+        return self._send(sampled, handle.finite, self._hidden(handle, sampling))
+
+    def close(self) -> None:
+        """Free the device's memory; the runner cannot be used again."""
+        del self._history, self._last_token, self._words
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _token_ids(self, inputs: BatchInputs) -> Tensor:
+        """(T,), with FROM_DEVICE replaced by the last token drawn for the row's slot."""
+        token_ids = self._put(inputs.token_ids.astype(np.int64))
+        if inputs.token_ids.min(initial=0) >= 0:
+            return token_ids
+        slots = np.repeat(inputs.slots, np.diff(inputs.query_start)).astype(np.int64)
+        return torch.where(token_ids < 0, self._last_token[self._put(slots)], token_ids)
+
+    def _hidden(self, handle: StepHandle, sampling: SamplingInputs) -> Tensor | None:
+        if handle.hidden is None or not len(sampling.hidden_rows):
+            return None
+        rows = self._put(sampling.hidden_rows.astype(np.int64))
+        return handle.hidden.index_select(0, rows).float()
+
+    def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
+        slots, positions = sampling.slots, sampling.position
+        drawn = np.flatnonzero(sampling.forced == DRAW)
+        if len(drawn) < len(slots):
+            slots, positions = slots[drawn], positions[drawn]
+            tokens = tokens.index_select(0, self._put(drawn))
+        where = self._put(slots.astype(np.int64))
+        self._last_token.index_copy_(0, where, tokens)
+        if sampling.has_penalties:
+            self._history.append(where, self._put(positions.astype(np.int64)), tokens)
+
+    def _send(self, sampled: Sampled, finite: Tensor, hidden: Tensor | None) -> TorchPendingTokens:
+        def host(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else to_host(tensor)
+
+        on_host = Sampled(
+            to_host(sampled.tokens),
+            host(sampled.logprobs),
+            host(sampled.top_ids),
+            host(sampled.top_logprobs),
+        )
+        on_host_finite, on_host_hidden, done = to_host(finite), host(hidden), None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+        return TorchPendingTokens(on_host, on_host_finite, on_host_hidden, done)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self._device)
