@@ -12,7 +12,7 @@ CODE := engine tests benchmarks examples
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-gpu test-native test-vllm lint format bench clean
+.PHONY: help serve test test-slow test-gpu test-native test-vllm nightly lint format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,8 @@ test-vllm: $(VENV)/.dev ## Test vLLM itself, on a CPU, behind our server (VLLM_P
 	$(call step,vLLM behind our server)
 	@VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
 		$(BIN)/python -m pytest -m vllm --timeout 1800 tests/e2e
+
+nightly: test-slow test-native test-vllm ## Run all that takes too long for every change
 
 # The sanitizers' runtimes must be there before Python; Python itself leaks at exit by design.
 SANITIZED := build/sanitized

@@ -210,7 +210,7 @@ class Streams:
             del self.open_since[number]
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
-        body = {"model": "m", "prompt": f"Story {number}:", "max_tokens": 48, "ignore_eos": True}
+        body = {"model": "m", "prompt": f"Story {number}:", "max_tokens": 24, "ignore_eos": True}
         async with client.stream("POST", self.url, json=body | {"stream": True}) as reply:
             content = (await reply.aread()).decode()
         last = content.strip().split("\n\n")[-1].removeprefix("data: ")

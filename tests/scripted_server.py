@@ -29,6 +29,7 @@ class Reply:
     pieces: Sequence[bytes]
     hangs: bool = False
     closes: bool = False
+    pause_s: float = 0.0  # between pieces
 
 
 Script = Callable[[Asked], Reply]
@@ -42,7 +43,7 @@ def whole(body: Any, status: int = 200, **headers: str) -> Reply:
     )
 
 
-def stream(*events: Any, **how: bool) -> Reply:
+def stream(*events: Any, **how: Any) -> Reply:
     """Each event as a piece of its own: bytes as they are, a string as data, others as JSON."""
     pieces = [_chunk(event_bytes(event)) for event in events]
     head = _head(200, {"content-type": "text/event-stream", "transfer-encoding": "chunked"})
@@ -93,7 +94,7 @@ class ScriptedServer:
     paths: dict[str, Script] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     num_connections: int = 0
-    num_cut: int = 0  # connections that a client closed while an answer hung
+    # A client has left before its answer was complete.
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -114,16 +115,18 @@ class ScriptedServer:
         asked = Asked(method, path, headers, json.loads(raw) if raw else None)
         self.asked.append(asked)
         reply = self._reply(asked)
-        for piece in reply.pieces:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)
-        if reply.hangs:
-            if not await reader.read(1):
-                self.num_cut += 1
-                self.cut.set()
-            return False
-        return not reply.closes
+        is_cut = False
+        try:
+            for piece in reply.pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(reply.pause_s)
+            is_cut = reply.hangs and not await reader.read(1)
+        except ConnectionError:
+            is_cut = True
+        if is_cut:
+            self.cut.set()
+        return not (is_cut or reply.hangs or reply.closes)
 
     def _reply(self, asked: Asked) -> Reply:
         if asked.path in self.paths:

@@ -26,7 +26,7 @@ from engine.core.utils.processes import adopt_orphans, die_with_parent
 NOT_STARTED = 127
 KILL_INTERVAL_S = 0.02
 # Who lost its parent serves nobody, however long it would like to have.
-ORPHAN_GRACE_S = 2.0
+ORPHAN_GRACE_S = 1.5
 
 
 class Launcher:

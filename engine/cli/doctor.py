@@ -33,7 +33,10 @@ _NATIVE_FIX = (
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
 )
 # Packages that a built-in backend needs, and the extra that installs them.
-_BACKEND_NEEDS = {"torch": (("torch",), "torch")}
+_BACKEND_NEEDS = {
+    "torch": (("torch",), "torch"),
+    "transformers": (("torch", "transformers"), "torch,transformers"),
+}
 # What has an environment of its own: nothing here tells whether it can run.
 _ELSEWHERE = {
     "vllm": "runs in the environment that its option python names",

@@ -61,6 +61,13 @@ class Outlier:
         """A request ended without telling anything about the backend."""
         self._is_probed = False
 
+    def pardon(self) -> None:
+        """The backend was down by its own account and is back: what it did before says nothing."""
+        self._out_until = None
+        self._is_probed = False
+        self._consecutive = 0
+        self._window.clear()
+
     def succeed(self) -> None:
         self._consecutive = 0
         self._is_probed = False

@@ -63,6 +63,7 @@ class Replica:
         self._clock = clock
         self._card: ModelCard | None = None
         self._num_restarts = 0
+        self._was_ready = True
         self._carried = dict.fromkeys(_TOTALS, 0)  # of engines that have died
         self._last_stats = EngineStats()
         self._samples: deque[tuple[float, int]] = deque()
@@ -72,8 +73,13 @@ class Replica:
         return self.max_concurrent is not None and self.in_flight >= self.max_concurrent
 
     def health(self) -> Health:
-        """The backend's own view. A new engine behind it has an empty cache."""
+        """The backend's own view. A new engine behind it has an empty cache, and one that was down
+        begins afresh.
+        """
         health = self.backend.health()
+        if health.ready and not self._was_ready:
+            self.outlier.pardon()
+        self._was_ready = health.ready
         if health.num_restarts != self._num_restarts:
             self._num_restarts = health.num_restarts
             self.seen.clear()
@@ -122,6 +128,7 @@ class Replica:
 
     def tick(self) -> None:
         """Called about once a second."""
+        self.health()
         now = self._clock()
         self._samples.append((now, self.generated_tokens))
         while self._samples[0][0] < now - RATE_WINDOW_S:

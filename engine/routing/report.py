@@ -38,7 +38,8 @@ def _member(member: Member) -> dict[str, Any]:
     state, detail = replica.state(health), health.detail
     if state == "ejected":
         seconds = replica.outlier.seconds_left
-        detail = f"It fails too often; left out for {seconds:.1f} s." if seconds else "It is tried."
+        rest = f"left out for {seconds:.1f} s" if seconds else "the next request tries it again"
+        detail = f"It failed too often; {rest}."
     return {
         "name": replica.name,
         "kind": replica.kind,

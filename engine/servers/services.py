@@ -131,6 +131,7 @@ class Services:
     ) -> GenerationContext:
         """What goes to the backend beside the text; some of it goes into the log as well."""
         self._check_params(request, card, params)
+        self.check_priority(request, card, body.priority)
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
@@ -163,6 +164,11 @@ class Services:
                 self.require(card, name, name, what)
             elif name in card.emulated:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
+
+    def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
+        """A hint, so that it is not refused where nobody looks at it."""
+        if priority and "priority" in card.lacks:
+            self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
 
     def note_end_user(self, request: Request, user: str | None) -> None:
         """Enough to tell an abusive one apart in the log, without writing down who it is."""

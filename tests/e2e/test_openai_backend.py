@@ -35,6 +35,7 @@ OWN_FIELDS = ("id", "created", "system_fingerprint")
 def front(server):
     backend = OpenAIBackend(OpenAIConfig(base_url=f"{server.url}/v1"))
     with live_server(backend) as made:
+        wait_until(lambda: backend.health().ready, seconds=60)
         yield made
 
 

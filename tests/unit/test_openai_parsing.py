@@ -233,6 +233,11 @@ def test_stop_reasons_are_what_the_client_named(fields: Any, stop_reason: Any) -
     assert FinishEvent(0, "stop", stop_reason) in events
 
 
+def test_llama_server_tells_its_stop_string_apart() -> None:
+    told = delta(finish="stop") | {"__verbose": {"stopping_word": "x", "content": "..."}}
+    assert FinishEvent(0, "stop", "x") in read(told, stop=("x",))
+
+
 def test_stop_strings_that_the_server_is_not_told_of_are_found_here() -> None:
     params = SamplingParams(stop=("1", "2", "END"), n=2)
     events: list[Event] = []

@@ -65,13 +65,13 @@ def chat(dialect: Dialect, **fields: Any) -> dict[str, Any]:
         name: fields.pop(name) for name in ("tools", "tool_choice") if name in fields
     } | fields.pop("chat", {})
     request = ChatRequest(context=context(**fields), messages=messages, **own)
-    return BodyBuilder(dialect, "m", 2048, {}).chat(request)
+    return BodyBuilder(dialect, "m", max_model_len=2048).chat(request)
 
 
 def complete(dialect: Dialect, prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
     own = fields.pop("completion", {})
     request = CompletionRequest(context=context(**fields), prompt=prompt, **own)
-    return BodyBuilder(dialect, "m", 2048, {}).completion(request)
+    return BodyBuilder(dialect, "m", max_model_len=2048).completion(request)
 
 
 def test_the_table_names_every_parameter() -> None:
@@ -156,7 +156,6 @@ def test_grammars_that_a_server_can_not_follow() -> None:
 @pytest.mark.parametrize(
     "dialect, fields, param",
     [
-        (OPENAI, {"priority": 1}, "priority"),
         (LLAMA_SERVER, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         (OPENAI, {"chat": {"continue_final_message": True}}, "continue_final_message"),
         (OLLAMA, {"chat": {"add_generation_prompt": False}}, "add_generation_prompt"),
@@ -183,6 +182,9 @@ def test_tools_and_the_choice_among_them() -> None:
     named = chat(VLLM, tools=(TOOL,), tool_choice=ToolChoice("named", "f"))
     assert named["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert named["parallel_tool_calls"] is True
+    assert named["tools"][0]["function"]["strict"] is True, "vLLM lets any arguments pass otherwise"
+    assert "strict" not in TOOL["function"], "the request itself is left alone"
+    assert "strict" not in chat(SGLANG, tools=(TOOL,))["tools"][0]["function"]
     assert "tools" not in chat(OLLAMA, tools=(TOOL,), tool_choice=ToolChoice("none"))
     assert chat(ENGINE, tools=(TOOL,), tool_choice=ToolChoice("none"))["tool_choice"] == "none"
 
@@ -211,11 +213,22 @@ def test_tenants_stay_apart_where_the_server_can() -> None:
     made = [chat(VLLM, salt=salt).get("cache_salt") for salt in ("", "a", "b")]
     assert made[0] is None and len(set(made)) == 3 and "a" not in made
     embed = EmbedRequest(request_id="e", inputs=("x",), salt="a")
-    assert BodyBuilder(ENGINE, "m", 2048, {}).embedding(embed)["cache_salt"] == made[1]
+    assert BodyBuilder(ENGINE, "m", max_model_len=2048).embedding(embed)["cache_salt"] == made[1]
+
+
+def test_ids_that_a_server_would_skip_in_silence() -> None:
+    builder = BodyBuilder(LLAMA_SERVER, "m", max_model_len=2048, vocab_size=100)
+    request = CompletionRequest(context=context(params={"logit_bias": {100: 1.0}}), prompt="a")
+    with pytest.raises(InvalidRequestError, match="100 is not a token id") as caught:
+        builder.completion(request)
+    assert caught.value.param == "logit_bias"
+    with pytest.raises(InvalidRequestError, match="100 is not a token id"):
+        builder.completion(CompletionRequest(context=context(), prompt=(5, 100)))
 
 
 def test_what_only_one_server_knows_is_added_to_every_request() -> None:
-    builder = BodyBuilder(OPENAI, "m", 2048, {"provider": {"order": ["x"]}, "model": "not this"})
+    extra = {"provider": {"order": ["x"]}, "model": "not this"}
+    builder = BodyBuilder(OPENAI, "m", max_model_len=2048, extra=extra)
     request = ChatRequest(context=context(), messages=({"role": "user", "content": "hi"},))
     made = builder.chat(request)
     assert made["provider"] == {"order": ["x"]} and made["model"] == "m"

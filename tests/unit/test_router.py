@@ -258,6 +258,21 @@ async def test_who_is_out_is_asked_when_nobody_else_is_left() -> None:
     assert made.answered_by("last") == ("one",)
 
 
+async def test_who_was_down_begins_afresh() -> None:
+    one, two = replica("one"), replica("two")
+    made = router(one, two)
+    fake(one).refusal = GONE
+    for number in range(2 * CONSECUTIVE_FAILURES):
+        await answer(made, asking(f"a{number}"))
+    assert one.outlier.is_out
+    fake(one).refusal, fake(one).ready = None, False
+    made.health()
+    fake(one).ready = True
+    for number in range(2):
+        await answer(made, asking(f"b{number}"))
+    assert not one.outlier.is_ejected and len(fake(one).requests) == CONSECUTIVE_FAILURES + 1
+
+
 async def test_who_is_full_is_passed_over_and_then_waited_for() -> None:
     one, two = replica("one", max_concurrent=1), replica("two", max_concurrent=1)
     for each in (one, two):

@@ -13,7 +13,7 @@ from engine.backends.openai.answer import Answer
 from engine.backends.openai.config import OpenAIConfig, parse_endpoint, request_headers
 from engine.backends.openai.discovery import Discovery, check_lacks
 from engine.backends.openai.http_client import HttpClient
-from engine.backends.openai.session import Session
+from engine.backends.openai.link import ServerLink
 from engine.core.errors import UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -38,9 +38,10 @@ class OpenAIBackend(InferenceBackend):
         check_lacks(config, SamplingParams.__struct_fields__)
         self._config = config
         self._endpoint = parse_endpoint(config.base_url)
-        self._session: Session | None = None
+        self._link: ServerLink | None = None
 
     async def start(self) -> str:
+        await self.stop()
         config, endpoint = self._config, self._endpoint
         if endpoint.is_exposed and (config.api_key_env or config.api_key_file):
             log.warning("the key for %s goes over the network as it is; use https", endpoint.url)
@@ -56,18 +57,18 @@ class OpenAIBackend(InferenceBackend):
             client.close()
             raise
         log.info("%s speaks %s; its model is %s", endpoint.url, found.dialect.name, found.card.id)
-        self._session = Session(client, config, endpoint, found)
-        self._session.watch.start()
+        self._link = ServerLink(client, config, endpoint, found)
+        self._link.watch.start()
         return endpoint.url
 
     async def stop(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._link is not None:
+            await self._link.close()
 
     def health(self) -> Health:
-        if self._session is None:
+        if self._link is None:
             return Health(ready=False, detail="not connected yet")
-        watch = self._session.watch
+        watch = self._link.watch
         return Health(ready=watch.is_ready, detail=watch.detail)
 
     def memory_bytes(self) -> int:
@@ -75,7 +76,7 @@ class OpenAIBackend(InferenceBackend):
         return 0
 
     def models(self) -> list[ModelCard]:
-        return [] if self._session is None else [self._session.card]
+        return [] if self._link is None else [self._link.card]
 
     def stats(self) -> EngineStats | None:
         return None
@@ -97,7 +98,7 @@ class OpenAIBackend(InferenceBackend):
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self._connected().detokenize(token_ids)
 
-    def _connected(self) -> Session:
-        if self._session is None:
+    def _connected(self) -> ServerLink:
+        if self._link is None:
             raise UnavailableError("The model's server is not connected yet.")
-        return self._session
+        return self._link

@@ -71,6 +71,8 @@ class Dialect:
     # Whether to send what is at its default: a server may take another one from the model's files.
     says_defaults: bool = True
     max_stops: int | None = None
+    asks_for_stop: Mapping[str, bool] = field(default_factory=dict)  # to be told which one it was
+    strict_tools: bool = False  # arguments follow their schema only where a tool asks for it
     max_seed: int = 2**63 - 1
     min_top_logprobs: int = 0  # with less it gives no logprobs at all
     chat_limit_name: str = "max_tokens"
@@ -134,6 +136,7 @@ VLLM = Dialect(
     name="vllm",
     signature=("/version", "version"),
     health_path="/health",
+    strict_tools=True,
     features=_CHAT_FEATURES
     | {
         "token_ids",
@@ -167,6 +170,7 @@ LLAMA_SERVER = Dialect(
     lacks=frozenset({"min_tokens", "stop_token_ids", "score_prompt"}),
     emulated=frozenset({"n"}),
     names={"repetition_penalty": "repeat_penalty"},
+    asks_for_stop={"verbose": True},
     max_seed=2**31 - 1,
     min_top_logprobs=1,
     features=_CHAT_FEATURES | {"token_ids", "completion_logprobs", "base64"},

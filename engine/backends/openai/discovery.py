@@ -51,6 +51,7 @@ class Facts:
 class Found:
     dialect: Dialect
     card: ModelCard
+    vocab_size: int | None  # where it is told
 
 
 class Discovery:
@@ -74,7 +75,8 @@ class Discovery:
             lacks=dialect.lacks | (extra - _CAN_EMULATE),
             emulated=dialect.emulated | (extra & _CAN_EMULATE),
         )
-        return Found(dialect, self._card(dialect, model, facts))
+        vocab_size = None if model.meta is None else model.meta.n_vocab
+        return Found(dialect, self._card(dialect, model, facts), vocab_size)
 
     async def _listed(self) -> list[WireModel] | None:
         """None where there is no such list."""
@@ -234,7 +236,7 @@ class Discovery:
             size_bytes=meta.size,
             capabilities=capabilities,
             emulated=tuple(sorted({*facts.emulated, *dialect.emulated})),
-            lacks=tuple(sorted(dialect.lacks)),
+            lacks=tuple(sorted(dialect.lacks | ({"priority"} - dialect.features))),
             template_options=tuple(sorted(options)),
             trained_context=meta.n_ctx_train,
             num_dimensions=facts.num_dimensions,
@@ -245,8 +247,13 @@ def _llama_facts(facts: Facts, props: Mapping[str, Any]) -> Facts:
     from engine.core.utils.chat_template import template_options  # jinja, which nothing else needs
 
     settings = props.get("default_generation_settings") or {}
+    can = props.get("chat_template_caps") or {}
+    capabilities = facts.capabilities or ()
+    if can.get("supports_tools") is False:  # it would leave them out in silence
+        capabilities = tuple(name for name in capabilities if name != "tools")
     return replace(
         facts,
+        capabilities=capabilities,
         max_model_len=_whole(settings.get("n_ctx")),
         template_options=template_options(str(props.get("chat_template") or "")),
     )

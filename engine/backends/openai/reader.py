@@ -119,6 +119,8 @@ class AnswerReader:
         if chunk.usage is not None:
             self._usage = chunk.usage
         for choice in chunk.choices or ():
+            if chunk.verbose is not None and choice.stop_reason is None:
+                choice.stop_reason = chunk.verbose.stopping_word
             if 0 <= choice.index < len(self._choices):
                 self._take(choice, self._choices[choice.index])
 

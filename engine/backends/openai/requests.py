@@ -3,10 +3,13 @@ around, or refused by its name.
 """
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from engine.backends.custom.checks import check_params, check_prompt
 from engine.backends.openai.dialects import Dialect, Feature
 from engine.backends.openai.grammars import grammar_fields
 from engine.core.errors import InvalidRequestError
@@ -37,12 +40,19 @@ class BodyBuilder:
     """Bodies for one model of one server."""
 
     def __init__(
-        self, dialect: Dialect, model: str, max_model_len: int, extra: dict[str, Any]
+        self,
+        dialect: Dialect,
+        model: str,
+        *,
+        max_model_len: int,
+        vocab_size: int | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._dialect = dialect
         self._model = model
         self._max_model_len = max_model_len
-        self._extra = extra
+        self._vocab_size = vocab_size  # None: the server itself looks at ids
+        self._extra = dict(extra)
 
     def chat(self, request: ChatRequest) -> dict[str, Any]:
         dialect, params = self._dialect, request.context.params
@@ -68,6 +78,8 @@ class BodyBuilder:
         body = self._common(request.context)
         if not isinstance(request.prompt, str):
             self._need("token_ids", "prompt", "takes no token ids; send text")
+            if self._vocab_size is not None:
+                check_prompt(request.prompt, self._vocab_size, "prompt")
         body["prompt"] = request.prompt
         body["max_tokens"] = params.max_tokens
         if params.logprobs is not None:
@@ -100,11 +112,13 @@ class BodyBuilder:
             self._message(position, each) for position, each in enumerate(request.messages)
         ]
         if request.tools:
-            body["tools"] = list(request.tools)
+            body["tools"] = self._offered(request)
         return body | self._end_of_prompt(request) | self._options(request)
 
     def _common(self, context: GenerationContext) -> dict[str, Any]:
         dialect, params = self._dialect, _greedy_if_one(context.params, self._dialect)
+        if self._vocab_size is not None:
+            check_params(params, self._vocab_size)
         body = self._extra | {
             "model": self._model,
             "stream": True,
@@ -125,6 +139,7 @@ class BodyBuilder:
             body["logit_bias"] = {str(key): bias for key, bias in params.logit_bias.items()}
         if params.stop:
             body["stop"] = list(params.stop[: dialect.max_stops])
+            body |= dialect.asks_for_stop
         if params.stop_token_ids:
             body["stop_token_ids"] = list(params.stop_token_ids)
         for name in dialect.lacks:
@@ -135,8 +150,7 @@ class BodyBuilder:
 
     def _hints(self, priority: int, salt: str, truncation: int | None) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        if priority:
-            self._need("priority", "priority", "knows no priorities")
+        if priority and "priority" in self._dialect.features:
             body["priority"] = priority
         if truncation is not None:
             self._need("truncate_prompt_tokens", "truncate_prompt_tokens", "cuts no prompts")
@@ -162,7 +176,7 @@ class BodyBuilder:
         if not request.tools:
             return {}
         features, choice = self._dialect.features, request.tool_choice
-        body: dict[str, Any] = {"tools": list(request.tools)}
+        body: dict[str, Any] = {"tools": self._offered(request)}
         if choice.mode == "named":
             self._need("tool_choice", "tool_choice", "always chooses by itself")
             function = {"name": choice.name}
@@ -177,6 +191,12 @@ class BodyBuilder:
         elif not request.parallel_tool_calls:
             raise self._refusal("parallel_tool_calls", "has no such parameter")
         return body
+
+    def _offered(self, request: ChatRequest) -> list[dict[str, Any]]:
+        """The tools; calls of them always have the arguments that they describe."""
+        if not self._dialect.strict_tools or request.tool_choice.mode == "none":
+            return list(request.tools)
+        return [tool | {"function": tool["function"] | {"strict": True}} for tool in request.tools]
 
     def _end_of_prompt(self, request: ChatRequest) -> dict[str, Any]:
         body: dict[str, Any] = {}

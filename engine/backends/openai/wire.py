@@ -80,9 +80,14 @@ class WireUsage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | None = None
 
 
+class Verbose(msgspec.Struct):
+    stopping_word: str | None = None
+
+
 class Chunk(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
+    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")  # llama-server's
     # A failure, in the forms that are in use: an object, a text, or fields of the chunk itself.
     error: Any = None
     object: str | None = None
@@ -102,8 +107,8 @@ class WireEmbeddings(msgspec.Struct):
 class ModelMeta(msgspec.Struct):
     """llama-server's and ours."""
 
-    n_ctx: int | None = None
     n_ctx_train: int | None = None
+    n_vocab: int | None = None
     n_params: int | None = None
     size: int | None = None
 

@@ -107,7 +107,7 @@ class PackedStep:
     """A step over rows of any sequences, in the paged cache."""
 
     write_slots: Tensor  # (T,) int64
-    plan: Callable[[Scoring], AttentionPlan]  # once for each way of scoring
+    plan: Callable[[Scoring, int], AttentionPlan]  # of so many heads; once for each way of scoring
     cache: PagedCache
     plans: dict[Scoring, AttentionPlan] = field(default_factory=dict)
 
@@ -116,12 +116,13 @@ class PackedStep:
     ) -> Tensor:
         plan = self.plans.get(scoring)
         if plan is None:
-            plan = self.plans[scoring] = self.plan(scoring)
+            plan = self.plans[scoring] = self.plan(scoring, q.shape[1])
         value_dim, narrower = v.shape[2], k.shape[2] - v.shape[2]
         if narrower:  # the cache keeps both at one size
             v = F.pad(v, (0, narrower))
         self.cache.write(layer, self.write_slots, k, v)
-        return plan.attend(q, k, v, self.cache.layers[layer])[..., :value_dim]
+        out = plan.attend(q.contiguous(), k, v, self.cache.layers[layer])
+        return out[..., :value_dim]
 
 
 @torch.inference_mode()

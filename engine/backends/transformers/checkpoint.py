@@ -17,7 +17,6 @@ from engine.backends.custom.weights.gguf import open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint
 from engine.backends.custom.weights.model import (
     CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
     only_gguf,
     stored_quantization,
 )
@@ -46,7 +45,7 @@ class HfShape:
     hidden_size: int
     max_position: int
     num_params: int
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...] = ()  # the tokenizer knows them
     encoder: None = None
 
 
@@ -100,11 +99,6 @@ def _open_folder(folder: Path) -> HfCheckpoint:
     metadata = read_json(folder, CONFIG_NAME)
     nested = metadata.get("text_config")
     stated = {**metadata, **nested} if isinstance(nested, dict) else metadata
-    generation: Mapping[str, Any] = {}
-    if (folder / GENERATION_CONFIG_NAME).exists():
-        generation = read_json(folder, GENERATION_CONFIG_NAME)
-    eos = generation.get("eos_token_id")
-    vocab_size = _count(stated, ("vocab_size",), CONFIG_NAME)
     checkpoint = open_safetensors(folder)
     try:
         method = metadata.get("quantization_config")
@@ -113,11 +107,10 @@ def _open_folder(folder: Path) -> HfCheckpoint:
             None,
             metadata,
             HfShape(
-                vocab_size=vocab_size,
+                vocab_size=_count(stated, ("vocab_size",), CONFIG_NAME),
                 hidden_size=_count(stated, ("hidden_size", "n_embd", "d_model"), CONFIG_NAME),
                 max_position=_count(stated, _CONTEXT_KEYS, CONFIG_NAME, UNSTATED_CONTEXT),
                 num_params=_num_values(checkpoint),
-                eos_ids=_ids(stated.get("eos_token_id") if eos is None else eos, vocab_size),
             ),
             str(method.get("quant_method")) if isinstance(method, dict) else None,
             _num_bytes(checkpoint),
@@ -145,7 +138,6 @@ def _open_gguf(file: Path) -> HfCheckpoint:
                     metadata, (f"{name}.context_length",), file.name, UNSTATED_CONTEXT
                 ),
                 num_params=_num_values(checkpoint),
-                eos_ids=(),  # the tokenizer's own
             ),
             stored_quantization(checkpoint),
             _num_bytes(checkpoint),
@@ -178,9 +170,3 @@ def _count(
     if default is None:
         raise ModelFormatError(f"{where} lacks the required key '{keys[0]}'")
     return default
-
-
-def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """One id, several, or none."""
-    ids = value if isinstance(value, list) else [value]
-    return tuple(each for each in ids if isinstance(each, int) and 0 <= each < vocab_size)

@@ -14,12 +14,13 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.worker import log_plan, runner_config
 from engine.backends.transformers.checkpoint import HfShape
+from engine.backends.transformers.loading import one_line
 from engine.backends.transformers.packed_runner import PackedRunner
 from engine.backends.transformers.replaceable import FORWARD_ERRORS, kv_shape
 from engine.backends.transformers.slot_runner import SlotRunner
 from engine.backends.transformers.states import FinalStates
 from engine.backends.transformers.trial import Trial
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +81,7 @@ def fit(loaded: Loaded) -> Fitted:
             f"attention '{way}' is not known to the transformers backend; "
             f"use one of {', '.join(WAYS)}"
         )
-    most = loaded.options.max_seq_len or loaded.shape.max_position
-    trial = Trial.of(model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
+    trial = _trial(loaded)
     states = FinalStates(model)
     reason = "it was asked for"
     if way != "own":
@@ -96,6 +96,16 @@ def fit(loaded: Loaded) -> Fitted:
         model.set_attn_implementation(own)
     log.warning("each sequence is computed by itself, with the model's own cache: %s", reason)
     return _one_by_one(loaded, states, trial)
+
+
+def _trial(loaded: Loaded) -> Trial:
+    most = loaded.options.max_seq_len or loaded.shape.max_position
+    try:
+        return Trial.of(loaded.model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
+    except Exception as error:  # whatever it is: a model that can't compute is of no use
+        log.exception("the model's own forward pass failed")
+        kind = type(loaded.model).__name__
+        raise ModelError(f"this {kind} cannot compute: {one_line(error)}") from error
 
 
 def _packed(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted | str:
@@ -122,7 +132,7 @@ def _one_by_one(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted:
             return Fitted(runner, config, plan, shares=False)
         reason = f"its numbers change by {error:.1e}"
     except FORWARD_ERRORS as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
     log.warning("no cache is of use, each token computes its whole sequence again: %s", reason)
     config, plan = loaded.plan(bytes_per_token=1)
     runner = SlotRunner(model, states, vocab_size, config, keeps_state=False)

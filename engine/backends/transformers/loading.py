@@ -12,9 +12,16 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.backends.transformers.checkpoint import HfCheckpoint
-from engine.core.errors import ConfigError, ModelError, ModelFormatError
+from engine.core.errors import (
+    ConfigError,
+    EngineError,
+    ModelError,
+    ModelFormatError,
+    ResourceError,
+)
 
 _NAMED_IN_ERRORS = 3
+_MAX_REASON = 300  # characters
 
 
 def load_model(
@@ -34,13 +41,19 @@ def load_model(
             device_map=None if device.type == "cpu" else {"": device},
             output_loading_info=True,
         )
+    except EngineError:
+        raise
     except ImportError as error:
         raise ConfigError(f"{checkpoint.folder.name} needs another package: {error}") from error
-    except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ResourceError(
+            f"{checkpoint.folder.name} does not fit into the memory of {device}"
+        ) from error
+    except Exception as error:  # whatever a stranger's configuration makes of a library
+        reason = one_line(error)
+        version = transformers.__version__
         raise ModelError(
-            f"Transformers {transformers.__version__} cannot load {checkpoint.folder.name}: "
-            f"{reason[0]}"
+            f"Transformers {version} cannot load {checkpoint.folder.name}: {reason}"
         ) from error
     missing = sorted(info["missing_keys"])
     if missing:  # they would hold random numbers
@@ -50,6 +63,12 @@ def load_model(
         )
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def one_line(error: Exception) -> str:
+    """What a library said, as short as a message should be."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
 
 
 def _config(checkpoint: HfCheckpoint) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cache import KVShape
 from engine.backends.transformers.attention import NAME, record
+from engine.backends.transformers.loading import one_line
 
 # A rotation that depends on the longest sequence of a pass would depend on a row's neighbours.
 _CHANGING_ROPES = frozenset({"dynamic", "longrope"})
@@ -35,7 +36,7 @@ def kv_shape(model: Any, prompt: Tensor) -> KVShape | str:
     try:
         calls = record(model, prompt).calls
     except FORWARD_ERRORS as error:
-        return f"its attention can't be replaced ({type(error).__name__}: {error})"
+        return f"its attention can't be replaced ({type(error).__name__}: {one_line(error)})"
     if not calls:
         return "its attention can't be replaced"
     layers, facts = [layer for layer, _ in calls], [each for _, each in calls]
@@ -55,7 +56,9 @@ def kv_shape(model: Any, prompt: Tensor) -> KVShape | str:
 
 
 def _ruled_out(model: Any, config: Any) -> str | None:
-    if model._is_stateful or not model._supports_attention_backend:
+    if model._is_stateful:
+        return "it keeps a state that is not one of keys and values"
+    if not model._supports_attention_backend:
         return "its attention can't be replaced"
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",

@@ -1,5 +1,6 @@
 """The engine process of a Transformers model: the loop is ours, the model is theirs."""
 
+import logging
 import os
 import sys
 import time
@@ -76,4 +77,7 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:4])))
+    status = main(*map(int, sys.argv[1:4]))
+    logging.shutdown()
+    # The interpreter's teardown would only let libraries complain about objects that are kept.
+    os._exit(status)

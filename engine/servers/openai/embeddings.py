@@ -138,6 +138,7 @@ async def embed(
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
+    services.check_priority(request, card, body.priority)
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,

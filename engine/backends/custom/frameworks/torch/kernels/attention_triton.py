@@ -8,13 +8,12 @@ as large as the longest lists it has room for, serves steps of any lengths.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
@@ -112,8 +111,24 @@ class TritonPlan:
         return out
 
 
+class Heads(Protocol):
+    """What attention must know of a model. A `ModelConfig` tells it."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
 class TritonAttention:
-    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Heads, *, block_size: int, dtype: torch.dtype) -> None:
         self._config = config
         self._block_size = block_size
         self._window = config.sliding_window or 0

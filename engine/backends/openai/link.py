@@ -37,7 +37,7 @@ PROBE_TIMEOUT_S = 10.0
 _NO_TOKENS = "This model's server does not tell its tokens."
 
 
-class Session:
+class ServerLink:
     """One model of one server, and how the server is."""
 
     def __init__(
@@ -47,7 +47,13 @@ class Session:
         self._dialect = found.dialect
         self._prefix, self._root = endpoint.prefix, endpoint.root
         card = found.card
-        self._bodies = BodyBuilder(found.dialect, card.id, card.max_model_len, config.backend_args)
+        self._bodies = BodyBuilder(
+            found.dialect,
+            card.id,
+            max_model_len=card.max_model_len,
+            vocab_size=found.vocab_size,
+            extra=config.backend_args,
+        )
         self._is_key_refused = False
         self.card = card
         interval_s = config.probe_interval_s or found.dialect.probe_interval_s
