@@ -6,7 +6,6 @@ import torch
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
-from engine.backends.custom.frameworks.torch.layers.quantized_linear import quantize_linears
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
@@ -55,11 +54,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
         )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model = build_model(source.config, source.weights, config.max_seq_len, device, dtype)
+    model = build_model(
+        source.config, source.weights, config.max_seq_len, device, dtype, config.quantization
+    )
     if can_pack(dtype, device):
         pack_linears(model)
-    if config.quantization != "auto":
-        quantize_linears(model, config.quantization)
     if device.type == "cuda" and config.attention in ("auto", "triton"):
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
