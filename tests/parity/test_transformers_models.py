@@ -3,6 +3,7 @@ whichever way they are computed and whatever the schedule.
 """
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,15 @@ class Models:
     def path(self, name: str) -> Path:
         self.theirs(name)
         return self._folder / name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and wait for each other where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
