@@ -91,22 +91,23 @@ def test_numbers_are_read_from_answers_in_any_dress():
     assert scoring.marked_number("It is 7.") is None
 
 
-def test_every_step_of_a_deployment_can_be_seen_and_shows_no_secret(tmp_path):
+def test_every_step_of_a_deployment_can_be_seen_and_shows_no_secret(tmp_path, checkpoint):
     env = os.environ | {"HF_TOKEN": SECRET}
-    model = ["--model", "some/model; rm -rf", "--dry-run"]
+    folder = checkpoint.rename(tmp_path / "model; rm -rf")
+    model = ["--model", str(folder), "--dry-run"]
     local = run(DEPLOY, *model, env=env)
-    assert "-m vllm.entrypoints.cli.main serve 'some/model; rm -rf'" in local.stdout, local.stderr
+    assert f"-m vllm.entrypoints.cli.main serve '{folder}'" in local.stdout, local.stderr
     ssh = run(DEPLOY, "--target", "ssh", "--host", "me@box", *model, env=env)
     assert "rsync -az" in ssh.stdout and "-L 127.0.0.1:8000:127.0.0.1:8000 me@box" in ssh.stdout
     assert "export HF_TOKEN=(as it is here)" in ssh.stdout
-    assert "--model 'some/model; rm -rf' --port 8000" in ssh.stdout
+    assert f"--model '{folder}' --port 8000" in ssh.stdout
     sky = run(DEPLOY, "--target", "sky", "--gpu", "A100:2", *model, env=env, cwd=tmp_path)
     assert "sky launch -c engine-vllm --secret HF_TOKEN sky_task.yaml" in sky.stdout
     assert 'accelerators: "A100:2"' in sky.stdout and "HF_TOKEN: null" in sky.stdout
     for done in (local, ssh, sky):
         assert done.returncode == 0 and "http://127.0.0.1:8000/v1" in done.stdout
         assert SECRET not in done.stdout + done.stderr
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [folder]
     assert run(DEPLOY, "--target", "ssh", "--host=-oProxyCommand=x").returncode == 2
 
 
@@ -114,7 +115,12 @@ def test_every_step_of_a_deployment_can_be_seen_and_shows_no_secret(tmp_path):
 def deployed(*arguments: str, **options) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A deployment that has told its endpoint; Ctrl-C ends it."""
     process = subprocess.Popen(
-        [sys.executable, str(DEPLOY), *arguments], stdout=subprocess.PIPE, text=True, **options
+        [sys.executable, str(DEPLOY), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Tests that were started in the background have it ignored, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
     )
     try:
         line = process.stdout.readline()
