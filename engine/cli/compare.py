@@ -22,32 +22,34 @@ if TYPE_CHECKING:
     from engine.core.config_schema import Settings
 
 MIN_BACKENDS = 2
+BackendsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="Kinds, names of [backends], addresses; NAME=KIND or NAME=URL names one."
+        " The first is the reference.",
+    ),
+]
+OptionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="NAME.OPTION=VALUE",
+        help="An option of one backend, its model too; may be repeated.",
+    ),
+]
 
 
 def compare(
-    backends: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Kinds, names of [backends], addresses; NAME=KIND or NAME=URL names one."
-            " The first is the reference.",
-        ),
-    ],
+    backends: BackendsOption,
     prompts: Annotated[
         Path, typer.Option(metavar="FILE", help="Text or .jsonl: a prompt or chat per line.")
     ],
     model: Annotated[
         str | None, typer.Option(help="For backends that name none. Default: the settings'.")
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="NAME.OPTION=VALUE",
-            help="An option of one backend, its model too; may be repeated.",
-        ),
-    ] = None,
+    option: OptionOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send texts as a user's message.")] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only so many prompts of the file.")
