@@ -111,6 +111,7 @@ class FakeBackend(InferenceBackend):
         self.requests: list[ChatRequest | CompletionRequest] = []
         self.embed_requests: list[EmbedRequest] = []
         self.num_open = 0
+        self.num_ended = 0
         self.num_cut_short = 0
         self.is_stopped = False
 
@@ -207,6 +208,7 @@ class FakeBackend(InferenceBackend):
             finished = True
         finally:
             self.num_open -= 1
+            self.num_ended += 1
             self.num_cut_short += not finished
 
     def _steps(self, request: ChatRequest | CompletionRequest) -> list[list[Scripted]]:
