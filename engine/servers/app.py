@@ -11,12 +11,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.backends.base import InferenceBackend
 from engine.core.config_schema import Settings
+from engine.core.key_file import KeyLimits
 from engine.core.observability.metrics import Metrics
 from engine.servers.auth import Authenticator
 from engine.servers.errors import install_error_handlers
 from engine.servers.guard import BrowserGuard
+from engine.servers.keys import KeyRing
 from engine.servers.late_routes import LateGate, LateRoutes, add_routes
 from engine.servers.lifecycle import Lifecycle
+from engine.servers.quotas import AuthThrottle, Quotas
 from engine.servers.request_log import RequestLog
 from engine.servers.services import Services
 from engine.servers.watcher import EngineWatcher
@@ -46,6 +49,8 @@ LATE = (
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-engine-warnings", "retry-after", "x-should-retry"),
     *("content-disposition", "x-engine-backend"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
 )
 
 
@@ -57,13 +62,18 @@ def create_app(
     `starts_soon`: some routes come when the server is ready, so that it is ready sooner.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
-    services = Services(settings, backend, metrics, lifecycle, EngineWatcher(backend, metrics))
+    watcher = EngineWatcher(backend, metrics)
+    keys, quotas = KeyRing(settings.server), Quotas(settings.limits)
+    services = Services(settings, backend, metrics, lifecycle, watcher, keys, quotas)
+    if keys.entries or not KeyLimits().over(settings.limits).is_empty:
+        services.components.append(quotas)
+    throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
     app = FastAPI(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(Authenticator(settings))],
+        dependencies=[Depends(Authenticator(settings, keys, throttle))],
         middleware=_layers(settings, backend, metrics),
     )
     app.state.services = services

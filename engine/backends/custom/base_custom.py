@@ -211,6 +211,7 @@ class CustomBackend(InferenceBackend):
                 params=SamplingParams(max_tokens=1),
                 priority=request.priority,
                 salt=request.salt,
+                tenant=request.tenant,
                 timeout_s=request.timeout_s,
                 pools=True,
             )
@@ -265,6 +266,7 @@ class CustomBackend(InferenceBackend):
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
+            tenant=context.tenant,
             timeout_s=context.timeout_s,
             grammar=prepared.grammar,
         )
