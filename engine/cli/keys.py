@@ -104,8 +104,8 @@ def remove(name: NameArgument, file: FileOption = None, config: ConfigOption = N
 def keys_table(keys: "Iterable[Mapping[str, Any]]") -> "Table":
     from rich.table import Table
 
-    columns = ("name", "tenant", "role", "requests_per_minute", "tokens_per_minute")
-    columns += ("max_concurrent", "max_queued", "created")
+    columns = ["name", "tenant", "role", "requests_per_minute", "tokens_per_minute"]
+    columns += ["max_concurrent", "max_queued", "created"]
     table = Table(box=None, header_style="bold")
     for column in columns:
         table.add_column(column.replace("_per_minute", "/min").replace("_", " "))

@@ -125,6 +125,8 @@ class ServerSettings(Section):
     enable_cors: bool = False
     cors_origins: Origins = ()  # empty with enable_cors: every origin
     allowed_hosts: Strings = ()  # Host headers besides the bound address and loopback
+    memory_budget_mb: Megabytes | None = None  # of all models; past it the least used is unloaded
+    idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)  # it loads again when asked
     strict: bool = False  # refuse what would be emulated or clamped, instead of warning
 
     @property
@@ -156,6 +158,7 @@ class CacheSettings(Section):
     max_size_mb: Megabytes | None = None  # what finished prefixes may keep of the pool; None: all
     max_sequences: int = Field(default=1000, ge=1, le=10**7)  # distinct cached sequences
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    warm_file: Path | None = None  # prompts that are computed before anybody asks
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)  # None: no expiry
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of keys and values
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(

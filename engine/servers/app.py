@@ -5,11 +5,13 @@ route. All layers are plain ASGI; Starlette's `BaseHTTPMiddleware` would hide a 
 from the route.
 """
 
+from collections.abc import Callable
+
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from engine.backends.base import InferenceBackend
+from engine.backends.base import BackendHolder, InferenceBackend
 from engine.core.config_schema import Settings
 from engine.core.key_file import KeyLimits
 from engine.core.observability.metrics import Metrics
@@ -42,6 +44,8 @@ LATE = (
     "batches.routes:add_files_and_batches_routes",
     "generate:add_generate_routes",
     "admin:add_admin_routes",
+    "admin_models:add_admin_models_routes",
+    "admin_control:add_admin_control_routes",
     "openapi:add_openapi_routes",
 )
 
@@ -55,18 +59,32 @@ EXPOSED_HEADERS = (
 
 
 def create_app(
-    settings: Settings, backend: InferenceBackend, metrics: Metrics, *, starts_soon: bool = False
+    settings: Settings,
+    backend: InferenceBackend,
+    metrics: Metrics,
+    *,
+    starts_soon: bool = False,
+    rebuild: Callable[[], InferenceBackend] | None = None,
+    reread: Callable[[], Settings] | None = None,
 ) -> FastAPI:
     """The application over `backend`, which somebody else starts and stops (see `run.py`).
 
-    `starts_soon`: some routes come when the server is ready, so that it is ready sooner.
+    `starts_soon`: some routes come when the server is ready, so that it is ready sooner. `rebuild`
+    makes the backend once more, to load it again; `reread` the settings, for a change of them.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
-    watcher = EngineWatcher(backend, metrics)
+    holder = BackendHolder(backend)
+    watcher = EngineWatcher(holder, metrics)
     keys, quotas = KeyRing(settings.server), Quotas(settings.limits)
-    services = Services(settings, backend, metrics, lifecycle, watcher, keys, quotas)
+    services = Services(
+        settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
+    )
     if keys.entries or not KeyLimits().over(settings.limits).is_empty:
         services.components.append(quotas)
+    if settings.cache.warm_file is not None:
+        from engine.servers.warming import WarmStart  # few servers have such a file
+
+        services.components.append(WarmStart(services, settings.cache.warm_file))
     throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
     app = FastAPI(
         docs_url=None,
@@ -74,7 +92,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, backend, metrics),
+        middleware=_layers(settings, holder, metrics),
     )
     app.state.services = services
     install_error_handlers(app)
@@ -87,9 +105,12 @@ def create_app(
     return app
 
 
-def _layers(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> list[Middleware]:
+def _layers(settings: Settings, holder: BackendHolder, metrics: Metrics) -> list[Middleware]:
+    def answered_by(request_id: str) -> tuple[str, ...]:
+        return holder.current.answered_by(request_id)
+
     layers = [
-        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=backend.answered_by),
+        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=answered_by),
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:

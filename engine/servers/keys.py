@@ -34,6 +34,13 @@ class KeyRing:
     def has_admin(self) -> bool:
         return any(each.principal.is_admin for each in self.credentials)
 
+    def label(self, principal: Principal) -> str:
+        """The tenant's name, as the keys file has it."""
+        for entry in self.entries:
+            if _principal(entry) == principal:
+                return entry.tenant_name
+        return ""
+
     def load(self, server: ServerSettings) -> None:
         """All at once, or, with a `ConfigError`, nothing: the keys of before stay."""
         entries = read_keys(server.keys_file) if server.keys_file is not None else ()

@@ -33,7 +33,8 @@ class Lifecycle:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
-        self.is_draining = False
+        self.is_draining = False  # nothing new is taken
+        self.is_ending = False  # ... nor ever will be again
         self.generations: set[Generation] = set()
         self.slow_request_s = slow_request_s
         self.max_concurrent = max_concurrent
@@ -44,7 +45,7 @@ class Lifecycle:
         """Admit `count` more, or raise at once."""
         if self.is_draining:
             raise UnavailableError(
-                "The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER_S
+                "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
             )
         if self.num_admitted + count > self.max_concurrent:
             raise RateLimitError(
@@ -63,14 +64,23 @@ class Lifecycle:
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; let what runs finish, then end the rest with an error."""
-        self.is_draining = True
+        self.is_draining = self.is_ending = True
         if await self._idle_within(timeout_s):
             return
         self.fail_all()
         await self._idle_within(FLUSH_S)
 
-    def fail_all(self) -> None:
+    def pause(self) -> None:
+        """Take nothing new until `resume`; what runs goes on."""
         self.is_draining = True
+
+    def resume(self) -> bool:
+        """Whether it could: a server that ends stays drained."""
+        self.is_draining = self.is_ending
+        return not self.is_ending
+
+    def fail_all(self) -> None:
+        self.is_draining = self.is_ending = True
         error = UnavailableError(
             "The server shut down before this request was finished.", retry_after=RETRY_AFTER_S
         )

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import BackendHolder, InferenceBackend, Resolved
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -55,13 +55,19 @@ class Component(Protocol):
 @dataclass(frozen=True)
 class Services:
     settings: Settings
-    backend: InferenceBackend
+    holder: BackendHolder
     metrics: Metrics
     lifecycle: Lifecycle
     watcher: EngineWatcher
     keys: KeyRing
     quotas: Quotas
+    rebuild: Callable[[], InferenceBackend] | None = None  # the backend that it began with, again
+    reread: Callable[[], Settings] | None = None  # the settings, as they are written now
     components: list[Component] = field(default_factory=list)  # in the order of their start
+
+    @property
+    def backend(self) -> InferenceBackend:
+        return self.holder.current
 
     async def admit(self, request: Request) -> Ticket:
         """Raises at once when the request can't be taken now; the caller closes the ticket."""

@@ -138,6 +138,9 @@ class CustomBackend(InferenceBackend):
     async def flush_cache(self) -> ControlReply:
         return await self._link.flush_cache()
 
+    async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
+        return ((await self.flush_cache()).message,)
+
     def health(self) -> Health:
         stalled = self._link.stalled_s()
         is_stalled = stalled is not None and stalled > STALLED_AFTER_S
