@@ -179,7 +179,7 @@ def new_key(
     max_queued: QueuedOption = None,
 ) -> None:
     """Make a key and print it; it is accepted at once, and can't be shown again."""
-    body = {"name": name, "role": "admin" if admin else "user"}
+    body: dict[str, Any] = {"name": name, "role": "admin" if admin else "user"}
     body |= {} if tenant is None else {"tenant": tenant}
     body |= _limits(requests_per_minute, tokens_per_minute, max_concurrent, max_queued)
     found = call(ctx, "POST", "keys", body)

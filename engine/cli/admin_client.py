@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import typer
 
@@ -36,7 +37,7 @@ def call(
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(
-            method, f"{url}/v1/admin/{path}", json=body, headers=headers, timeout=TIMEOUT_S
+            method, f"{url}/v1/admin/{quote(path)}", json=body, headers=headers, timeout=TIMEOUT_S
         )
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
@@ -73,7 +74,7 @@ def pairs_table(pairs: Mapping[str, Any]) -> "RenderableType":
 def _key(path: Path | None) -> str | None:
     if path is None and os.environ.get(ADMIN_VARIABLE):
         return os.environ[ADMIN_VARIABLE]
-    return read_api_key(path)
+    return read_api_key(path) or None
 
 
 def _root(url: str) -> str:

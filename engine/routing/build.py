@@ -122,7 +122,7 @@ class EngineShare:
 
 
 class _BackendMaker:
-    """Backends of tables; what we start can be unloaded, where memory or idleness is bounded."""
+    """Backends of tables; what we start can be unloaded and loaded again."""
 
     def __init__(self, settings: Settings, share: EngineShare, residency: Residency) -> None:
         self._settings = settings
@@ -131,9 +131,8 @@ class _BackendMaker:
 
     def __call__(self, name: str, table: BackendTable, where: str) -> InferenceBackend:
         options = self._share.options(table.kind, table.options)
-        is_bounded = (self._residency.budget_bytes, self._residency.idle_s) != (None, None)
         try:
-            if not is_bounded or table.kind == REMOTE:
+            if table.kind == REMOTE:
                 return make_backend(table.kind, table.model, options)
             return on_demand(
                 name, table.kind, table.model, options, self._residency, self._settings

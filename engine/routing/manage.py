@@ -4,6 +4,7 @@ A server that was started with one model has no router; the first change puts on
 the running backend in it as it is.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,6 +41,7 @@ class ModelManager:
         self._settings = settings
         self._registry = registry
         self._rebuild = rebuild
+        self._changing = asyncio.Lock()
 
     async def load(
         self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
@@ -47,6 +49,23 @@ class ModelManager:
         """Until it can be asked for. A model that is known is loaded, if it is not; a new one is
         given its place when it has been loaded.
         """
+        async with self._changing:
+            await self._load(model_id, model, kind, options)
+
+    async def unload(self, model_id: str, wait_s: float) -> bool:
+        """Free its memory; the next request for it loads it again."""
+        async with self._changing:
+            known = self._unloadable(self._known(model_id))
+            return any([await each.unload(wait_s) for each in known])
+
+    async def remove(self, model_id: str, wait_s: float) -> None:
+        """Clients can't ask for it any more."""
+        async with self._changing:
+            await self._remove(model_id, wait_s)
+
+    async def _load(
+        self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
+    ) -> None:
         router = self._router()
         known = router.find(model_id)
         if known is not None:
@@ -68,13 +87,7 @@ class ModelManager:
         replica = _replica(model_id, kind, backend)
         router.add(_route(model_id, replica), replica)
 
-    async def unload(self, model_id: str, wait_s: float) -> bool:
-        """Free its memory; the next request for it loads it again."""
-        found = [await each.unload(wait_s) for each in self._unloadable(self._known(model_id))]
-        return any(found)
-
-    async def remove(self, model_id: str, wait_s: float) -> None:
-        """Clients can't ask for it any more."""
+    async def _remove(self, model_id: str, wait_s: float) -> None:
         router, route = self._router(), self._known(model_id)
         if len(router.routes) == 1:
             raise ConflictError(f"{model_id} is the only model; unload it, or load another first.")
@@ -186,13 +199,15 @@ def _route(model_id: str, replica: Replica) -> Route:
 
 
 def _state(route: Route) -> str:
-    states = []
-    for member in route.members:
-        backend = member.replica.backend
-        is_managed = isinstance(backend, OnDemand)
-        states.append(backend.state if is_managed else member.replica.state(backend.health()))
-    same = states[0] if len(set(states)) == 1 else "+".join(dict.fromkeys(states))
-    return "loaded" if same == "ready" else same
+    return "+".join(dict.fromkeys(_member_state(member) for member in route.members))
+
+
+def _member_state(member: Member) -> str:
+    backend = member.replica.backend
+    if isinstance(backend, OnDemand):
+        return backend.state
+    state = member.replica.state(backend.health())
+    return "loaded" if state == "ready" else state
 
 
 def _memory(member: Member) -> int:

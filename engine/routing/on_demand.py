@@ -250,10 +250,12 @@ class Residency:
 
     @contextlib.asynccontextmanager
     async def room_for(self, newcomer: OnDemand) -> AsyncGenerator[None, None]:
-        """One model is loaded at a time; what has to go for it has gone."""
+        """Under a budget one model is loaded at a time; what has to go for it has gone."""
+        if self.budget_bytes is None:
+            yield
+            return
         async with self._loading:
-            if self.budget_bytes is not None:
-                await self._make_room(newcomer, self.budget_bytes)
+            await self._make_room(newcomer, self.budget_bytes)
             yield
 
     def tick(self) -> None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # `/health` tells anyone its status, and the rest only to a key: see `health.py`.
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 ADMIN_PATH = "/v1/admin/"
+# What any client may look at as long as there is no administrator: how requests are routed.
+CLIENT_ROUTES = frozenset(
+    {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,11 @@ class Authenticator:
                     "The administrator's key is needed: send it as 'Authorization: Bearer KEY'."
                 )
             raise ForbiddenError("This key is not the administrator's.")
-        # Without an administrator, clients may look; whoever alone can reach the server may do all.
+        # Whoever alone can reach the server may do all.
         is_alone = not self._keys.has_users and self._is_local
-        if request.method != "GET" and not is_alone:
+        if request.scope["route"].path not in CLIENT_ROUTES and not is_alone:
             raise ForbiddenError(
-                "There is no administrator's key, so that nothing can be changed from here: set"
+                "This needs an administrator's key, and the server has none: set"
                 " LLM_ENGINE_ADMIN_KEY or server.admin_key_file and start the server again."
             )
 

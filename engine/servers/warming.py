@@ -82,8 +82,9 @@ async def warm(
         asked = msgspec.structs.replace(asked, context=context)
         backend = services.backend
         async with places:
-            is_chat = isinstance(asked, ChatRequest)
-            source = backend.chat(asked) if is_chat else backend.complete(asked)
+            source = (
+                backend.chat(asked) if isinstance(asked, ChatRequest) else backend.complete(asked)
+            )
             try:
                 async for event in source:
                     if isinstance(event, UsageEvent):

@@ -128,10 +128,13 @@ async def test_administration_needs_its_own_key(keys_file: Path) -> None:
         assert (await client.get("/v1/models")).status_code == 200
 
 
-async def test_without_an_admin_key_clients_may_look_and_change_nothing() -> None:
+async def test_without_an_admin_key_clients_may_see_routes_and_nothing_else() -> None:
     app = app_with(server={"api_key": USER})
     assert await admin_status(app, USER) == 200
     assert await admin_status(app, USER, "POST") == 403
+    async with client_for(app, USER) as client:
+        for path in ("status", "models", "keys", "audit"):
+            assert (await client.get(f"/v1/admin/{path}")).status_code == 403
 
 
 async def test_an_admin_key_alone_leaves_the_rest_open() -> None:
