@@ -193,7 +193,8 @@ def _run(loaded: "LoadedSettings", build: "Callable[[], Server]") -> None:
         # The server's own wait would tell too little: most is loaded before it begins.
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
-            say(_first_request(url, server.first_model_id(), settings.server.api_key is not None))
+            needs_key = bool(settings.server.api_key or settings.server.keys_file)
+            say(_first_request(url, server.first_model_id(), needs_key))
 
     run_server(server.app, sock, announce, say)
 
