@@ -120,6 +120,12 @@ class InferenceBackend(ABC):
         """
         return ()
 
+    async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
+        """Forget every cached prefix that no running request uses, of one model or of all; what was
+        done, in words. Raises `EngineError` where it can't be done.
+        """
+        raise InvalidRequestError("This model's backend keeps no prefixes that can be flushed.")
+
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """One vector for each input."""
         raise InvalidRequestError("This model gives no embeddings.", param="model")
@@ -133,3 +139,10 @@ class InferenceBackend(ABC):
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         """The text of token ids, control tokens by name."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
+
+
+class BackendHolder:
+    """The backend that a server asks now. It changes when a server with one model is given more."""
+
+    def __init__(self, current: InferenceBackend) -> None:
+        self.current = current

@@ -25,6 +25,8 @@ COMMANDS = {
     "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
+    "admin": ("engine.cli.admin:app", "Look at and change a running server."),
+    "keys": ("engine.cli.keys:app", "Make, list and remove API keys in the keys file."),
     "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
     "conformance": (
         "engine.cli.conformance:conformance",

@@ -114,13 +114,17 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     process = EngineProcess()  # it gets ready while this process does
     try:
         loaded = load_cli_settings(config, flags)
+
+        def reread() -> "Settings":
+            return load_cli_settings(config, flags).settings
+
         if loaded.settings.tables.backends:
             process.discard()  # each of the backends starts what it needs
             origin = _check_no_model(loaded)
-            _run(loaded, lambda: _routed_server(loaded, origin))
+            _run(loaded, lambda: _routed_server(loaded, origin, reread))
         else:
             _begin(loaded.settings, process)
-            _run(loaded, lambda: _server(loaded.settings, process))
+            _run(loaded, lambda: _server(loaded.settings, process, reread))
     except BaseException:
         process.discard()
         raise
@@ -154,16 +158,20 @@ def _check_no_model(loaded: "LoadedSettings") -> str:
     return origin
 
 
-def _server(settings: "Settings", process: EngineProcess) -> "Server":
+def _server(
+    settings: "Settings", process: EngineProcess, reread: "Callable[[], Settings]"
+) -> "Server":
     from engine.backends.custom.app import build_server
 
-    return build_server(settings, process)
+    return build_server(settings, process, reread)
 
 
-def _routed_server(loaded: "LoadedSettings", origin: str) -> "Server":
+def _routed_server(
+    loaded: "LoadedSettings", origin: str, reread: "Callable[[], Settings]"
+) -> "Server":
     from engine.backends.custom.app import build_routed_server
 
-    return build_routed_server(loaded.settings, origin)
+    return build_routed_server(loaded.settings, origin, reread)
 
 
 def _run(loaded: "LoadedSettings", build: "Callable[[], Server]") -> None:
@@ -185,7 +193,8 @@ def _run(loaded: "LoadedSettings", build: "Callable[[], Server]") -> None:
         # The server's own wait would tell too little: most is loaded before it begins.
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
-            say(_first_request(url, server.first_model_id(), settings.server.api_key is not None))
+            needs_key = bool(settings.server.api_key or settings.server.keys_file)
+            say(_first_request(url, server.first_model_id(), needs_key))
 
     run_server(server.app, sock, announce, say)
 

@@ -38,6 +38,7 @@ SHORT_VARIABLES = {
     "LLM_ENGINE_HOST": "server.host",
     "LLM_ENGINE_PORT": "server.port",
     "LLM_ENGINE_API_KEY": "server.api_key",
+    "LLM_ENGINE_ADMIN_KEY": "server.admin_key",
     "LLM_ENGINE_MODEL_PATH": "model.model_path",
     "LLM_ENGINE_DEVICE": "model.device",
     "LLM_ENGINE_MAX_SEQUENCE_LENGTH": "model.max_sequence_length",
@@ -115,12 +116,12 @@ def check_exposure(settings: Settings) -> None:
     """Refuse to serve other machines, or other sites' pages, without a key worth the name."""
     server = settings.server
     exposed = not is_loopback(server.host)
-    if server.api_key is None:
+    if server.api_key is None and server.keys_file is None:
         if exposed and not server.insecure_no_auth:
             raise ConfigError(
                 f"server.host is {server.host}, which other machines can reach, and there is no API"
-                " key: set LLM_ENGINE_API_KEY or server.api_key_file, bind 127.0.0.1,"
-                " or pass --insecure-no-auth",
+                " key: set LLM_ENGINE_API_KEY, server.api_key_file or server.keys_file, bind"
+                " 127.0.0.1, or pass --insecure-no-auth",
                 param="server.api_key",
             )
         if "*" in server.allowed_origins and not server.insecure_no_auth:
@@ -129,12 +130,13 @@ def check_exposure(settings: Settings) -> None:
                 " set LLM_ENGINE_API_KEY, or list the sites in server.cors_origins",
                 param="server.cors_origins",
             )
-    elif exposed and len(server.api_key.get_secret_value()) < MIN_KEY_LENGTH:
-        raise ConfigError(
-            f"server.api_key is shorter than {MIN_KEY_LENGTH} characters, too short for a server"
-            " that other machines can reach: `openssl rand -hex 24` makes a good one",
-            param="server.api_key",
-        )
+    for name, secret in (("api_key", server.api_key), ("admin_key", server.admin_key)):
+        if exposed and secret is not None and len(secret.get_secret_value()) < MIN_KEY_LENGTH:
+            raise ConfigError(
+                f"server.{name} is shorter than {MIN_KEY_LENGTH} characters, too short for a"
+                " server that other machines can reach: `openssl rand -hex 24` makes a good one",
+                param=f"server.{name}",
+            )
 
 
 def variable_names() -> dict[str, str]:

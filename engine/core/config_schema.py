@@ -114,6 +114,9 @@ class ServerSettings(Section):
     port: int = Field(default=8080, ge=0, le=65535)  # 0: any free port
     api_key: Secret | None = None  # from LLM_ENGINE_API_KEY or api_key_file only
     api_key_file: Path | None = None
+    keys_file: Path | None = None  # several keys, named, as `engine keys` writes them
+    admin_key: Secret | None = None  # for /v1/admin; from LLM_ENGINE_ADMIN_KEY or admin_key_file
+    admin_key_file: Path | None = None
     insecure_no_auth: bool = False  # serve other machines without a key
     max_concurrent_requests: int = Field(default=256, ge=1, le=65536)
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
@@ -122,6 +125,8 @@ class ServerSettings(Section):
     enable_cors: bool = False
     cors_origins: Origins = ()  # empty with enable_cors: every origin
     allowed_hosts: Strings = ()  # Host headers besides the bound address and loopback
+    memory_budget_mb: Megabytes | None = None  # of all models; past it the least used is unloaded
+    idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)  # it loads again when asked
     strict: bool = False  # refuse what would be emulated or clamped, instead of warning
 
     @property
@@ -153,6 +158,7 @@ class CacheSettings(Section):
     max_size_mb: Megabytes | None = None  # what finished prefixes may keep of the pool; None: all
     max_sequences: int = Field(default=1000, ge=1, le=10**7)  # distinct cached sequences
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    warm_file: Path | None = None  # prompts that are computed before anybody asks
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)  # None: no expiry
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of keys and values
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
@@ -208,6 +214,18 @@ class MetricsSettings(Section):
         return value
 
 
+class LimitsSettings(Section):
+    """What each key may ask for, unless the keys file says otherwise for it; None: no limit."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)  # prompts and answers
+    max_concurrent: int | None = Field(default=None, ge=1, le=65536)
+    max_queued: int | None = Field(default=None, ge=1, le=65536)  # those without a first token
+    auth_failures_per_minute: int = Field(default=120, ge=1, le=10**6)  # of one address
+    redis_url: Secret | None = None  # counts are shared there; None: kept in memory
+    redis_url_file: Path | None = None
+
+
 class StorageSettings(Section):
     """What outlives a request, and the server: stored responses, files, batches."""
 
@@ -247,6 +265,7 @@ class Settings(BaseModel):
     performance: PerformanceSettings = PerformanceSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
+    limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
@@ -268,4 +287,4 @@ def setting_keys() -> list[str]:
 
 # Never given on a command line, where other users of the machine could read it, nor kept in a TOML
 # file, which tends to be committed: each has a `_file` key beside it instead.
-SECRET_KEYS = ("server.api_key", "metrics.token")
+SECRET_KEYS = ("server.api_key", "server.admin_key", "metrics.token", "limits.redis_url")

@@ -11,8 +11,10 @@ from engine.backends.custom.engine_settings import engine_options, has_engine
 from engine.backends.factory import make_backend
 from engine.core.config_schema import NamedTables, Settings
 from engine.core.config_tables import BackendTable, ModelTable, backends_of
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, EngineError
+from engine.core.utils.model_store import resolve_model
 from engine.routing.metrics import RouterMetrics
+from engine.routing.on_demand import OnDemand, Residency
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
@@ -20,14 +22,20 @@ from engine.routing.router import Router, ShadowTraffic
 
 # What an engine is told about the model that it runs; the table says that.
 _OF_THE_TABLE = ("model_path", "framework")
+# What an engine takes beside its weights: keys and values unless told otherwise, and the rest.
+USUAL_POOL_MB = 224
+ENGINE_MB = 96
+REMOTE = "openai"  # a server of somebody else's, which is not ours to start
 
 
 def build_router(settings: Settings, registry: CollectorRegistry, origin: str) -> Router:
     """Nothing is started yet. Raises `ConfigError` that names `origin`, the file, and the key."""
     tables = settings.tables
-    share = _EngineShare(settings, tables)
+    num_engines = sum(t.replicas for t in tables.backends.values() if has_engine(t.kind))
+    share, residency = EngineShare(settings, num_engines), make_residency(settings)
+    make = _BackendMaker(settings, share, residency)
     replicas = {
-        name: _replicas(name, table, share, f"{origin}: backends.{name}")
+        name: _replicas(name, table, make, f"{origin}: backends.{name}")
         for name, table in tables.backends.items()
     }
     routes = [
@@ -35,32 +43,69 @@ def build_router(settings: Settings, registry: CollectorRegistry, origin: str) -
     ]
     everyone = [replica for each in replicas.values() for replica in each]
     metrics = RouterMetrics(registry)
-    metrics.watch(everyone)
-    return Router(everyone, routes, metrics, _shadow(tables, replicas, registry))
+    shadow = _shadow(tables, replicas, registry)
+    router = Router(everyone, routes, metrics, shadow, residency=residency)
+    metrics.watch(router.replicas)
+    return router
 
 
-class _EngineShare:
+def make_residency(settings: Settings) -> Residency:
+    budget_mb = settings.server.memory_budget_mb
+    budget = None if budget_mb is None else budget_mb * 2**20
+    return Residency(budget, settings.server.idle_unload_s)
+
+
+def on_demand(
+    name: str,
+    kind: str,
+    model: str,
+    options: Mapping[str, Any],
+    residency: Residency,
+    settings: Settings,
+) -> OnDemand:
+    """A backend that can be unloaded. Raises `ConfigError` at once for what can't be made."""
+    first = [make_backend(kind, model, options)]
+    return OnDemand(
+        name,
+        lambda: first.pop() if first else make_backend(kind, model, options),
+        residency,
+        expected_bytes=expected_bytes(kind, model, settings),
+    )
+
+
+def expected_bytes(kind: str, model: str, settings: Settings) -> int:
+    """Weights as they lie on the disk, and what an engine needs beside them; 0: nobody knows."""
+    if not has_engine(kind):
+        return 0
+    try:
+        path = resolve_model(model)
+    except EngineError:
+        return 0  # starting it will say what is wrong
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    pool_mb = settings.performance.memory_pool_size_mb or USUAL_POOL_MB
+    return sum(each.stat().st_size for each in files) + (pool_mb + ENGINE_MB) * 2**20
+
+
+class EngineShare:
     """What engines of ours are told that a backend's table doesn't: the settings that a server
     with one model has, and a fair part of the machine's cores.
     """
 
-    def __init__(self, settings: Settings, tables: NamedTables) -> None:
+    def __init__(self, settings: Settings, num_engines: int) -> None:
         self._settings = settings
-        self._num_engines = sum(
-            table.replicas for table in tables.backends.values() if has_engine(table.kind)
-        )
+        self._num_engines = num_engines
 
-    def options(self, table: BackendTable) -> dict[str, Any]:
-        if not has_engine(table.kind):
-            return dict(table.options)
-        told = msgspec.structs.asdict(engine_options(self._settings, table.kind))
+    def options(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        if not has_engine(kind):
+            return dict(options)
+        told = msgspec.structs.asdict(engine_options(self._settings, kind))
         base = {name: value for name, value in told.items() if name not in _OF_THE_TABLE}
-        given = table.options.get("backend_args", {})
+        given = options.get("backend_args", {})
         if not isinstance(given, Mapping):
-            return dict(table.options)  # the configuration class says what is wrong with it
+            return dict(options)  # the configuration class says what is wrong with it
         if self._num_engines > 1:
             base |= self._part_of_the_cores(base)
-        return {**table.options, "backend_args": base | dict(given)}
+        return {**options, "backend_args": base | dict(given)}
 
     def _part_of_the_cores(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Engines that each took all cores would wait for each other; bound ones would all be bound
@@ -76,25 +121,38 @@ class _EngineShare:
         return part
 
 
-def _replicas(name: str, table: BackendTable, share: _EngineShare, where: str) -> list[Replica]:
+class _BackendMaker:
+    """Backends of tables; what we start can be unloaded and loaded again."""
+
+    def __init__(self, settings: Settings, share: EngineShare, residency: Residency) -> None:
+        self._settings = settings
+        self._share = share
+        self._residency = residency
+
+    def __call__(self, name: str, table: BackendTable, where: str) -> InferenceBackend:
+        options = self._share.options(table.kind, table.options)
+        try:
+            if table.kind == REMOTE:
+                return make_backend(table.kind, table.model, options)
+            return on_demand(
+                name, table.kind, table.model, options, self._residency, self._settings
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.message}", param=error.param) from error
+
+
+def _replicas(name: str, table: BackendTable, make: _BackendMaker, where: str) -> list[Replica]:
     numbered = [f"{name}#{number}" for number in range(1, table.replicas + 1)]
-    return [
-        Replica(
-            each,
-            table.kind,
-            _backend(table, share, where),
-            max_concurrent=table.max_concurrent,
-            tags=table.tags,
+    replicas = []
+    for each in numbered if table.replicas > 1 else [name]:
+        backend = make(each, table, where)
+        replica = Replica(
+            each, table.kind, backend, max_concurrent=table.max_concurrent, tags=table.tags
         )
-        for each in (numbered if table.replicas > 1 else [name])
-    ]
-
-
-def _backend(table: BackendTable, share: _EngineShare, where: str) -> InferenceBackend:
-    try:
-        return make_backend(table.kind, table.model, share.options(table))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", param=error.param) from error
+        if isinstance(backend, OnDemand):
+            backend.on_unload = replica.seen.clear  # its cache is gone with it
+        replicas.append(replica)
+    return replicas
 
 
 def _route(

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +33,7 @@ from engine.routing.attempts import RETRY_AFTER_S, Attempts, Mirror, Routed
 from engine.routing.cards import combined_card
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
+from engine.routing.on_demand import Residency
 from engine.routing.prefixes import Request
 from engine.routing.replica import Replica, sum_stats
 from engine.routing.route import Route
@@ -63,29 +64,25 @@ class Router(InferenceBackend):
         routes: Sequence[Route],
         metrics: RouterMetrics,
         shadow: ShadowTraffic | None = None,
+        residency: Residency | None = None,
     ) -> None:
         self.replicas = list(replicas)
         self.routes = list(routes)
         self.shadow = shadow
+        self.residency = residency or Residency()
         self.decisions = DecisionLog()
         self._metrics = metrics
         self._by_name: dict[str, Route] = {}
-        for route in routes:
-            self._by_name |= dict.fromkeys((route.id, *route.aliases), route)
-        self._serves: Mapping[str, list[Route]] = {
-            replica.name: [
-                route
-                for route in routes
-                if any(member.replica is replica for member in route.members)
-            ]
-            for replica in replicas
-        }
+        self._serves: dict[str, list[Route]] = {}
+        self._index()
         self._ticking: asyncio.Task[None] | None = None
         self._is_stopped = False
 
     async def start(self) -> str:
         """All at once; each serves as soon as it is ready. If one can't start, none stays."""
-        self._ticking = asyncio.create_task(self._tick())
+        self.begin()
+        if self.residency.budget_bytes is not None:
+            return await self._start_in_turn()
         starting = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*starting)
@@ -95,7 +92,33 @@ class Router(InferenceBackend):
             await asyncio.gather(*starting, return_exceptions=True)
             await self.stop()
             raise
-        return "router://" + ",".join(replica.name for replica in self.replicas)
+        return self._address
+
+    def begin(self) -> None:
+        """Look after replicas that run already."""
+        self._ticking = asyncio.create_task(self._tick())
+
+    def find(self, name: str) -> Route | None:
+        return self._by_name.get(name)
+
+    def add(self, route: Route, replica: Replica) -> None:
+        """A model more, whose replica runs. The caller has seen that its name is free."""
+        assert route.id not in self._by_name, route.id
+        self.routes.append(route)
+        self.replicas.append(replica)
+        self._index()
+
+    def remove(self, route: Route) -> list[Replica]:
+        """A model less; the replicas that nobody needs any more, for the caller to stop."""
+        self.routes.remove(route)
+        self._index()
+        left = [replica for replica in self.replicas if not self._serves[replica.name]]
+        own = [each for each in left if any(m.replica is each for m in route.members)]
+        for replica in own:
+            self.replicas.remove(replica)
+            # Requests on their way still tell when they end.
+            self._serves.setdefault(replica.name, [])
+        return own
 
     async def stop(self) -> None:
         self._is_stopped = True
@@ -222,11 +245,23 @@ class Router(InferenceBackend):
         assert refusal is not None
         raise refusal
 
+    async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
+        found = [self._route(model)] if model else self.routes
+        done = []
+        for replica in dict.fromkeys(m.replica for route in found for m in route.members):
+            try:
+                words = await replica.backend.flush_prefixes()
+            except InvalidRequestError as error:
+                words = (error.message,)
+            replica.seen.clear()
+            done += [f"{replica.name}: {each}" for each in words]
+        return tuple(done)
+
     def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None:
         self._metrics.ended(replica.name, route.id, error)
 
     def freed(self, replica: Replica) -> None:
-        for route in self._serves[replica.name]:
+        for route in self._serves.get(replica.name, ()):
             route.wake()
 
     def may_eject(self, replica: Replica) -> bool:
@@ -237,8 +272,35 @@ class Router(InferenceBackend):
                 and member.replica.state(member.replica.health()) == "ready"
                 for member in route.members
             )
-            for route in self._serves[replica.name]
+            for route in self._serves.get(replica.name, ())
         )
+
+    @property
+    def _address(self) -> str:
+        return "router://" + ",".join(replica.name for replica in self.replicas)
+
+    def _index(self) -> None:
+        self._by_name = {
+            name: route for route in self.routes for name in (route.id, *route.aliases)
+        }
+        self._serves = {
+            replica.name: [
+                route
+                for route in self.routes
+                if any(member.replica is replica for member in route.members)
+            ]
+            for replica in self.replicas
+        }
+
+    async def _start_in_turn(self) -> str:
+        """The last first: where not all fit, those at the top of the file stay."""
+        try:
+            for replica in reversed(self.replicas):
+                await self._start(replica)
+        except BaseException:
+            await self.stop()
+            raise
+        return self._address
 
     def _attempts(self, request: Request, model: str) -> Attempts:
         route = self._route(model)
@@ -294,6 +356,7 @@ class Router(InferenceBackend):
     async def _tick(self) -> None:
         """Until cancelled."""
         while True:
+            self.residency.tick()
             for replica in self.replicas:
                 replica.tick()
             for route in self.routes:

@@ -5,11 +5,13 @@ last requests went where it went.
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import NotFoundError
 from engine.routing.report import describe_decisions, describe_routes
 from engine.routing.router import Router
+from engine.servers.auth import principal_of
 from engine.servers.services import Services, json_response
 
 
@@ -38,6 +40,13 @@ def add_admin_routes(app: FastAPI, services: Services) -> None:
         backend = services.backend
         traffic = backend.shadow if isinstance(backend, Router) else None
         return json_response({"models": [], "recent": []} if traffic is None else traffic.report())
+
+
+def who_is(request: Request) -> str:
+    """For the audit log: the key's name and the address; never the key."""
+    principal = principal_of(request)
+    address = request.client.host if request.client else "this process"
+    return f"{principal.key or principal.name or 'anyone'}@{address}"
 
 
 def _only_backend(services: Services) -> list[dict[str, Any]]:

@@ -5,18 +5,23 @@ route. All layers are plain ASGI; Starlette's `BaseHTTPMiddleware` would hide a 
 from the route.
 """
 
+from collections.abc import Callable
+
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from engine.backends.base import InferenceBackend
+from engine.backends.base import BackendHolder, InferenceBackend
 from engine.core.config_schema import Settings
+from engine.core.key_file import KeyLimits
 from engine.core.observability.metrics import Metrics
 from engine.servers.auth import Authenticator
 from engine.servers.errors import install_error_handlers
 from engine.servers.guard import BrowserGuard
+from engine.servers.keys import KeyRing
 from engine.servers.late_routes import LateGate, LateRoutes, add_routes
 from engine.servers.lifecycle import Lifecycle
+from engine.servers.quotas import AuthThrottle, Quotas
 from engine.servers.request_log import RequestLog
 from engine.servers.services import Services
 from engine.servers.watcher import EngineWatcher
@@ -39,6 +44,8 @@ LATE = (
     "batches.routes:add_files_and_batches_routes",
     "generate:add_generate_routes",
     "admin:add_admin_routes",
+    "admin_models:add_admin_models_routes",
+    "admin_control:add_admin_control_routes",
     "openapi:add_openapi_routes",
 )
 
@@ -46,25 +53,46 @@ LATE = (
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-engine-warnings", "retry-after", "x-should-retry"),
     *("content-disposition", "x-engine-backend"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
 )
 
 
 def create_app(
-    settings: Settings, backend: InferenceBackend, metrics: Metrics, *, starts_soon: bool = False
+    settings: Settings,
+    backend: InferenceBackend,
+    metrics: Metrics,
+    *,
+    starts_soon: bool = False,
+    rebuild: Callable[[], InferenceBackend] | None = None,
+    reread: Callable[[], Settings] | None = None,
 ) -> FastAPI:
     """The application over `backend`, which somebody else starts and stops (see `run.py`).
 
-    `starts_soon`: some routes come when the server is ready, so that it is ready sooner.
+    `starts_soon`: some routes come when the server is ready, so that it is ready sooner. `rebuild`
+    makes the backend once more, to load it again; `reread` the settings, for a change of them.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
-    services = Services(settings, backend, metrics, lifecycle, EngineWatcher(backend, metrics))
+    holder = BackendHolder(backend)
+    watcher = EngineWatcher(holder, metrics)
+    keys, quotas = KeyRing(settings.server), Quotas(settings.limits)
+    services = Services(
+        settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
+    )
+    if keys.entries or not KeyLimits().over(settings.limits).is_empty:
+        services.components.append(quotas)
+    if settings.cache.warm_file is not None:
+        from engine.servers.warming import WarmStart  # few servers have such a file
+
+        services.components.append(WarmStart(services, settings.cache.warm_file))
+    throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
     app = FastAPI(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(Authenticator(settings))],
-        middleware=_layers(settings, backend, metrics),
+        dependencies=[Depends(Authenticator(settings, keys, throttle))],
+        middleware=_layers(settings, holder, metrics),
     )
     app.state.services = services
     install_error_handlers(app)
@@ -77,9 +105,12 @@ def create_app(
     return app
 
 
-def _layers(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> list[Middleware]:
+def _layers(settings: Settings, holder: BackendHolder, metrics: Metrics) -> list[Middleware]:
+    def answered_by(request_id: str) -> tuple[str, ...]:
+        return holder.current.answered_by(request_id)
+
     layers = [
-        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=backend.answered_by),
+        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=answered_by),
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:

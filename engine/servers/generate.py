@@ -196,21 +196,21 @@ class Submissions:
 def add_generate_routes(app: FastAPI, services: Services) -> None:
     submissions = Submissions()
 
-    def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, Generation]:
+    async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, Generation]:
         card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
         request_id = new_completion_id("gen")
         params = body.params(card)
         context = services.context(request, card, body, params, request_id)
         source = services.backend.complete(CompletionRequest(context=context, prompt=body.prompt))
-        return request_id, services.generate(ticket, params, [source])
+        return request_id, await services.generate(ticket, params, [source])
 
     @app.post("/generate")
     async def submit(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, GenerateBody)
-        request_id, generation = start(request, body, ticket)
+        request_id, generation = await start(request, body, ticket)
         if body.stream:
             return await answer_streaming(request, generation, GenerateStream(request_id))
         await generation.accepted(SUBMIT_WAIT_S)

@@ -18,6 +18,7 @@ from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
 from engine.servers.errors import AbortedError
 from engine.servers.generation import Generation
+from engine.servers.quotas import Lease, answer_tokens
 from engine.servers.records import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class Lifecycle:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
-        self.is_draining = False
+        self.is_draining = False  # nothing new is taken
+        self.is_ending = False  # ... nor ever will be again
         self.generations: set[Generation] = set()
         self.slow_request_s = slow_request_s
         self.max_concurrent = max_concurrent
@@ -43,7 +45,7 @@ class Lifecycle:
         """Admit `count` more, or raise at once."""
         if self.is_draining:
             raise UnavailableError(
-                "The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER_S
+                "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
             )
         if self.num_admitted + count > self.max_concurrent:
             raise RateLimitError(
@@ -62,14 +64,23 @@ class Lifecycle:
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; let what runs finish, then end the rest with an error."""
-        self.is_draining = True
+        self.is_draining = self.is_ending = True
         if await self._idle_within(timeout_s):
             return
         self.fail_all()
         await self._idle_within(FLUSH_S)
 
-    def fail_all(self) -> None:
+    def pause(self) -> None:
+        """Take nothing new until `resume`; what runs goes on."""
         self.is_draining = True
+
+    def resume(self) -> bool:
+        """Whether it could: a server that ends stays drained."""
+        self.is_draining = self.is_ending
+        return not self.is_ending
+
+    def fail_all(self) -> None:
+        self.is_draining = self.is_ending = True
         error = UnavailableError(
             "The server shut down before this request was finished.", retry_after=RETRY_AFTER_S
         )
@@ -92,19 +103,28 @@ class Ticket:
         self._record = record
         self._generation: Generation | None = None
         self._max_tokens: int | None = None
+        self._lease: Lease | None = None
         lifecycle.reserve(1)
         lifecycle.total_requests += 1
         self._num_reserved = 1
 
-    def generate(
+    def hold(self, lease: Lease | None) -> None:
+        """Keep a part of the key's limits until this ticket is closed."""
+        self._lease = lease
+
+    async def generate(
         self,
         sources: Sequence[AsyncIterator[Event]],
         *,
         num_choices: int,
         max_tokens: int | None,
         timeout_s: float,
+        writes: bool = True,
     ) -> Generation:
-        """Start reading `sources`, `num_choices` from each; every source counts as a request."""
+        """Start reading `sources`, `num_choices` from each; every source counts as a request.
+
+        `writes`: tokens are made, and so paid for, beside those of the prompt.
+        """
         assert self._generation is None
         if len(sources) > self._lifecycle.max_concurrent:
             raise InvalidRequestError(
@@ -112,6 +132,9 @@ class Ticket:
                 f" once, got {len(sources)}.",
                 param="prompt",
             )
+        if self._lease is not None and writes:
+            num_answers = len(sources) * num_choices
+            await self._lease.charge(answer_tokens(max_tokens, num_answers), "max_tokens")
         if len(sources) > 1:
             self._lifecycle.reserve(len(sources) - 1)
             self._num_reserved = len(sources)
@@ -122,6 +145,8 @@ class Ticket:
             timeout_s=timeout_s,
             on_tokens=self._metrics.inter_token,
         )
+        if self._lease is not None:
+            self._lease.generation = self._generation
         self._lifecycle.generations.add(self._generation)
         self._metrics.request_started()
         return self._generation
@@ -142,6 +167,21 @@ class Ticket:
                 self._account(self._generation)
         finally:
             self._lifecycle.release(count)
+            if self._lease is not None:
+                await self._lease.close(self._num_used())
+
+    def _num_used(self) -> int:
+        """Tokens of the prompt and the answer, as far as they are known."""
+        generation = self._generation
+        if generation is None:
+            return 0
+        if generation.is_complete:
+            usage = generation.usage
+            return usage.prompt_tokens + usage.completion_tokens
+        if generation.first_token_at is None:
+            return 0
+        assert self._lease is not None
+        return self._lease.num_prompt + sum(generation.choice_tokens)
 
     def _account(self, generation: Generation) -> None:
         self._lifecycle.generations.discard(generation)

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from engine import __version__
+from engine.servers import admin_control, admin_models
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.auth import PUBLIC_ROUTES
 from engine.servers.batches.schema import BatchBody, BatchQuery
@@ -37,6 +38,18 @@ BODIES: dict[str, type[BaseModel]] = {
     "/generate": GenerateBody,
     "/rerank": RerankBody,
     "/tokenize": TokenizeBody,
+    "/v1/admin/cache/flush": admin_models.FlushBody,
+    "/v1/admin/cache/warm": admin_models.WarmBody,
+    "/v1/admin/drain": admin_control.EmptyBody,
+    "/v1/admin/keys": admin_control.KeyBody,
+    "/v1/admin/keys/{name}/limits": admin_control.LimitsBody,
+    "/v1/admin/limits": admin_control.LimitsBody,
+    "/v1/admin/log-level": admin_control.LevelBody,
+    "/v1/admin/models/load": admin_models.LoadBody,
+    "/v1/admin/models/remove": admin_models.NamedBody,
+    "/v1/admin/models/unload": admin_models.NamedBody,
+    "/v1/admin/reload": admin_control.EmptyBody,
+    "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,

@@ -29,6 +29,7 @@ class RequestRecord:
     usage: UsageEvent | None = None  # of an answer that was finished
     warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
     metadata: dict[str, str] | None = None  # what the client attached
+    limit_headers: dict[str, str] = field(default_factory=dict)  # what its key has left
     send: Send | None = None  # the HTTP server's own, for what no layer has to see
 
     def work_fields(self) -> dict[str, Any]:

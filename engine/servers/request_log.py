@@ -59,6 +59,8 @@ class RequestLog:
                     if record.backends:
                         names = ", ".join(record.backends)
                         headers.append((b"x-engine-backend", names.encode("ascii", "replace")))
+                for name, value in record.limit_headers.items():
+                    headers.append((name.encode(), value.encode()))
                 message["headers"] = headers
             await send(message)
 

@@ -91,6 +91,7 @@ class HttpServer:
         self._on_progress = on_progress
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -134,6 +135,15 @@ class HttpServer:
             logger.warning("stopping now")
             self._services.lifecycle.fail_all()
             self._uvicorn.should_exit = True
+
+    def reload(self) -> None:
+        """Read keys, limits and the log level again; what can't be used changes nothing."""
+        self._reloading = asyncio.create_task(self._reload())
+
+    async def _reload(self) -> None:
+        from engine.servers.live import reload_settings
+
+        await reload_settings(self._services, "SIGHUP")
 
     async def _load(self) -> None:
         try:
@@ -181,6 +191,7 @@ def run_server(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.handle_signal)
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
         await server.serve()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

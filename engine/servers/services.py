@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import BackendHolder, InferenceBackend, Resolved
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -26,10 +26,12 @@ from engine.core.observability.metrics import Metrics
 from engine.servers import sse
 from engine.servers.auth import principal_of
 from engine.servers.generation import Generation, OutputEvent
+from engine.servers.keys import KeyRing
 from engine.servers.lifecycle import Lifecycle, Ticket
 from engine.servers.limits import read_parsed
 from engine.servers.openai.format import Collected
 from engine.servers.openai.schema import Body, SamplingBody, parse_body
+from engine.servers.quotas import Quotas
 from engine.servers.records import record_of
 from engine.servers.watcher import EngineWatcher
 
@@ -53,23 +55,41 @@ class Component(Protocol):
 @dataclass(frozen=True)
 class Services:
     settings: Settings
-    backend: InferenceBackend
+    holder: BackendHolder
     metrics: Metrics
     lifecycle: Lifecycle
     watcher: EngineWatcher
+    keys: KeyRing
+    quotas: Quotas
+    rebuild: Callable[[], InferenceBackend] | None = None  # the backend that it began with, again
+    reread: Callable[[], Settings] | None = None  # the settings, as they are written now
     components: list[Component] = field(default_factory=list)  # in the order of their start
 
-    def admit(self, request: Request) -> Ticket:
+    @property
+    def backend(self) -> InferenceBackend:
+        return self.holder.current
+
+    async def admit(self, request: Request) -> Ticket:
         """Raises at once when the request can't be taken now; the caller closes the ticket."""
         health = self.backend.health()
         if not health.ready:
             why = health.detail.rstrip(".")
             raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
-        return Ticket(self.lifecycle, self.metrics, record_of(request.scope))
+        record = record_of(request.scope)
+        ticket = Ticket(self.lifecycle, self.metrics, record)
+        announced = request.headers.get("content-length", "")
+        num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
+        try:
+            principal = principal_of(request)
+            ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
+        except BaseException:
+            await ticket.close()
+            raise
+        return ticket
 
     async def admitted(self, request: Request) -> AsyncIterator[Ticket]:
         """As a dependency: holds the ticket until the last byte of the answer has been sent."""
-        ticket = self.admit(request)
+        ticket = await self.admit(request)
         try:
             yield ticket
         finally:
@@ -147,6 +167,7 @@ class Services:
             session=_session(request, body),
             priority=body.priority or 0,
             salt=salt,
+            tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -176,10 +197,10 @@ class Services:
             digest = _digest(principal_of(request).name, user)
             record_of(request.scope).user_hash = digest[:16]
 
-    def generate(
+    async def generate(
         self, ticket: Ticket, params: SamplingParams, sources: Sequence[AsyncIterator[Event]]
     ) -> Generation:
-        return ticket.generate(
+        return await ticket.generate(
             sources,
             num_choices=params.n,
             max_tokens=params.max_tokens,

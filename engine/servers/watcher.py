@@ -2,7 +2,7 @@
 
 import asyncio
 
-from engine.backends.base import InferenceBackend
+from engine.backends.base import BackendHolder
 from engine.core.observability.metrics import Metrics
 
 INTERVAL_S = 0.5
@@ -11,7 +11,7 @@ INTERVAL_S = 0.5
 class EngineWatcher:
     """Looks at the backend; it never asks the engine for anything."""
 
-    def __init__(self, backend: InferenceBackend, metrics: Metrics) -> None:
+    def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
         self._backend = backend
         self._metrics = metrics
         self._num_restarts = 0
@@ -24,9 +24,10 @@ class EngineWatcher:
 
     def observe(self) -> None:
         """Take over what has happened since the last look."""
-        health, stats = self._backend.health(), self._backend.stats()
+        backend = self._backend.current
+        health, stats = backend.health(), backend.stats()
         for _ in range(health.num_restarts - self._num_restarts):
-            self._metrics.engine_restarted(self._backend.totals_survive_restarts)
+            self._metrics.engine_restarted(backend.totals_survive_restarts)
         self._num_restarts = health.num_restarts
         if stats is not None:
             self._metrics.observe(stats)

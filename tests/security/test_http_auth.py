@@ -33,7 +33,8 @@ def client_for(app: FastAPI, host: str = "localhost") -> httpx.AsyncClient:
 
 @pytest.fixture
 def app() -> FastAPI:
-    return app_with(server={"api_key": KEY}, metrics={"token": TOKEN})
+    limits = {"auth_failures_per_minute": 10_000}
+    return app_with(server={"api_key": KEY}, metrics={"token": TOKEN}, limits=limits)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from engine.cli.serve_options import parse_options
 
 @pytest.fixture(autouse=True)
 def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def build(settings: Any, process: Any) -> SimpleNamespace:
+    def build(settings: Any, process: Any, reread: Any) -> SimpleNamespace:
         model_id = settings.model.model_path
         return SimpleNamespace(app=None, loading=model_id, first_model_id=lambda: model_id)
 

@@ -12,6 +12,7 @@ from engine.core.config import load_settings
 from engine.core.config_tables import read_tables
 from engine.core.errors import ConfigError
 from engine.routing.build import build_router
+from engine.routing.on_demand import OnDemand
 from engine.routing.router import Router
 
 GOOD = "[backends.good]\nkind = 'native'\nmodel = 'm'\n"
@@ -24,8 +25,8 @@ def build(tmp_path: Path, toml: str) -> Router:
 
 
 def options_of(router: Router) -> list[EngineOptions]:
-    backends = [each.backend for each in router.replicas]
-    return [each._options for each in backends if isinstance(each, CustomBackend)]
+    made = [each.backend._make() for each in router.replicas if isinstance(each.backend, OnDemand)]
+    return [each._options for each in made if isinstance(each, CustomBackend)]
 
 
 def test_replicas_are_numbered_and_share_the_cores(

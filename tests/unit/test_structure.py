@@ -87,6 +87,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.servers.openai.format",
         "engine.servers.responses.format",
         "engine.servers.responses.store",
+        "engine.servers.windows",
     }
 )
 

@@ -1,8 +1,9 @@
 """The composition root of a server: settings become a backend, a backend becomes an application."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
@@ -14,6 +15,8 @@ from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
 from engine.servers.app import create_app
+
+Reread: TypeAlias = Callable[[], Settings]
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -73,22 +76,50 @@ class Server:
         return cards[0].id if cards else self.model_id
 
 
-def build_server(settings: Settings, process: EngineProcess | None = None) -> Server:
+def build_server(
+    settings: Settings, process: EngineProcess | None = None, reread: Reread | None = None
+) -> Server:
     """Everything but the socket; the backend starts when the server runs."""
     backend = build_backend(settings, process=process)
     model = settings.model.model_path
     is_ours = isinstance(backend, CustomBackend)
     model_id = settings.model.name or (Path(model).stem if is_ours else model)
-    app = create_app(settings, backend, Metrics(model_id), starts_soon=True)
+    metrics = Metrics(model_id)
+    app = create_app(
+        settings,
+        _unloadable(settings, backend, model_id, metrics) or backend,
+        metrics,
+        starts_soon=True,
+        rebuild=lambda: build_backend(settings),
+        reread=reread,
+    )
     return Server(app, model_id, model_id)
 
 
-def build_routed_server(settings: Settings, origin: str) -> Server:
+def _unloadable(
+    settings: Settings, backend: InferenceBackend, model_id: str, metrics: Metrics
+) -> InferenceBackend | None:
+    """A router around the one backend, where the settings want it unloaded at times."""
+    if settings.server.memory_budget_mb is None and settings.server.idle_unload_s is None:
+        return None
+    from engine.routing.manage import router_of_one
+
+    first = [backend]
+    return router_of_one(
+        model_id,
+        backend_name(settings),
+        lambda: first.pop() if first else build_backend(settings),
+        settings,
+        metrics.registry,
+    )
+
+
+def build_routed_server(settings: Settings, origin: str, reread: Reread | None = None) -> Server:
     """As `build_server`, with all backends of the file `origin` behind a router."""
     from engine.routing.build import build_router
 
     ids = list(settings.tables.models)
     metrics = Metrics(",".join(ids))
     router = build_router(settings, metrics.registry, origin)
-    app = create_app(settings, router, metrics, starts_soon=True)
+    app = create_app(settings, router, metrics, starts_soon=True, reread=reread)
     return Server(app, ", ".join(replica.name for replica in router.replicas), ids[0])

@@ -138,6 +138,9 @@ class CustomBackend(InferenceBackend):
     async def flush_cache(self) -> ControlReply:
         return await self._link.flush_cache()
 
+    async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
+        return ((await self.flush_cache()).message,)
+
     def health(self) -> Health:
         stalled = self._link.stalled_s()
         is_stalled = stalled is not None and stalled > STALLED_AFTER_S
@@ -211,6 +214,7 @@ class CustomBackend(InferenceBackend):
                 params=SamplingParams(max_tokens=1),
                 priority=request.priority,
                 salt=request.salt,
+                tenant=request.tenant,
                 timeout_s=request.timeout_s,
                 pools=True,
             )
@@ -265,6 +269,7 @@ class CustomBackend(InferenceBackend):
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
+            tenant=context.tenant,
             timeout_s=context.timeout_s,
             grammar=prepared.grammar,
         )

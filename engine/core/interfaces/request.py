@@ -50,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_ids: tuple[int, ...] = ()
     priority: int = 0  # lower runs first
     salt: str = ""  # prefix-cache namespace: requests share blocks only within one
+    tenant: str = ""  # whose it is: tenants get equal shares of an engine that can't serve all
     timeout_s: float | None = None  # from submission; past it the request ends with code TIMEOUT
     grammar: str | None = None  # in llguidance's form: what the output must match
     pools: bool = False  # no text is wanted, but one vector for the prompt

@@ -47,7 +47,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         )
         context = services.context(request, card, sampling, params, envelope.id, prompt.grammar)
         source = services.backend.chat(prompt.chat_request(context, options))
-        generation = services.generate(ticket, params, [source])
+        generation = await services.generate(ticket, params, [source])
         if body.stream:
             response = await answer_streaming(request, generation, MessageStream(envelope))
         else:

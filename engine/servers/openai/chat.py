@@ -51,7 +51,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 continue_final_message=bool(body.continue_final_message),
             )
         )
-        generation = services.generate(ticket, params, [source])
+        generation = await services.generate(ticket, params, [source])
         named_tool = choice.mode == "named"
         if body.stream:
             stream = ChatStream(envelope, params.n, body.include_usage, named_tool)

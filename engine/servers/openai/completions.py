@@ -69,7 +69,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         ]
         if body.only_echoes:
             sources = [_prompt_only(source) for source in sources]
-        generation = services.generate(ticket, params, sources)
+        generation = await services.generate(ticket, params, sources)
         num_candidates = len(sources) * params.n
         if body.stream:
             stream = CompletionStream(envelope, num_candidates, body.include_usage)

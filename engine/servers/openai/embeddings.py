@@ -146,6 +146,7 @@ async def embed(
         inputs=tuple(inputs),
         priority=body.priority or 0,
         salt=principal_of(request).name,
+        tenant=principal_of(request).name,
         timeout_s=timeout_s,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
@@ -157,7 +158,9 @@ async def embed(
         yield FinishEvent(0, "stop")
         yield UsageEvent(prompt_tokens=vectors.prompt_tokens, completion_tokens=0, cached_tokens=0)
 
-    generation = ticket.generate([events()], num_choices=1, max_tokens=None, timeout_s=timeout_s)
+    generation = await ticket.generate(
+        [events()], num_choices=1, max_tokens=None, timeout_s=timeout_s, writes=False
+    )
     await wait_whole(request, generation)
     return made[0]
 

@@ -116,7 +116,7 @@ class ResponseMaker:
 
         recorder = Recorder(begun, save if is_stored else None)
         source = recorder.follow(services.backend.chat(chat))
-        return begun, recorder, services.generate(ticket, params, [source])
+        return begun, recorder, await services.generate(ticket, params, [source])
 
     async def prompt(self, body: PromptBody, owner: str) -> Prompt:
         """The whole conversation. Instructions of earlier turns are not part of it."""

@@ -143,6 +143,7 @@ class Intake:
                 stop_ids=stop_ids,
                 seed=seed,
                 namespace=request.salt,
+                tenant=request.tenant,
                 priority=request.priority,
                 arrival=next(self._arrivals),
                 submitted_at=now,

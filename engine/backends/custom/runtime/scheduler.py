@@ -270,6 +270,7 @@ class Scheduler:
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
             self.num_prompt_tokens += seq.num_prompt
             self.num_cached_tokens += seq.num_cached
+            self._waiting.charge(seq)
         return True
 
     def _grant(self, seq: Sequence, count: int) -> Row:
@@ -324,6 +325,8 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self._waiting.remove(seq)
+        if seq.started_at is not None:
+            self._waiting.settle(seq)
         self._inflight.remove(seq)
         choices = self._requests[seq.request_id]
         choices.remove(seq)

@@ -27,6 +27,7 @@ class Sequence:
     stop_ids: frozenset[int]
     seed: int
     namespace: str  # prefix-cache root
+    tenant: str  # whose share of the engine it takes
     priority: int
     arrival: int  # seniority; kept through preemption
     submitted_at: float

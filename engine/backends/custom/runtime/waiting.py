@@ -1,47 +1,121 @@
-"""The waiting line: first come first served within a priority, with aging between priorities.
+"""The waiting line: who is admitted next.
 
-A sequence gains one priority for every AGING_STEPS steps since it was submitted, so that a stream
-of urgent requests delays an unimportant one for a bounded time only.
+Between priorities there is aging: a sequence gains one for every AGING_STEPS steps since it was
+submitted, so that a stream of urgent requests delays an unimportant one for a bounded time only.
+Within a priority tenants take turns by the tokens that they have been given (`fairness.py`), and
+each tenant's own sequences are served first come first served.
 """
 
 import heapq
 from bisect import insort
 from collections.abc import Iterator
 
+from engine.backends.custom.runtime.fairness import FairShare
 from engine.backends.custom.runtime.sequence import Sequence
 
 AGING_STEPS = 1024
 
 
 class WaitingLine:
-    """One line per priority, each sorted by arrival, so that a preempted sequence keeps its
-    seniority.
+    """One line for each tenant in each priority, sorted by arrival, so that a preempted sequence
+    keeps its seniority.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, list[Sequence]] = {}
+        self._lines: dict[int, dict[str, list[Sequence]]] = {}
+        self._share = FairShare()
+        self._num_waiting: dict[str, int] = {}  # of each tenant
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(self._num_waiting.values())
 
     def __iter__(self) -> Iterator[Sequence]:
-        for line in self._lines.values():
-            yield from line
+        for lines in self._lines.values():
+            for line in lines.values():
+                yield from line
 
     def add(self, seq: Sequence) -> None:
-        insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: s.arrival)
+        tenant = seq.tenant
+        if tenant not in self._num_waiting:
+            self._share.begin(tenant)
+        self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+        line = self._lines.setdefault(seq.priority, {}).setdefault(tenant, [])
+        insort(line, seq, key=lambda s: s.arrival)
 
     def remove(self, seq: Sequence) -> None:
-        line = self._lines[seq.priority]
-        line.remove(seq)
-        if not line:
-            del self._lines[seq.priority]
+        lines = self._lines[seq.priority]
+        lines[seq.tenant].remove(seq)
+        if not lines[seq.tenant]:
+            del lines[seq.tenant]
+            if not lines:
+                del self._lines[seq.priority]
+        self._num_waiting[seq.tenant] -= 1
+        if not self._num_waiting[seq.tenant]:
+            del self._num_waiting[seq.tenant]
+            self._share.end(self._num_waiting)
+
+    def charge(self, seq: Sequence) -> None:
+        """The sequence was admitted for the first time."""
+        self._share.charge(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        """A sequence that was admitted has ended: what it was given is known."""
+        self._share.settle(seq)
 
     def in_order(self, step: int) -> Iterator[Sequence]:
-        """Everybody, in the order of admission at this step; who is taken may leave meanwhile."""
+        """Everybody, in the order of admission at this step; who is taken may leave meanwhile, and
+        counts for its tenant at once.
+        """
+        turns = {priority: _Turns(lines, self._share) for priority, lines in self._lines.items()}
 
-        def aged(seq: Sequence) -> tuple[int, int]:
-            return (seq.priority - (step - seq.submitted_step) // AGING_STEPS, seq.arrival)
+        def aged(priority: int) -> tuple[int, int]:
+            first = turns[priority].oldest()
+            return (priority - (step - first.submitted_step) // AGING_STEPS, first.arrival)
 
-        # Within a line whoever came earlier has aged at least as much, so each is in order already.
-        return heapq.merge(*(list(line) for line in self._lines.values()), key=aged)
+        while turns:
+            priority = min(turns, key=aged) if len(turns) > 1 else next(iter(turns))
+            yield turns[priority].next()
+            if not turns[priority].advance():
+                del turns[priority]
+
+
+class _Turns:
+    """The sequences of one priority, one after the other. `next`, then `advance`."""
+
+    def __init__(self, lines: dict[str, list[Sequence]], share: FairShare) -> None:
+        self._share = share
+        # Turned around: the next of each is at its end.
+        self._left = {tenant: line[::-1] for tenant, line in lines.items()}
+        self._by_share = [self._place(tenant) for tenant in self._left]
+        self._by_age = [(line[-1].arrival, tenant) for tenant, line in self._left.items()]
+        heapq.heapify(self._by_share)
+        heapq.heapify(self._by_age)
+
+    def oldest(self) -> Sequence:
+        while True:
+            arrival, tenant = self._by_age[0]
+            line = self._left.get(tenant)
+            if line and line[-1].arrival == arrival:
+                return line[-1]
+            heapq.heappop(self._by_age)  # it has had its turn
+
+    def next(self) -> Sequence:
+        return self._left[self._by_share[0][-1]][-1]
+
+    def advance(self) -> bool:
+        """Past the one that was `next`; False at the end."""
+        tenant = self._by_share[0][-1]
+        line = self._left[tenant]
+        line.pop()
+        if line:
+            heapq.heapreplace(self._by_share, self._place(tenant))
+            heapq.heappush(self._by_age, (line[-1].arrival, tenant))
+        else:
+            heapq.heappop(self._by_share)
+            del self._left[tenant]
+        return bool(self._left)
+
+    def _place(self, tenant: str) -> tuple[bool, int, int, str]:
+        """Whoever was preempted has been paid for already, and goes first."""
+        first = self._left[tenant][-1]
+        return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)

@@ -1,0 +1,130 @@
+"""`engine keys`: the keys file of a server on this machine, whether it runs or not.
+
+A running server reads the file again on SIGHUP; `engine admin keys` changes it through the server.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, messages, output
+from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rich.table import Table
+
+app = typer.Typer(
+    help="The keys file of a server on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+FileOption = Annotated[
+    Path | None,
+    typer.Option("--file", help="The keys file; default: server.keys_file of the settings."),
+]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
+TenantOption = Annotated[
+    str | None,
+    typer.Option(help="Whose it is; keys of a tenant share what is stored and cached."),
+]
+AdminOption = Annotated[
+    bool, typer.Option("--admin", help="An administrator's key, for /v1/admin and engine admin.")
+]
+RequestsOption = Annotated[int | None, typer.Option(help="Requests in a minute.")]
+TokensOption = Annotated[int | None, typer.Option(help="Tokens in a minute.")]
+ConcurrentOption = Annotated[int | None, typer.Option(help="Requests at once.")]
+QueuedOption = Annotated[int | None, typer.Option(help="Requests without a first token.")]
+
+
+@app.command("new")
+def new(
+    name: NameArgument,
+    tenant: TenantOption = None,
+    admin: AdminOption = False,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_concurrent: ConcurrentOption = None,
+    max_queued: QueuedOption = None,
+    file: FileOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Make a key and print it; it can't be shown again."""
+    from engine.core.key_file import add_key
+
+    path = _path(file, config)
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+        "max_queued": max_queued,
+    }
+    key, entry = add_key(
+        path, name, tenant=tenant, role="admin" if admin else "user", limits=limits
+    )
+    messages().print(
+        f"{entry.role} key '{name}' of tenant '{entry.tenant_name}' is in {path}; a running server"
+        " reads it on SIGHUP.",
+        markup=False,
+    )
+    print(key)
+
+
+@app.command("list")
+def list_keys(
+    file: FileOption = None, config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
+    """List the keys of the file by name."""
+    from engine.core.key_file import read_keys
+
+    shown = [key.public() for key in read_keys(_path(file, config))]
+    if as_json:
+        print(json.dumps(shown, indent=2))
+    else:
+        output().print(keys_table(shown))
+
+
+@app.command("remove")
+def remove(name: NameArgument, file: FileOption = None, config: ConfigOption = None) -> None:
+    """Take a key out of the file."""
+    from engine.core.key_file import remove_key
+
+    path = _path(file, config)
+    remove_key(path, name)
+    messages().print(
+        f"'{name}' is gone from {path}; a running server notices on SIGHUP.", markup=False
+    )
+
+
+def keys_table(keys: "Iterable[Mapping[str, Any]]") -> "Table":
+    from rich.table import Table
+
+    columns = ["name", "tenant", "role", "requests_per_minute", "tokens_per_minute"]
+    columns += ["max_concurrent", "max_queued", "created"]
+    table = Table(box=None, header_style="bold")
+    for column in columns:
+        table.add_column(column.replace("_per_minute", "/min").replace("_", " "))
+    for key in keys:
+        table.add_row(*(_cell(key.get(column)) for column in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _path(file: Path | None, config: Path | None) -> Path:
+    if file is not None:
+        return file.expanduser()
+    path = load_cli_settings(config).settings.server.keys_file
+    if path is None:
+        raise ConfigError(
+            "there is no keys file: name one with --file, or in server.keys_file of the settings",
+            param="server.keys_file",
+        )
+    return path.expanduser()

@@ -1,0 +1,160 @@
+"""The keys file: who may use a server, each with a name, a tenant and limits.
+
+JSON, because programs write it. A key itself is never in it, only its SHA-256: keys are long and
+random, so nothing slower is needed to hide them. The file is private to its owner.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from engine.core.config_schema import LimitsSettings
+from engine.core.errors import ConfigError, ConflictError, NotFoundError
+from engine.core.utils.private_files import ForeignFileError, open_private, write_private
+
+KEY_BYTES = 32
+KEY_PREFIX = "ek-"
+MAX_FILE_BYTES = 16 * 2**20
+LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_queued")
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,64}\Z")]
+Rate = Annotated[int, msgspec.Meta(ge=1, le=10**12)] | None
+Places = Annotated[int, msgspec.Meta(ge=1, le=65536)] | None
+Role = Literal["user", "admin"]
+
+
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one key may ask for; None: as the settings say, or no limit."""
+
+    requests_per_minute: Rate = None
+    tokens_per_minute: Rate = None
+    max_concurrent: Places = None
+    max_queued: Places = None
+
+    @property
+    def is_empty(self) -> bool:
+        return all(getattr(self, name) is None for name in LIMIT_NAMES)
+
+    def over(self, defaults: LimitsSettings) -> "KeyLimits":
+        """These, and the defaults where these say nothing."""
+        own = {name: getattr(self, name) for name in LIMIT_NAMES}
+        return KeyLimits(
+            **{name: getattr(defaults, name) if own[name] is None else own[name] for name in own}
+        )
+
+
+class KeyEntry(
+    KeyLimits, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    name: Name
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    tenant: Name | None = None  # None: the key's name
+    role: Role = "user"
+    created: str = ""
+
+    @property
+    def tenant_name(self) -> str:
+        return self.tenant or self.name
+
+    def public(self) -> dict[str, Any]:
+        """What may be shown: everything but the digest."""
+        shown: dict[str, Any] = msgspec.to_builtins(self)
+        shown.pop("sha256")
+        return shown | {"tenant": self.tenant_name, "role": self.role}
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: tuple[KeyEntry, ...] = ()
+
+
+def read_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """Raises `ConfigError` that names the file and what is wrong with it."""
+    path = path.expanduser()
+    try:
+        with open_private(path) as file:
+            content = file.read(MAX_FILE_BYTES)
+    except ForeignFileError as error:
+        raise _unusable(path, f"{error}; `chmod 600` it, as its owner") from None
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from None
+    try:
+        keys = msgspec.json.decode(content, type=_File).keys
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _unusable(path, str(error)) from None
+    for field in ("name", "sha256"):
+        values = [getattr(key, field) for key in keys]
+        if len(set(values)) < len(values):
+            raise _unusable(path, f"two keys have the same {field}")
+    return keys
+
+
+def add_key(
+    path: Path,
+    name: str,
+    *,
+    tenant: str | None = None,
+    role: Role = "user",
+    limits: Mapping[str, int | None] | None = None,
+) -> tuple[str, KeyEntry]:
+    """A new key, told only now, and its entry, which is in the file then."""
+    path = path.expanduser()
+    keys = read_keys(path) if path.exists() else ()
+    if any(key.name == name for key in keys):
+        raise ConflictError(f"There is a key '{name}' already; remove it, or choose another name.")
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    fields = {
+        "name": name,
+        "sha256": hashlib.sha256(key.encode()).hexdigest(),
+        "tenant": tenant,
+        "role": role,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **(limits or {}),
+    }
+    try:
+        entry = msgspec.convert(fields, KeyEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"this can't be a key: {error}") from None
+    _write(path, (*keys, entry))
+    return key, entry
+
+
+def remove_key(path: Path, name: str) -> KeyEntry:
+    path = path.expanduser()
+    keys = read_keys(path)
+    for key in keys:
+        if key.name == name:
+            _write(path, tuple(each for each in keys if each is not key))
+            return key
+    raise NotFoundError(f"There is no key '{name}' in {path.name}.")
+
+
+def set_limits(path: Path, name: str, limits: Mapping[str, int | None]) -> KeyEntry:
+    """Other limits for a key; those that are not named stay."""
+    path = path.expanduser()
+    keys = read_keys(path)
+    for position, key in enumerate(keys):
+        if key.name == name:
+            try:
+                changed = msgspec.convert(msgspec.structs.asdict(key) | dict(limits), KeyEntry)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"these can't be limits: {error}") from None
+            _write(path, (*keys[:position], changed, *keys[position + 1 :]))
+            return changed
+    raise NotFoundError(f"There is no key '{name}' in {path.name}.")
+
+
+def _write(path: Path, keys: tuple[KeyEntry, ...]) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2) + b"\n")
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from None
+
+
+def _unusable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"the keys file {path} can't be used: {reason}", param="server.keys_file")

@@ -1,0 +1,224 @@
+"""Models added and taken away while the server runs.
+
+A server that was started with one model has no router; the first change puts one around it, with
+the running backend in it as it is.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from engine.backends.base import BackendHolder, InferenceBackend
+from engine.backends.custom.engine_settings import backend_name, has_engine
+from engine.core.config_schema import Settings
+from engine.core.errors import ConflictError, NotFoundError
+from engine.core.utils.model_store import resolve_model
+from engine.routing.build import EngineShare, expected_bytes, make_residency, on_demand
+from engine.routing.metrics import RouterMetrics
+from engine.routing.on_demand import OnDemand, Residency
+from engine.routing.policies import make_policy
+from engine.routing.replica import Member, Replica
+from engine.routing.route import Route
+from engine.routing.router import Router
+
+POLICY = "prefix"
+
+
+class ModelManager:
+    """`rebuild` makes the backend that the server was started with once more; None: it can't be."""
+
+    def __init__(
+        self,
+        holder: BackendHolder,
+        settings: Settings,
+        registry: CollectorRegistry,
+        rebuild: Callable[[], InferenceBackend] | None,
+    ) -> None:
+        self._holder = holder
+        self._settings = settings
+        self._registry = registry
+        self._rebuild = rebuild
+        self._changing = asyncio.Lock()
+
+    async def load(
+        self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
+    ) -> None:
+        """Until it can be asked for. A model that is known is loaded, if it is not; a new one is
+        given its place when it has been loaded.
+        """
+        async with self._changing:
+            await self._load(model_id, model, kind, options)
+
+    async def unload(self, model_id: str, wait_s: float) -> bool:
+        """Free its memory; the next request for it loads it again."""
+        async with self._changing:
+            known = self._unloadable(self._known(model_id))
+            return any([await each.unload(wait_s) for each in known])
+
+    async def remove(self, model_id: str, wait_s: float) -> None:
+        """Clients can't ask for it any more."""
+        async with self._changing:
+            await self._remove(model_id, wait_s)
+
+    async def _load(
+        self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
+    ) -> None:
+        router = self._router()
+        known = router.find(model_id)
+        if known is not None:
+            await self._load_again(known, model, options)
+            return
+        kind = kind or backend_name(self._settings)
+        if has_engine(kind):
+            resolve_model(model)  # a name that nobody knows is told before anything is made
+        num_engines = 1 + sum(has_engine(replica.kind) for replica in router.replicas)
+        share = EngineShare(self._settings, num_engines)
+        told = share.options(kind, options)
+        backend = on_demand(model_id, kind, model, told, router.residency, self._settings)
+        try:
+            await backend.start()
+        except BaseException:
+            await backend.stop()
+            router.residency.forget(backend)
+            raise
+        replica = _replica(model_id, kind, backend)
+        router.add(_route(model_id, replica), replica)
+
+    async def _remove(self, model_id: str, wait_s: float) -> None:
+        router, route = self._router(), self._known(model_id)
+        if len(router.routes) == 1:
+            raise ConflictError(f"{model_id} is the only model; unload it, or load another first.")
+        for other in router.routes:
+            if route.id in other.fallbacks:
+                raise ConflictError(f"{model_id} is a fallback of {other.id}.")
+        for replica in router.remove(route):
+            if isinstance(replica.backend, OnDemand):
+                await replica.backend.unload(wait_s)
+                router.residency.forget(replica.backend)
+            await replica.backend.stop()
+
+    def describe(self) -> list[dict[str, Any]]:
+        current = self._holder.current
+        if not isinstance(current, Router):
+            state = "loaded" if current.health().ready else "loading"
+            return [
+                {"id": card.id, "state": state, "backend": card.backend, "default": position == 0}
+                for position, card in enumerate(current.models())
+            ]
+        return [
+            {
+                "id": route.id,
+                "state": _state(route),
+                "backend": "+".join(dict.fromkeys(each.replica.kind for each in route.members)),
+                "default": position == 0,
+                "in_flight": sum(each.replica.in_flight for each in route.members),
+                "memory_mb": round(sum(_memory(each) for each in route.members) / 2**20, 1),
+                "idle_s": _idle_s(route),
+            }
+            for position, route in enumerate(current.routes)
+        ]
+
+    async def _load_again(self, route: Route, model: str, options: Mapping[str, Any]) -> None:
+        if options or model != route.id:
+            raise ConflictError(
+                f"There is a model {route.id} already; remove it, or choose another id for this."
+            )
+        for each in self._unloadable(route):
+            await each.load()
+
+    def _known(self, model_id: str) -> Route:
+        route = self._router().find(model_id)
+        if route is None:
+            raise NotFoundError(f"There is no model {model_id} here.", param="id")
+        return route
+
+    def _unloadable(self, route: Route) -> list[OnDemand]:
+        backends = [member.replica.backend for member in route.members]
+        found = [backend for backend in backends if isinstance(backend, OnDemand)]
+        if len(found) < len(backends):
+            raise ConflictError(
+                f"{route.id} is answered by a backend that can't be loaded and unloaded from here."
+            )
+        return found
+
+    def _router(self) -> Router:
+        current = self._holder.current
+        if isinstance(current, Router):
+            return current
+        residency = make_residency(self._settings)
+        cards = current.models()
+        if not cards:
+            raise ConflictError("The first model is still loading; retry when it is ready.")
+        model_id = cards[0].id
+        backend: InferenceBackend = current
+        if self._rebuild is not None:
+            backend = OnDemand(model_id, self._rebuild, residency, loaded=current)
+        replica = _replica(model_id, cards[0].backend, backend)
+        router = _router_around(replica, residency, self._registry)
+        router.begin()
+        self._holder.current = router
+        return router
+
+
+def router_of_one(
+    model_id: str,
+    kind: str,
+    make: Callable[[], InferenceBackend],
+    settings: Settings,
+    registry: CollectorRegistry,
+) -> Router:
+    """Not started yet."""
+    residency = make_residency(settings)
+    expected = expected_bytes(kind, settings.model.model_path, settings)
+    backend = OnDemand(model_id, make, residency, expected_bytes=expected)
+    replica = _replica(model_id, kind, backend)
+    replica.has_started = False
+    return _router_around(replica, residency, registry)
+
+
+def _router_around(replica: Replica, residency: Residency, registry: CollectorRegistry) -> Router:
+    metrics = RouterMetrics(registry)
+    router = Router([replica], [_route(replica.name, replica)], metrics, residency=residency)
+    metrics.watch(router.replicas)
+    return router
+
+
+def _replica(model_id: str, kind: str, backend: InferenceBackend) -> Replica:
+    replica = Replica(model_id, kind, backend)
+    replica.has_started = True
+    if isinstance(backend, OnDemand):
+        backend.on_unload = replica.seen.clear  # its cache is gone with it
+    return replica
+
+
+def _route(model_id: str, replica: Replica) -> Route:
+    return Route(model_id, [Member(replica, 1.0)], POLICY, make_policy(POLICY))
+
+
+def _state(route: Route) -> str:
+    return "+".join(dict.fromkeys(_member_state(member) for member in route.members))
+
+
+def _member_state(member: Member) -> str:
+    backend = member.replica.backend
+    if isinstance(backend, OnDemand):
+        return backend.state
+    state = member.replica.state(backend.health())
+    return "loaded" if state == "ready" else state
+
+
+def _memory(member: Member) -> int:
+    backend = member.replica.backend
+    return backend.resident_bytes() if isinstance(backend, OnDemand) else backend.memory_bytes()
+
+
+def _idle_s(route: Route) -> float | None:
+    used = [
+        member.replica.backend.last_used
+        for member in route.members
+        if isinstance(member.replica.backend, OnDemand)
+    ]
+    return round(time.monotonic() - max(used), 1) if used else None

@@ -1,0 +1,345 @@
+"""A model that can be let go and comes back when it is asked for, and how many of them may stay.
+
+`OnDemand` is a backend around another: while that is unloaded it still counts as ready, and the
+next request loads it. `Residency` decides who has to go: the one that was used longest ago, when
+memory is short, and whoever nobody has used for long.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+import psutil
+
+from engine.backends.base import EventFeed, EventSink, InferenceBackend
+from engine.backends.custom.base_custom import CustomBackend
+from engine.core.errors import EngineError, ResourceError, UnavailableError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Embeddings,
+    EmbedRequest,
+    Event,
+    Health,
+    ModelCard,
+)
+from engine.core.interfaces.request import EngineStats
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5.0
+MAKE_ROOM_WAIT_S = 0.0  # only idle models have to go, so there is nothing to wait for
+
+
+class OnDemand(InferenceBackend):
+    """`make` gives a new backend for each load. `loaded` is one that runs already."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], InferenceBackend],
+        residency: "Residency",
+        *,
+        expected_bytes: int = 0,
+        loaded: InferenceBackend | None = None,
+    ) -> None:
+        self.name = name
+        self.on_unload: Callable[[], None] = lambda: None
+        self.num_open = 0
+        self.num_loads = 0 if loaded is None else 1
+        self.last_used = time.monotonic()
+        self.is_leaving = False
+        self._make = make
+        self._residency = residency
+        self._expected_bytes = expected_bytes
+        self._inner = loaded
+        self._starting: InferenceBackend | None = None
+        self._cards = [] if loaded is None else loaded.models()
+        self._loading: asyncio.Task[None] | None = None
+        self._failure = ""
+        self._became_idle = asyncio.Event()
+        self._is_stopped = False
+        residency.members.append(self)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._inner is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Also with requests that came before this was put around their backend."""
+        if self.num_open or self._inner is None:
+            return self.num_open > 0
+        stats = self._inner.stats()
+        return stats is not None and stats.num_running + stats.num_waiting > 0
+
+    @property
+    def state(self) -> str:
+        if self.is_leaving:
+            return "unloading"
+        if self._loading is not None:
+            return "loading"
+        if self._inner is None:
+            return "unloaded"
+        return "loaded" if self._inner.health().ready else "down"
+
+    @property
+    def expected_bytes(self) -> int:
+        """What loading it will take; what it took the last time, if there was one."""
+        return self._expected_bytes
+
+    async def start(self) -> str:
+        await self.load()
+        return f"on-demand://{self.name}"
+
+    async def stop(self) -> None:
+        self._is_stopped = True
+        loading = self._loading
+        if loading is not None:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        if self._inner is not None:
+            await self._inner.stop()
+
+    async def load(self) -> None:
+        """Until it is loaded. Raises what kept it from that; whoever waits gets the same."""
+        if self._inner is not None:
+            return
+        if self._is_stopped:
+            raise UnavailableError("The server is shutting down.")
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load())
+            self._loading.add_done_callback(_retrieve)
+        await asyncio.shield(self._loading)
+
+    async def unload(self, wait_s: float) -> bool:
+        """Let running requests end within `wait_s`, end those that are left, free the memory.
+        Whether there was anything to free.
+        """
+        if self._inner is None or self.is_leaving:
+            return False
+        self.is_leaving = True
+        try:
+            await self._idle_within(wait_s)
+            self._expected_bytes = self.resident_bytes() or self._expected_bytes
+            backend, self._inner = self._inner, None
+            await backend.stop()
+        finally:
+            self.is_leaving = False
+        self.on_unload()
+        return True
+
+    def resident_bytes(self) -> int:
+        """Of the processes that run the model, without this one."""
+        if self._inner is None:
+            return 0
+        total = self._inner.memory_bytes()
+        if isinstance(self._inner, CustomBackend):  # which counts its frontend as well
+            total -= psutil.Process(os.getpid()).memory_info().rss
+        return max(0, total)
+
+    def health(self) -> Health:
+        if self.is_leaving:
+            return Health(ready=False, detail="It is being unloaded.")
+        backend = self._inner or self._starting
+        if self._inner is not None or (backend is not None and not self._cards):
+            assert backend is not None
+            return backend.health()
+        if not self._cards:
+            return Health(ready=False, detail=self._failure or "It is waiting to be loaded.")
+        return Health(ready=True, detail="It is unloaded; the next request loads it.")
+
+    def memory_bytes(self) -> int:
+        return 0 if self._inner is None else self._inner.memory_bytes()
+
+    def models(self) -> list[ModelCard]:
+        if self._inner is not None:
+            self._cards = self._inner.models() or self._cards
+        return self._cards
+
+    def stats(self) -> EngineStats | None:
+        return None if self._inner is None else self._inner.stats()
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        return _Answer(self, lambda backend: backend.chat(request))
+
+    def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
+        return _Answer(self, lambda backend: backend.complete(request))
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        async with self.use() as backend:
+            return await backend.embed(request)
+
+    async def tokenize(
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        async with self.use() as backend:
+            return await backend.tokenize(
+                content, model=model, add_special_tokens=add_special_tokens
+            )
+
+    async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
+        async with self.use() as backend:
+            return await backend.detokenize(token_ids, model=model)
+
+    async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
+        return () if self._inner is None else await self._inner.flush_prefixes(model=model)
+
+    @contextlib.asynccontextmanager
+    async def use(self) -> AsyncGenerator[InferenceBackend, None]:
+        """The backend, loaded, and kept so meanwhile."""
+        if self.is_leaving:
+            raise UnavailableError(f"{self.name} is being unloaded. Retry later.", retry_after=1.0)
+        self.num_open += 1  # from now on it is not idle, so nobody unloads what is being loaded
+        self.last_used = time.monotonic()
+        try:
+            await self.load()
+            assert self._inner is not None
+            yield self._inner
+        finally:
+            self.num_open -= 1
+            self.last_used = time.monotonic()
+            if not self.num_open:
+                self._became_idle.set()
+
+    async def _load(self) -> None:
+        try:
+            async with self._residency.room_for(self):
+                began = time.monotonic()
+                backend = self._starting = self._make()
+                try:
+                    await backend.start()
+                except BaseException:
+                    await backend.stop()
+                    raise
+                self._inner, self._cards = backend, backend.models()
+                self.num_loads += 1
+                self.last_used = time.monotonic()
+                log.info("%s is loaded after %.1f s", self.name, self.last_used - began)
+        except EngineError as error:
+            self._failure = error.message
+            raise
+        finally:
+            self._loading = self._starting = None
+
+    async def _idle_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.is_busy and (left := deadline - time.monotonic()) > 0:
+            self._became_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                # Requests of before this was put around the backend end without a word.
+                await asyncio.wait_for(self._became_idle.wait(), min(left, 0.5))
+
+
+class Residency:
+    """All models that can be let go, and what they may take together; None: no bound."""
+
+    def __init__(self, budget_bytes: int | None = None, idle_s: float | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.idle_s = idle_s
+        self.members: list[OnDemand] = []
+        self._loading = asyncio.Lock()
+        self._unloading: set[asyncio.Task[bool]] = set()
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(member.resident_bytes() for member in self.members)
+
+    @contextlib.asynccontextmanager
+    async def room_for(self, newcomer: OnDemand) -> AsyncGenerator[None, None]:
+        """Under a budget one model is loaded at a time; what has to go for it has gone."""
+        if self.budget_bytes is None:
+            yield
+            return
+        async with self._loading:
+            await self._make_room(newcomer, self.budget_bytes)
+            yield
+
+    def tick(self) -> None:
+        """Let go of what nobody has used for long. Called about once a second."""
+        if self.idle_s is None:
+            return
+        now = time.monotonic()
+        for member in self.members:
+            is_old = now - member.last_used > self.idle_s
+            if is_old and member.is_loaded and not member.is_leaving and not member.is_busy:
+                log.info("%s is unloaded: nobody has used it for %.0f s", member.name, self.idle_s)
+                task = asyncio.create_task(member.unload(MAKE_ROOM_WAIT_S))
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    def forget(self, member: OnDemand) -> None:
+        self.members.remove(member)
+
+    async def _make_room(self, newcomer: OnDemand, budget: int) -> None:
+        needed = newcomer.expected_bytes
+        if needed > budget:
+            raise ResourceError(
+                f"{newcomer.name} needs about {_mib(needed)} MiB; server.memory_budget_mb is"
+                f" {_mib(budget)}."
+            )
+        while self.resident_bytes + needed > budget:
+            idle = [
+                member
+                for member in self.members
+                if member.is_loaded and not member.is_busy and not member.is_leaving
+            ]
+            if not idle:
+                raise UnavailableError(
+                    f"There is no memory for {newcomer.name}: every loaded model is in use."
+                    " Retry later.",
+                    retry_after=RETRY_AFTER_S,
+                )
+            oldest = min(idle, key=lambda member: member.last_used)
+            log.info("%s is unloaded to make room for %s", oldest.name, newcomer.name)
+            await oldest.unload(MAKE_ROOM_WAIT_S)
+
+
+class _Answer(EventFeed):
+    """A request's events; its model is loaded first, if need be."""
+
+    def __init__(
+        self, owner: OnDemand, begin: Callable[[InferenceBackend], AsyncIterator[Event]]
+    ) -> None:
+        self._owner = owner
+        self._begin = begin
+        self._reading = self._read()
+
+    async def feed(self, sink: EventSink) -> None:
+        async with self._owner.use() as backend:
+            source = self._begin(backend)
+            if isinstance(source, EventFeed):
+                await source.feed(sink)
+                return
+            async for event in source:
+                sink(event)
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
+        async with self._owner.use() as backend:
+            source = self._begin(backend)
+            try:
+                async for event in source:
+                    yield event
+            finally:
+                close = getattr(source, "aclose", None)  # an AsyncIterator need not have it
+                if close is not None:
+                    await close()
+
+
+def _retrieve(task: "asyncio.Task[None]") -> None:
+    """Whoever waited may have left: then nobody asks what became of it."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _mib(num_bytes: int) -> int:
+    return round(num_bytes / 2**20)

@@ -1,0 +1,139 @@
+"""How much of something there was in the last minute, by name: counted in memory, or in Redis for
+several servers together.
+
+A window slides: of the minute before, the part counts that is less than a minute ago. Minutes are
+those of the wall clock, because servers share them; a clock that jumps only begins a new one.
+Unlike the strategies of `limits`, what was counted can be corrected later. A Redis that fails or is
+slow is left alone for a while, and this process counts for itself.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from pydantic import SecretStr
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 60
+REDIS_TIMEOUT_S = 0.1
+REDIS_PAUSE_S = 5.0
+KEY_PREFIX = "engine-limits"
+# Names that one process remembers; they are forgotten all at once then, rather than grow.
+MAX_NAMES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was counted in the previous minute and in this one, `position` seconds of it ago."""
+
+    minute: int
+    position: float
+    previous: int
+    current: int
+
+    @property
+    def used(self) -> float:
+        return self.previous * (1 - self.position / WINDOW_S) + self.current
+
+    @property
+    def reset_s(self) -> float:
+        """Until nothing of it counts any more."""
+        if self.current > 0:
+            return 2 * WINDOW_S - self.position
+        return WINDOW_S - self.position if self.previous > 0 else 0.0
+
+    def wait_s(self, limit: int, amount: int) -> float:
+        """Until `amount` more fits under `limit`, if nobody else comes first."""
+        free = limit - amount
+        if free < 0:
+            return math.inf
+        if self.current <= free:
+            if self.used <= free:
+                return 0.0
+            part = (free - self.current) / self.previous
+            return WINDOW_S * (1 - part) - self.position
+        return WINDOW_S - self.position + WINDOW_S * (1 - free / self.current)
+
+
+class Windows:
+    def __init__(self, redis_url: SecretStr | None = None) -> None:
+        self._redis_url = redis_url
+        self._loading = asyncio.Lock()
+        self._memory: Any = None
+        self._redis: Any = None
+        self._redis_again_at = 0.0  # time.monotonic()
+
+    async def prepare(self) -> None:
+        """Import the library, which takes long enough to be waited for by nobody."""
+        async with self._loading:
+            if self._memory is None:
+                await asyncio.to_thread(import_module, "limits.aio.storage")
+                from limits.storage import storage_from_string
+
+                if self._redis_url is not None:
+                    self._redis = await asyncio.to_thread(_redis, self._redis_url)
+                self._memory = storage_from_string("async+memory://")
+
+    async def add(self, name: str, amount: int, minute: int | None = None) -> Window:
+        """Count `amount`, which may be negative, in this minute or in an earlier one."""
+        now = time.time()
+        this = int(now // WINDOW_S)
+        at = this if minute is None else minute
+        if at < this - 1:
+            return await self.look(name)  # nothing of that minute counts any more
+        if self._memory is None:
+            await self.prepare()
+        if len(self._memory.storage) > MAX_NAMES:
+            await self._memory.reset()
+        counted = await self._count(f"{name}/{at}", amount, f"{name}/{2 * this - 1 - at}")
+        current, previous = counted if at == this else counted[::-1]
+        return Window(this, now % WINDOW_S, max(0, previous), max(0, current))
+
+    async def look(self, name: str) -> Window:
+        return await self.add(name, 0)
+
+    async def _count(self, changed: str, amount: int, read: str) -> tuple[int, int]:
+        """The new value of `changed`, and the value of `read`."""
+        if self._redis is not None and time.monotonic() >= self._redis_again_at:
+            try:
+                async with asyncio.timeout(REDIS_TIMEOUT_S):
+                    return await _change(self._redis, changed, amount, read)
+            except Exception as error:  # whatever it is, it must not be the requests' trouble
+                self._redis_again_at = time.monotonic() + REDIS_PAUSE_S
+                reason = type(error).__name__
+                logger.warning("limits are counted here for now: Redis failed (%s)", reason)
+        return await _change(self._memory, changed, amount, read)
+
+
+async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[int, int]:
+    if amount == 0:
+        return int(await storage.get(changed)), int(await storage.get(read))
+    now = await storage.incr(changed, 2 * WINDOW_S, amount)
+    return int(now), int(await storage.get(read))
+
+
+def _redis(url: SecretStr) -> Any:
+    from limits.errors import ConfigurationError
+    from limits.storage import storage_from_string
+
+    from engine.core.errors import ConfigError
+
+    try:
+        return storage_from_string(
+            "async+" + url.get_secret_value(),
+            implementation="redispy",
+            key_prefix=KEY_PREFIX,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
+            socket_timeout=REDIS_TIMEOUT_S,
+        )
+    except ConfigurationError as error:
+        raise ConfigError(
+            f"limits.redis_url can't be used ({error}): it is written redis://HOST:PORT/DB, and"
+            " needs the extra engine[redis]",
+            param="limits.redis_url",
+        ) from None

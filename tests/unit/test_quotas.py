@@ -1,0 +1,263 @@
+"""What a key may ask for: counted before the work, put right after it, told in headers."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from engine.core.config_schema import LimitsSettings
+from engine.core.errors import RateLimitError
+from engine.core.key_file import KeyLimits, add_key
+from engine.core.observability.metrics import Metrics
+from engine.servers import windows
+from engine.servers.app import create_app
+from engine.servers.auth import Principal
+from engine.servers.quotas import Quotas
+from engine.servers.windows import WINDOW_S, Window, Windows
+from tests.fake_backend import DEFAULT_WORDS, MODEL, FakeBackend
+from tests.live_server import chat, make_settings
+
+NUM_WORDS = len(DEFAULT_WORDS)
+
+
+class Clock:
+    """A wall clock that a test holds."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0 // WINDOW_S * WINDOW_S
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(windows, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+def app_with(backend: FakeBackend, **sections: dict[str, Any]) -> FastAPI:
+    return create_app(make_settings(**sections), backend, Metrics(MODEL))
+
+
+def client_for(app: FastAPI, key: str | None = None) -> httpx.AsyncClient:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
+
+
+@pytest.fixture
+async def limited(backend: FakeBackend, clock: Clock) -> AsyncIterator[httpx.AsyncClient]:
+    app = app_with(backend, limits={"requests_per_minute": 3, "tokens_per_minute": 1000})
+    async with client_for(app) as client:
+        yield client
+    assert not list(app.state.services.quotas.in_use())
+    assert app.state.services.lifecycle.num_admitted == 0
+
+
+async def test_requests_in_a_minute(limited: httpx.AsyncClient, clock: Clock) -> None:
+    for left in (2, 1, 0):
+        answer = await limited.post("/v1/chat/completions", json=chat(max_tokens=8))
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "3"
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+    refused = await limited.post("/v1/chat/completions", content=b"not even JSON")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "RATE_LIMIT_EXCEEDED"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    wait_s = int(refused.headers["retry-after"])
+    clock.now += wait_s - 2
+    assert (await limited.post("/v1/chat/completions", json=chat())).status_code == 429
+    clock.now += 2
+    assert (await limited.post("/v1/chat/completions", json=chat())).status_code == 200
+
+
+async def test_tokens_are_charged_before_and_put_right_after(
+    limited: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    backend.prefill_s = 30
+    running = asyncio.create_task(
+        limited.post("/v1/chat/completions", json=chat(max_tokens=300, n=3))
+    )
+    while not backend.num_open:
+        await asyncio.sleep(0.001)
+    refused = await limited.post("/v1/chat/completions", json=chat(max_tokens=300))
+    assert refused.status_code == 429
+    assert "tokens" in refused.json()["error"]["message"]
+    assert int(refused.headers["x-ratelimit-remaining-tokens"]) < 100
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    backend.prefill_s = 0
+    answer = await limited.post("/v1/chat/completions", json=chat(max_tokens=300, n=3))
+    assert answer.status_code == 200
+    used = answer.json()["usage"]["total_tokens"]
+    assert used == 3 * NUM_WORDS + 2
+    state = await limited.get("/v1/models")
+    assert state.status_code == 200  # not a request for work: nothing is counted
+
+
+async def test_what_is_used_in_the_end_is_what_counts(backend: FakeBackend, clock: Clock) -> None:
+    app = app_with(backend, limits={"tokens_per_minute": 500})
+    async with client_for(app) as client:
+        for _ in range(20):
+            answer = await client.post("/v1/chat/completions", json=chat(max_tokens=300))
+            assert answer.status_code == 200
+        window = await app.state.services.quotas.windows.look("tokens/")
+        assert window.current == 20 * (NUM_WORDS + 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", chat(n=0), 400),
+        ("/v1/chat/completions", chat(model="other"), 404),
+        ("/v1/completions", {"model": MODEL}, 400),
+        ("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 100}, 200),
+        ("/v1/messages", {"model": MODEL, "messages": []}, 400),
+        ("/v1/embeddings", {"model": MODEL, "input": ["one two"]}, 200),
+        ("/v1/responses", {"model": MODEL, "input": "x", "store": False}, 200),
+        ("/generate", {"model": MODEL, "prompt": "x"}, 200),
+        ("/tokenize", {"prompt": "x"}, 200),
+    ],
+)
+async def test_every_path_gives_everything_back(
+    backend: FakeBackend, clock: Clock, path: str, body: dict[str, Any], status: int
+) -> None:
+    app = app_with(backend, limits={"tokens_per_minute": 2000, "max_concurrent": 1})
+    quotas = app.state.services.quotas
+    async with client_for(app) as client:
+        for _ in range(2):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            while list(quotas.in_use()):  # a submission runs on its own
+                await asyncio.sleep(0.001)
+    window = await quotas.windows.look("tokens/")
+    assert window.current <= 2 * (NUM_WORDS + 2)
+
+
+async def test_a_request_that_can_never_fit_is_not_to_be_sent_again(
+    limited: httpx.AsyncClient,
+) -> None:
+    answer = await limited.post("/v1/chat/completions", json=chat(max_tokens=400, n=3))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+
+
+async def test_requests_at_once_and_in_the_queue(backend: FakeBackend, clock: Clock) -> None:
+    backend.prefill_s = 30
+    for limits, word in (({"max_concurrent": 2}, "at work"), ({"max_queued": 2}, "waiting")):
+        app = app_with(backend, limits=limits)
+        async with client_for(app) as client:
+            running = [
+                asyncio.create_task(client.post("/v1/chat/completions", json=chat()))
+                for _ in range(2)
+            ]
+            while backend.num_open < 2:
+                await asyncio.sleep(0.001)
+            refused = await client.post("/v1/chat/completions", json=chat())
+            assert refused.status_code == 429
+            assert word in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"] == "1"
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            assert not list(app.state.services.quotas.in_use())
+
+
+async def test_keys_have_limits_of_their_own(
+    backend: FakeBackend, clock: Clock, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    tight, _ = add_key(path, "tight", limits={"requests_per_minute": 1})
+    loose, _ = add_key(path, "loose", limits={"requests_per_minute": 100})
+    usual, _ = add_key(path, "usual")
+    limits = {"requests_per_minute": 2}
+    app = app_with(backend, server={"keys_file": path}, limits=limits)
+    for key, allowed in ((tight, 1), (loose, 5), (usual, 2)):
+        async with client_for(app, key) as client:
+            statuses = [
+                (await client.post("/v1/chat/completions", json=chat())).status_code
+                for _ in range(5)
+            ]
+        assert statuses == [200] * allowed + [429] * (5 - allowed)
+
+
+async def test_a_clock_that_jumps_locks_nobody_out(clock: Clock) -> None:
+    counted = Windows()
+    for _ in range(5):
+        await counted.add("x", 1)
+    for jump in (86_400.0, -2 * 86_400.0):
+        clock.now += jump
+        assert (await counted.add("x", 1)).used <= 1
+
+
+async def test_a_correction_goes_where_the_charge_was(clock: Clock) -> None:
+    counted = Windows()
+    charged = await counted.add("x", 100)
+    clock.now += WINDOW_S
+    await counted.add("x", 10)
+    corrected = await counted.add("x", -90, charged.minute)
+    assert (corrected.previous, corrected.current) == (10, 10)
+    clock.now += 2 * WINDOW_S
+    late = await counted.add("x", -5, charged.minute)
+    assert (late.previous, late.current) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("window", "limit", "amount"),
+    [
+        (Window(0, 30.0, 10, 0), 10, 6),
+        (Window(0, 0.0, 10, 3), 10, 1),
+        (Window(0, 59.0, 0, 10), 10, 1),
+        (Window(0, 10.0, 100, 100), 100, 50),
+    ],
+)
+def test_the_wait_is_enough_and_not_much_too_long(window: Window, limit: int, amount: int) -> None:
+    def fits_after(seconds: float) -> bool:
+        position, previous, current = window.position + seconds, window.previous, window.current
+        if position >= WINDOW_S:
+            position, previous, current = position - WINDOW_S, current, 0
+        return Window(0, position, previous, current).used + amount <= limit + 1e-6
+
+    wait_s = window.wait_s(limit, amount)
+    assert wait_s > 0
+    assert fits_after(wait_s)
+    assert not fits_after(wait_s - 1)
+
+
+class BrokenRedis:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def incr(self, key: str, expiry: int, amount: int) -> int:
+        self.num_calls += 1
+        await asyncio.sleep(60)
+        return 0
+
+    get = incr
+
+
+async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clock) -> None:
+    quotas = Quotas(LimitsSettings(requests_per_minute=3))
+    await quotas.windows.prepare()
+    quotas.windows._redis = broken = BrokenRedis()
+    who = Principal("t", limits=KeyLimits())
+    for _ in range(3):
+        assert await quotas.enter(who, 0, {}) is not None
+    with pytest.raises(RateLimitError):
+        await quotas.enter(who, 0, {})
+    assert broken.num_calls == 1
