@@ -67,6 +67,11 @@ class InferenceBackend(ABC):
     # Whether the totals of `stats` go on when an engine is replaced, instead of beginning at zero.
     totals_survive_restarts: ClassVar[bool] = False
 
+    @property
+    def unwrapped(self) -> "InferenceBackend":
+        """The backend itself, without what is put around it."""
+        return self
+
     @abstractmethod
     async def start(self) -> str:
         """Load and become ready; the address where the backend can be reached. Raises

@@ -25,6 +25,7 @@ COMMANDS = {
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
     "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
+    "plugins": ("engine.cli.plugins:app", "Show the plugins that are installed and in use."),
     "conformance": (
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",

@@ -39,6 +39,7 @@ LATE = (
     "batches.routes:add_files_and_batches_routes",
     "generate:add_generate_routes",
     "admin:add_admin_routes",
+    "plugins:add_plugins_routes",
     "openapi:add_openapi_routes",
 )
 

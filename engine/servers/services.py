@@ -146,6 +146,7 @@ class Services:
             session=_session(request, body),
             priority=body.priority or 0,
             salt=salt,
+            tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,

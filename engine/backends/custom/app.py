@@ -79,7 +79,8 @@ def build_server(settings: Settings, process: EngineProcess | None = None) -> Se
     model = settings.model.model_path
     is_ours = isinstance(backend, CustomBackend)
     model_id = settings.model.name or (Path(model).stem if is_ours else model)
-    app = create_app(settings, backend, Metrics(model_id), starts_soon=True)
+    metrics = Metrics(model_id)
+    app = create_app(settings, _plugged(settings, backend, metrics), metrics, starts_soon=True)
     return Server(app, model_id, model_id)
 
 
@@ -90,5 +91,14 @@ def build_routed_server(settings: Settings, origin: str) -> Server:
     ids = list(settings.tables.models)
     metrics = Metrics(",".join(ids))
     router = build_router(settings, metrics.registry, origin)
-    app = create_app(settings, router, metrics, starts_soon=True)
+    app = create_app(settings, _plugged(settings, router, metrics), metrics, starts_soon=True)
     return Server(app, ", ".join(replica.name for replica in router.replicas), ids[0])
+
+
+def _plugged(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> InferenceBackend:
+    """The backend with the plugins of the settings around it."""
+    if not settings.tables.plugins:
+        return backend
+    from engine.plugins.build import plug_in
+
+    return plug_in(backend, settings.tables.plugins, metrics.registry)
