@@ -1,7 +1,9 @@
 """Plugins around a backend: what they see, what they may change, and that an answer stays one."""
 
+import importlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +304,18 @@ async def test_series_have_names_of_the_configuration_alone() -> None:
         'engine_plugin_calls_total{hook="pre_inference",outcome="ok",plugin="shouting"} 1.0' in text
     )
     assert "words" not in text
+
+
+async def test_the_documented_plugin_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    (source,) = re.findall(r"```python\n(# engine_house_rules\.py\n.*?)```", docs, re.DOTALL)
+    (tmp_path / "engine_house_rules.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("engine_house_rules").HouseRules
+    backend = FakeBackend(["A basi", "lisk", " and a bas", "il."])
+    options = {"topics": ["the weather"], "hidden_word": "basilisk"}
+    async with running([kind()], backend, options=options) as made:
+        assert text_of(await fed(made, a_chat())) == "A *** and a basil."
+        with pytest.raises(ForbiddenError, match="not discussed"):
+            await fed(made, a_chat("Is the weather nice?"))
+    assert backend.requests[0].messages[0]["content"] == "Be brief and kind."
