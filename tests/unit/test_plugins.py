@@ -11,7 +11,10 @@ import httpx
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from typer.testing import CliRunner
 
+from engine.cli.main import app
+from engine.core.config import load_settings
 from engine.core.config_tables import PluginTable
 from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError
 from engine.core.interfaces.backend import (
@@ -319,3 +322,22 @@ async def test_the_documented_plugin_works(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ForbiddenError, match="not discussed"):
             await fed(made, a_chat("Is the weather nice?"))
     assert backend.requests[0].messages[0]["content"] == "Be brief and kind."
+
+
+def test_tables_and_the_command_that_lists_them(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text(
+        '[plugins.audit_log]\norder = 7\npath = "x"\n[plugins.pii_redactor]\norder = 3\n'
+    )
+    listed = CliRunner().invoke(app, ["plugins", "list", "--json", "--config", str(path)])
+    assert listed.exit_code == 0, listed.output
+    rows = json.loads(listed.stdout)
+    assert [(row["name"], row["used"]) for row in rows[:2]] == [
+        ("pii_redactor", "yes"),
+        ("audit_log", "yes"),
+    ]
+    tables = load_settings(path).settings.tables.plugins
+    assert tables["audit_log"].options == {"path": "x"}
+    path.write_text("[plugins.pii_redactor]\ntimeout_s = 0\n")
+    with pytest.raises(ConfigError, match=r"plugins\.pii_redactor\.timeout_s"):
+        load_settings(path)
