@@ -67,6 +67,15 @@ class InferenceBackend(ABC):
     # Whether the totals of `stats` go on when an engine is replaced, instead of beginning at zero.
     totals_survive_restarts: ClassVar[bool] = False
 
+    @property
+    def unwrapped(self) -> "InferenceBackend":
+        """The backend itself, without what is put around it."""
+        return self
+
+    def rewrapped(self, inner: "InferenceBackend") -> "InferenceBackend":
+        """What was put around this backend, around another one."""
+        return inner
+
     @abstractmethod
     async def start(self) -> str:
         """Load and become ready; the address where the backend can be reached. Raises

@@ -28,6 +28,7 @@ COMMANDS = {
     "admin": ("engine.cli.admin:app", "Look at and change a running server."),
     "keys": ("engine.cli.keys:app", "Make, list and remove API keys in the keys file."),
     "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
+    "plugins": ("engine.cli.plugins:app", "Show the plugins that are installed and in use."),
     "conformance": (
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",

@@ -134,12 +134,19 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
 
 def _begin(settings: "Settings", process: EngineProcess) -> None:
     """Let the engine load, before the modules of this process are."""
-    from engine.backends.custom.engine_settings import backend_name, engine_options, has_engine
+    from engine.backends.custom.engine_settings import (
+        EXAMINER,
+        backend_name,
+        engine_options,
+        has_engine,
+    )
+    from engine.core.utils.examination import examine
     from engine.core.utils.model_store import resolve_model
 
     name = backend_name(settings)
     if has_engine(name):
         path = resolve_model(settings.model.model_path)
+        examine(path, EXAMINER)
         process.begin(engine_options(settings, name, path))
 
 

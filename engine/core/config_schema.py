@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import BackendTable, ModelTable
+    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
 
 MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
@@ -244,10 +244,13 @@ class StorageSettings(Section):
 
 
 class NamedTables(msgspec.Struct, frozen=True):
-    """`[backends.NAME]` and `[models.ID]`, as `config_tables` has read and checked them."""
+    """`[backends.NAME]`, `[models.ID]` and `[plugins.NAME]`, as `config_tables` has read and
+    checked them.
+    """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
     models: "Mapping[str, ModelTable]" = MappingProxyType({})
+    plugins: "Mapping[str, PluginTable]" = MappingProxyType({})
 
 
 TABLES = NamedTables.__struct_fields__

@@ -1,8 +1,8 @@
-"""The tables that name things: `[backends.NAME]`, an engine that answers, and `[models.ID]`, what
-clients ask for and who answers it.
+"""The tables that name things: `[backends.NAME]`, an engine that answers, `[models.ID]`, what
+clients ask for and who answers it, and `[plugins.NAME]`, what looks at requests and answers.
 
 A backend's table has the router's keys, which are here, and options of its kind, which the kind's
-own configuration class checks when the backend is made.
+own configuration class checks when the backend is made. A plugin's options are the plugin's own.
 """
 
 import re
@@ -111,7 +111,22 @@ class ModelTable(Table):
     shadow: ShadowTable | None = None
 
 
-_NAMES = {"backends": re.compile(r"[A-Za-z0-9_.-]{1,64}"), "models": re.compile(r"[!-~]{1,256}")}
+class PluginTable(Table):
+    """A plugin that takes part in requests."""
+
+    enabled: bool = True
+    # Lower ones see a request first.
+    order: Annotated[int, Field(ge=0, le=1000), BeforeValidator(_refuse_bool)] = 100
+    timeout_s: Annotated[float, Field(ge=0.01, le=600), BeforeValidator(_refuse_bool)] = 2.0
+    on_failure: Literal["pass", "refuse"] | None = None  # None: as the plugin says
+    options: Options = {}  # whatever else the table has: what the plugin is initialized with
+
+
+_NAMES = {
+    "backends": re.compile(r"[A-Za-z0-9_.-]{1,64}"),
+    "models": re.compile(r"[!-~]{1,256}"),
+    "plugins": re.compile(r"[A-Za-z0-9_.-]{1,64}"),
+}
 
 
 def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
@@ -120,16 +135,20 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
     for section, named in given.items():
         _check_shape(section, named, where)
     backends = {
-        name: _made(BackendTable, f"{where}: backends.{name}", _split_options(table))
+        name: _made(BackendTable, f"{where}: backends.{name}", _split_options(BackendTable, table))
         for name, table in given["backends"].items()
     }
     models = {
         name: _made(ModelTable, f"{where}: models.{name}", table)
         for name, table in given["models"].items()
     }
+    plugins = {
+        name: _made(PluginTable, f"{where}: plugins.{name}", _split_options(PluginTable, table))
+        for name, table in given["plugins"].items()
+    }
     # Without models in the file, each backend is one by its own name.
     uses = {name: ModelTable(backends=(BackendUse(name=name),)) for name in backends}
-    made = NamedTables(backends, models or uses)
+    made = NamedTables(backends, models or uses, plugins)
     _check_references(made, where)
     return made
 
@@ -170,9 +189,9 @@ def _made(kind: type[T], where: str, table: Mapping[str, Any]) -> T:
         raise ConfigError(f"{where}.{_explain(error)}") from None
 
 
-def _split_options(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The router's keys as they are, the rest under `options`."""
-    ours = BackendTable.model_fields.keys() - {"options"}
+def _split_options(kind: type[Table], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are known here as they are, the rest under `options`."""
+    ours = kind.model_fields.keys() - {"options"}
     options = {key: value for key, value in table.items() if key not in ours}
     return {key: value for key, value in table.items() if key in ours} | {"options": options}
 

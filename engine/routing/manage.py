@@ -101,7 +101,7 @@ class ModelManager:
             await replica.backend.stop()
 
     def describe(self) -> list[dict[str, Any]]:
-        current = self._holder.current
+        current = self._holder.current.unwrapped
         if not isinstance(current, Router):
             state = "loaded" if current.health().ready else "loading"
             return [
@@ -145,7 +145,7 @@ class ModelManager:
         return found
 
     def _router(self) -> Router:
-        current = self._holder.current
+        current = self._holder.current.unwrapped
         if isinstance(current, Router):
             return current
         residency = make_residency(self._settings)
@@ -159,7 +159,7 @@ class ModelManager:
         replica = _replica(model_id, cards[0].backend, backend)
         router = _router_around(replica, residency, self._registry)
         router.begin()
-        self._holder.current = router
+        self._holder.current = self._holder.current.rewrapped(router)
         return router
 
 

@@ -18,14 +18,14 @@ from engine.servers.services import Services, json_response
 def add_admin_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/admin/routes")
     async def routes() -> Response:
-        backend = services.backend
+        backend = services.backend.unwrapped
         if isinstance(backend, Router):
             return json_response(describe_routes(backend))
         return json_response({"models": _only_backend(services), "decisions": []})
 
     @app.get("/v1/admin/routes/{request_id}")
     async def explain(request_id: str) -> Response:
-        backend = services.backend
+        backend = services.backend.unwrapped
         found = describe_decisions(backend, request_id) if isinstance(backend, Router) else []
         if not found:
             raise NotFoundError(
@@ -37,7 +37,7 @@ def add_admin_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/admin/shadow")
     async def shadow() -> Response:
-        backend = services.backend
+        backend = services.backend.unwrapped
         traffic = backend.shadow if isinstance(backend, Router) else None
         return json_response({"models": [], "recent": []} if traffic is None else traffic.report())
 

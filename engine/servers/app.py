@@ -46,6 +46,7 @@ LATE = (
     "admin:add_admin_routes",
     "admin_models:add_admin_models_routes",
     "admin_control:add_admin_control_routes",
+    "plugins:add_plugins_routes",
     "openapi:add_openapi_routes",
 )
 

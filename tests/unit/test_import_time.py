@@ -99,7 +99,7 @@ print(json.dumps(list(sys.modules)))
 """
     loaded = [name for name in run(code) if name.startswith("engine.")]
     assert "engine.servers.openai.chat" in loaded
-    unwanted = ("engine.routing", "engine.core.config_tables")
+    unwanted = ("engine.plugins", "engine.routing", "engine.core.config_tables")
     assert not [name for name in loaded if name.startswith(unwanted)]
 
 

@@ -28,6 +28,7 @@ RANKS = {
     "engine.backends": 1,
     "engine.compare": 1,
     "engine.conformance": 1,
+    "engine.plugins": 2,
     "engine.routing": 2,
     "engine.servers": 3,
     "engine.backends.custom.app": 4,
@@ -81,6 +82,7 @@ SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
+        "engine.plugins.audit_log",
         "engine.routing.decisions",
         "engine.routing.shadow",
         "engine.servers.files.expiry",

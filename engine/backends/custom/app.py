@@ -87,7 +87,7 @@ def build_server(
     metrics = Metrics(model_id)
     app = create_app(
         settings,
-        _unloadable(settings, backend, model_id, metrics) or backend,
+        _plugged(settings, _unloadable(settings, backend, model_id, metrics) or backend, metrics),
         metrics,
         starts_soon=True,
         rebuild=lambda: build_backend(settings),
@@ -121,5 +121,16 @@ def build_routed_server(settings: Settings, origin: str, reread: Reread | None =
     ids = list(settings.tables.models)
     metrics = Metrics(",".join(ids))
     router = build_router(settings, metrics.registry, origin)
-    app = create_app(settings, router, metrics, starts_soon=True, reread=reread)
+    app = create_app(
+        settings, _plugged(settings, router, metrics), metrics, starts_soon=True, reread=reread
+    )
     return Server(app, ", ".join(replica.name for replica in router.replicas), ids[0])
+
+
+def _plugged(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> InferenceBackend:
+    """The backend with the plugins of the settings around it."""
+    if not settings.tables.plugins:
+        return backend
+    from engine.plugins.build import plug_in
+
+    return plug_in(backend, settings.tables.plugins, metrics.registry)

@@ -25,6 +25,7 @@ from engine.backends.custom.checks import (
     check_params,
     check_prompt,
 )
+from engine.backends.custom.engine_settings import EXAMINER
 from engine.backends.custom.generation import Answer, Generation
 from engine.backends.custom.link import EngineLink
 from engine.backends.custom.options import EngineOptions
@@ -63,6 +64,7 @@ from engine.core.interfaces.request import (
     Ready,
     SamplingParams,
 )
+from engine.core.utils.examination import examine
 from engine.core.utils.model_store import resolve_model
 
 T = TypeVar("T")
@@ -80,6 +82,7 @@ class CustomBackend(InferenceBackend):
 
     framework: ClassVar[str]
     worker_module: ClassVar[str] = WORKER_MODULE  # has `run_engine`, and is the engine's process
+    examiner: ClassVar[str] = EXAMINER  # what reads the files first, in a limited process
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class CustomBackend(InferenceBackend):
     async def start(self) -> str:
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
+        await asyncio.to_thread(examine, path, self.examiner)
         loop = asyncio.get_running_loop()
         # The tokenizer loads here while the engine loads the weights over there.
         reading = loop.run_in_executor(self._encoders, self.read_text, path)

@@ -10,6 +10,7 @@ from engine.backends.custom.options import EngineOptions
 from engine.core.config_schema import Settings
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
+EXAMINER = "engine.backends.custom.weights.examine:examine_model"
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # there wherever a CUDA driver is loaded
 

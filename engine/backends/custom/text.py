@@ -117,15 +117,21 @@ def load_text(path: Path) -> TextModel:
 
     source = open_model(path, reads_weights=False)
     try:
-        if source.checkpoint.format == "gguf":
-            facts = _facts_of(source)
-            if key is not None and len(source.checkpoint.files) == 1:
-                cache.write(path, key, facts)
-            return _from_facts(facts)
-        tokenizer = Tokenizer.from_directory(source.path)
-        return text_model(source.config, tokenizer, source.quantization, source.size_bytes)
+        text, facts = parse_text(source)
+        if facts is not None and key is not None and len(source.checkpoint.files) == 1:
+            cache.write(path, key, facts)
+        return text
     finally:
         source.checkpoint.close()
+
+
+def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
+    """An opened model's text, and what of it can be kept for the next start."""
+    if source.checkpoint.format == "gguf":
+        facts = _facts_of(source)
+        return _from_facts(facts), facts
+    tokenizer = Tokenizer.from_directory(source.path)
+    return text_model(source.config, tokenizer, source.quantization, source.size_bytes), None
 
 
 def _facts_of(source: "ModelSource") -> TextFacts:

@@ -105,7 +105,7 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # the same for requests that belong together, where the client tells
     priority: int = 0
     salt: str = ""
-    tenant: str = ""  # whose share of the backend it takes
+    tenant: str = ""  # whose request it is, and whose share it takes; a salt may be narrower
     timeout_s: float | None = None
     grammar: GrammarSpec | None = None
     truncate_prompt_tokens: int | None = None  # keep only so many, the last ones; -1: what fits

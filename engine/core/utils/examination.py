@@ -1,0 +1,121 @@
+"""Model files are read by a limited process before the server reads them.
+
+Parsers check every length, and are tried out on damaged files; this is for the mistakes that are
+left in them, and in the libraries that they call. A file that was read there once is remembered by
+its identity, so that only the first start with it takes longer. Nothing here imports a parser.
+"""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from engine import __version__
+from engine.core.errors import ModelFormatError, error_from_code
+from engine.core.utils.model_store import store_directory
+from engine.core.utils.private_files import open_private, write_private
+
+log = logging.getLogger(__name__)
+
+CHILD_MODULE = "engine.core.utils.examination_child"
+MAX_SECONDS = 120.0
+MAX_CPU_S = 60
+MAX_MARKS = 512
+MAX_REPORT_BYTES = 4096
+# A file may change twice within its clock's resolution, and look the same both times.
+_SETTLED_SECONDS = 2.0
+
+
+def examine(
+    path: Path, examiner: str, *, max_seconds: float = MAX_SECONDS, max_cpu_s: int = MAX_CPU_S
+) -> None:
+    """Have `examiner`, a "module:function" that takes a path, read a model in a limited process.
+    Raises what is wrong with the model, or that it could not be read within the limits.
+    """
+    mark = _marks_directory() / hashlib.sha256(f"{path.resolve()}\0{examiner}".encode()).hexdigest()
+    identity = _identity(path)
+    if identity is None or _is_marked(mark, identity):
+        return
+    argv = [
+        sys.executable,
+        "-m",
+        CHILD_MODULE,
+        examiner,
+        str(path),
+        str(max_cpu_s),
+        str(os.getpid()),
+    ]
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environ,
+            timeout=max_seconds,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelFormatError(
+            f"{path.name} could not be read within {max_seconds:g} s: it is damaged or hostile"
+        ) from None
+    report = done.stdout[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
+    if done.returncode == 1 and report:
+        code, _, message = report.partition(" ")
+        raise error_from_code(code, message)
+    if done.returncode != 0:
+        raise ModelFormatError(
+            f"{path.name} could not be read within limits of memory and time (status"
+            f" {done.returncode}): it is damaged or hostile"
+        )
+    _remember(mark, identity, path)
+
+
+def _marks_directory() -> Path:
+    return store_directory().parent / "examined"
+
+
+def files_of(path: Path) -> list[Path]:
+    """What is read for a model: a folder's files, a file, or the parts of one."""
+    if path.is_dir():
+        return sorted(path.rglob("*"))
+    return sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
+
+
+def _identity(path: Path) -> bytes | None:
+    """Of a file, or of all files of a folder; None: there is nothing to read."""
+    try:
+        files = files_of(path)
+        facts: list[object] = [__version__]
+        for file in files:
+            status = file.stat()
+            facts += (str(file), status.st_ino, status.st_size)
+            facts += (status.st_mtime_ns, status.st_ctime_ns)
+    except OSError:
+        return None  # whoever opens it says it better
+    return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def _is_marked(mark: Path, identity: bytes) -> bool:
+    try:
+        with open_private(mark) as file:
+            return file.read(len(identity) + 1) == identity
+    except OSError:
+        return False
+
+
+def _remember(mark: Path, identity: bytes, path: Path) -> None:
+    try:
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.utime(mark.parent)
+        newest = max(file.stat().st_ctime for file in files_of(path))
+        if mark.parent.stat().st_mtime - newest < _SETTLED_SECONDS:
+            return
+        marks = sorted(mark.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        for old in marks[: max(len(marks) - MAX_MARKS + 1, 0)]:
+            old.unlink(missing_ok=True)
+        write_private(mark, identity)
+    except OSError as error:
+        log.info("that %s was examined is not remembered: %s", path.name, error)

@@ -1,0 +1,96 @@
+"""The process that reads a model file first (see `examination`). Run as a module with the examiner,
+the path, seconds of processor time, and its parent's process id.
+
+Its memory, processor time and open files are limited; it writes no file, starts no program and has
+no network. What it finds wrong is one line on its output and exit status 1.
+"""
+
+import ctypes
+import os
+import resource
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import EngineError, ModelFormatError
+from engine.core.utils.examination import files_of
+from engine.core.utils.processes import die_with_parent
+
+# Beyond the files themselves, which are mapped: the interpreter, numpy and a large vocabulary.
+HEADROOM_BYTES = 4 << 30
+MAX_OPEN_FILES = 512
+MAX_REPORT_CHARS = 1000
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+# What a parser has no need of, by Python's names of audit events.
+_REFUSED_EVENTS = (
+    *("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork"),
+    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod"),
+    *("ctypes.dlopen", "shutil.", "urllib.", "http."),
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class ForbiddenEventError(OSError):
+    """An examiner tried what it has no need of."""
+
+
+def main() -> int:
+    examiner, path, max_cpu_s = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(int(sys.argv[4]))
+    _leave_network()
+    sys.dont_write_bytecode = True
+    module, _, name = examiner.partition(":")
+    examine = getattr(import_module(module), name)
+    _limit(path, max_cpu_s)
+    try:
+        examine(path)
+    except EngineError as error:
+        return _report(error.error_code, str(error))
+    except MemoryError:
+        return _report(
+            ModelFormatError.code, f"{path.name} takes more memory to read than its size justifies"
+        )
+    except Exception as error:
+        return _report(ModelFormatError.code, f"{path.name} can't be read: {error!r}")
+    return 0
+
+
+def _report(code: str, message: str) -> int:
+    print(code, "".join(each if each.isprintable() else " " for each in message[:MAX_REPORT_CHARS]))
+    return 1
+
+
+def _leave_network() -> None:
+    """Where the system does not let us, the audit hook is what there is. Root stays root: in a name
+    space of its own it could not read the files of others.
+    """
+    if sys.platform == "linux":
+        spaces = _CLONE_NEWNET if os.geteuid() == 0 else _CLONE_NEWUSER | _CLONE_NEWNET
+        ctypes.CDLL(None).unshare(spaces)
+
+
+def _limit(path: Path, max_cpu_s: int) -> None:
+    size = sum(file.stat().st_size for file in files_of(path) if file.is_file())
+    for kind, limit in (
+        (resource.RLIMIT_AS, 2 * size + HEADROOM_BYTES),
+        (resource.RLIMIT_CPU, max_cpu_s),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (allowed, allowed))
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event.startswith(_REFUSED_EVENTS):
+        raise ForbiddenEventError(event)
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES:
+        raise ForbiddenEventError("open for writing")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

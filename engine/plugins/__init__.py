@@ -1,0 +1,1 @@
+"""Plugins around a backend; loaded only where a configuration names one."""

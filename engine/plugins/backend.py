@@ -1,0 +1,165 @@
+"""A backend with plugins around it: the server does not know that they are there.
+
+What is asked of the backend beside text goes through as it is. A plugin that is off and must not be
+passed over makes the whole backend not ready, so that probes tell and requests are refused early.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from engine.backends.base import InferenceBackend, Resolved
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Embeddings,
+    EmbedRequest,
+    Event,
+    Health,
+    ModelCard,
+    UsageEvent,
+)
+from engine.core.interfaces.request import EngineStats
+from engine.plugins.answer import PluggedAnswer, prepared
+from engine.plugins.host import PluginHost
+from engine.plugins.views import ResponseBuilder, applied, view_of
+
+
+class PluggedBackend(InferenceBackend):
+    """`hosts` in the order in which they see a request."""
+
+    def __init__(self, inner: InferenceBackend, hosts: Sequence[PluginHost]) -> None:
+        self.inner = inner
+        self.hosts = list(hosts)
+        self.totals_survive_restarts = inner.totals_survive_restarts  # type: ignore[misc]
+
+    @property
+    def unwrapped(self) -> InferenceBackend:
+        return self.inner.unwrapped
+
+    def rewrapped(self, inner: InferenceBackend) -> InferenceBackend:
+        self.inner = inner
+        return self
+
+    async def start(self) -> str:
+        """Plugins get ready while the backend does. If one can't start, nothing stays."""
+        starting = asyncio.create_task(self.inner.start())
+        try:
+            for host in self.hosts:
+                await host.start()
+            return await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        try:
+            await self.inner.stop()
+        finally:
+            await asyncio.gather(*(host.stop() for host in self.hosts))
+
+    def health(self) -> Health:
+        return self._judged(self.inner.health())
+
+    def model_health(self, model_id: str) -> Health:
+        return self._judged(self.inner.model_health(model_id))
+
+    def memory_bytes(self) -> int:
+        return self.inner.memory_bytes()
+
+    def models(self) -> list[ModelCard]:
+        return self.inner.models()
+
+    def stats(self) -> EngineStats | None:
+        return self.inner.stats()
+
+    def resolve(self, name: str | None) -> Resolved | None:
+        return self.inner.resolve(name)
+
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        return self.inner.answered_by(request_id)
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        if not self._hosts_at_work:
+            return self.inner.chat(request)
+        return PluggedAnswer(self.inner, self.hosts, request)
+
+    def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
+        if not self._hosts_at_work:
+            return self.inner.complete(request)
+        return PluggedAnswer(self.inner, self.hosts, request)
+
+    async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
+        return await self.inner.flush_prefixes(model=model)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        builder = ResponseBuilder(0)
+        view = view_of(request)
+        failure: BaseException | None = None
+        try:
+            view = await prepared(self.hosts, view)
+            changed = applied(request, view)
+            assert isinstance(changed, EmbedRequest)
+            made = await self.inner.embed(changed)
+            builder.add(
+                UsageEvent(prompt_tokens=made.prompt_tokens, completion_tokens=0, cached_tokens=0)
+            )
+            return made
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            seen, ended_by = view, failure
+            for host in self.hosts:
+                if host.observes:
+                    host.observe(lambda: builder.response(seen, ended_by))
+
+    async def tokenize(
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        return await self.inner.tokenize(
+            content, model=model, add_special_tokens=add_special_tokens
+        )
+
+    async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
+        return await self.inner.detokenize(token_ids, model=model)
+
+    def find(self, name: str) -> PluginHost | None:
+        return next((host for host in self.hosts if host.name == name), None)
+
+    @property
+    def _hosts_at_work(self) -> bool:
+        return any(host.is_active or host.blocks for host in self.hosts)
+
+    def _judged(self, health: Health) -> Health:
+        blocking = next((host for host in self.hosts if host.blocks), None)
+        if blocking is None or not health.ready:
+            return health
+        return Health(
+            ready=False,
+            detail=blocking.refusal().message,
+            step_age_s=health.step_age_s,
+            num_restarts=health.num_restarts,
+        )
+
+
+def describe(host: PluginHost) -> dict[str, Any]:
+    """A plugin's state, for people."""
+    hooks = {
+        "pre_inference": host.prepares,
+        "text_filter": host.filters,
+        "post_inference": host.observes or host.rewrites,
+    }
+    return {
+        "name": host.name,
+        "version": host.plugin.version,
+        "order": host.order,
+        "state": "on" if host.is_active else "off",
+        "on_failure": host.on_failure,
+        "hooks": [name for name, is_there in hooks.items() if is_there],
+        "rewrites_response": host.rewrites,
+        "failures": host.num_failures,
+        "last_failure": host.last_failure,
+    }

@@ -1,0 +1,174 @@
+"""One text of an answer on its way through one plugin's filter, with the tokens that it is made of.
+
+The filter says which characters are final and which of them become others; the text is cut and
+mended here. Tokens that are shown with log-probabilities travel along: one that an edit touches
+shows what the text shows there, so that the shown tokens still spell the text and tell no more.
+"""
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.core.interfaces.backend import TokenText
+from engine.core.interfaces.plugin import Edit, Filtered, TextFilter
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token, and the characters of a text that are its own. `start` None: nobody knows which."""
+
+    shown: TokenText
+    start: int | None
+    end: int
+
+
+def hidden(token: TokenText, text: str = "") -> TokenText:
+    """A token that no longer says what it was."""
+    return TokenText(text, text.encode(), token.logprob)
+
+
+class TokenPlacer:
+    """Finds the characters of tokens, whose bytes may be parts of characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = 0
+
+    def place(self, tokens: Sequence[TokenText] | None, text: str) -> list[PlacedToken]:
+        """`text` is what came with them; they may be ahead of it."""
+        placed = []
+        for token in tokens or ():
+            characters = self._decoder.decode(token.token_bytes)
+            if self._end == 0 and characters.startswith(" ") and text[:1] not in ("", " "):
+                characters = characters[1:]  # a tokenizer's mark of a beginning is no text
+            start, self._end = self._end, self._end + len(characters)
+            placed.append(PlacedToken(token, start, self._end))
+        return placed
+
+
+class Channel:
+    """Text and tokens in, those that are final out."""
+
+    def __init__(self, text_filter: TextFilter) -> None:
+        self.text_filter = text_filter
+        self.pending = ""
+        self._base = 0  # where `pending` begins in all of the text
+        self._tokens: deque[PlacedToken] = deque()
+        self._trail = Trail()
+
+    def add(self, text: str, tokens: Sequence[PlacedToken]) -> None:
+        self.pending += text
+        self._tokens.extend(tokens)
+
+    def settle(self, filtered: Filtered, is_last: bool) -> tuple[str, list[PlacedToken]]:
+        settled, edits = filtered
+        source = self.pending
+        self.pending = source[settled:]
+        text = _mended(source[:settled], 0, edits)
+        self._trail.add(source[:settled], [_moved(edit, self._base) for edit in edits])
+        self._base += settled
+        tokens = []
+        while self._tokens and (is_last or self._tokens[0].end <= self._base):
+            tokens.append(self._trail.placed(self._tokens.popleft()))
+        self._trail.forget(self._tokens[0].start if self._tokens else None)
+        return text, tokens
+
+    def release(self) -> tuple[str, list[PlacedToken]]:
+        """All that is kept back, as it is."""
+        return self.settle(Filtered(len(self.pending)), is_last=True)
+
+
+class Trail:
+    """Settled text that tokens may still be held against: they do not end where it does."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._start = 0  # of `_text`, in all of the text
+        self._written = 0  # the same place, after all edits
+        self._edits: list[Edit] = []
+        self._is_aligned = True
+
+    def add(self, text: str, edits: Sequence[Edit]) -> None:
+        self._text += text
+        self._edits += edits
+
+    def forget(self, before: int | None) -> None:
+        """All but what a token that begins at `before` needs."""
+        end = self._start + len(self._text)
+        cut = end if before is None else max(min(before, end), self._start)
+        cut = min([cut, *(edit.start for edit in self._edits if edit.start < cut < edit.end)])
+        gone = [edit for edit in self._edits if edit.end <= cut]
+        self._written += len(_mended(self._text[: cut - self._start], self._start, gone))
+        self._edits = self._edits[len(gone) :]
+        self._text = self._text[cut - self._start :]
+        self._start = cut
+
+    def placed(self, token: PlacedToken) -> PlacedToken:
+        """The token where, and as, it is after the edits."""
+        unknown = PlacedToken(hidden(token.shown), None, token.end)
+        if token.start is None or not self._is_aligned:
+            return unknown
+        start, end = token.start, token.end
+        if start < self._start or end > self._start + len(self._text):
+            return unknown  # a stop string has cut it off
+        raw = self._text[start - self._start : end - self._start]
+        if raw and not _spells(token.shown, raw):
+            self._is_aligned = False
+            return unknown
+        before = [edit for edit in self._edits if edit.start < start]
+        new_start = self._written + len(
+            _mended(self._text[: start - self._start], self._start, before)
+        )
+        touched = [
+            each for each in self._edits if each.start < max(end, start + 1) and start < each.end
+        ]
+        if not touched:
+            return PlacedToken(token.shown, new_start, new_start + len(raw))
+        text = _mended(raw, start, touched)
+        return PlacedToken(hidden(token.shown, text), new_start, new_start + len(text))
+
+
+def _spells(token: TokenText, raw: str) -> bool:
+    """Whether a token's text is what its place holds; of half a character only the rest can be."""
+    literal = token.token_bytes.decode("utf-8", "replace").lstrip("\ufffd")
+    return literal.endswith(raw) or raw.endswith(literal.rstrip("\ufffd"))
+
+
+def _moved(edit: Edit, distance: int) -> Edit:
+    return Edit(edit.start + distance, edit.end + distance, edit.text)
+
+
+def _mended(raw: str, start: int, edits: Sequence[Edit]) -> str:
+    """Characters after the edits, the first one at `start`; where one begins, there is its text."""
+    pieces: list[str] = []
+    position = 0
+    for edit in edits:
+        first, last = max(edit.start - start, 0), min(edit.end - start, len(raw))
+        pieces.append(raw[position:first])
+        if edit.start >= start:
+            pieces.append(edit.text)
+        position = max(last, position)
+    return "".join(pieces) + raw[position:]
+
+
+def mistake_in(filtered: Any, num_pending: int, is_last: bool) -> str | None:
+    """Why what a filter returned can't be used."""
+    try:
+        made = msgspec.convert(filtered, tuple[int, list[tuple[int, int, str]]])
+    except msgspec.ValidationError:
+        return "a filter must return Filtered(settled, edits)"
+    settled, edits = made
+    if not 0 <= settled <= num_pending:
+        return "a filter settled more than there is"
+    if is_last and settled < num_pending:
+        return "a filter left text unsettled at the end"
+    position = 0
+    for start, end, _ in edits:
+        if not position <= start <= end <= settled:
+            return "a filter's edits must be in order, apart, and within what is settled"
+        position = end
+    return None

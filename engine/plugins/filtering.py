@@ -1,0 +1,201 @@
+"""An answer's events through one plugin's text filter.
+
+Text, reasoning and each tool call of a choice are filtered apart. What a filter keeps back goes out
+when the next kind of output begins, or the choice ends. A call's arguments are JSON, of which a
+filter must see strings and not their spelling: they go out when they are complete.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.core.errors import EngineError
+from engine.core.interfaces.backend import (
+    Event,
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+)
+from engine.core.interfaces.plugin import Filtered, PluginRequest, TextFilter
+from engine.plugins.channel import Channel, PlacedToken, hidden, mistake_in
+from engine.plugins.host import PluginFailedError, PluginHost
+
+Placed = tuple[Event, list[PlacedToken]]  # an event, and the tokens that it shows
+MAX_JSON_DEPTH = 64
+
+
+def _unchanged(pending: str, is_last: bool) -> Filtered:
+    return Filtered(len(pending))
+
+
+class FilterStage:
+    """One plugin's part in one answer."""
+
+    def __init__(self, host: PluginHost, request: PluginRequest) -> None:
+        self._host = host
+        self._request = request
+        self._texts: dict[int, Channel] = {}
+        self._reasoning: dict[int, Channel] = {}
+        self._calls: dict[int, tuple[int, list[str]]] = {}  # the open one of a choice
+
+    async def push(self, event: Event, tokens: list[PlacedToken]) -> list[Placed]:
+        if isinstance(event, TextEvent):
+            before = await self._end_others(event.choice) if event.text else []
+            return [*before, await self._push_text(event, tokens)]
+        if isinstance(event, ReasoningEvent):
+            channel = await self._channel(self._reasoning, event.choice)
+            channel.add(event.text, ())
+            text, _ = await self._run(channel, is_last=False)
+            return [(ReasoningEvent(event.choice, text), [])] if text else []
+        if isinstance(event, ToolCallEvent):
+            return await self._push_call(event)
+        if isinstance(event, FinishEvent):
+            return [*await self._end(event.choice), (event, [])]
+        return [(event, tokens)]
+
+    async def _push_text(self, event: TextEvent, tokens: list[PlacedToken]) -> Placed:
+        channel = await self._channel(self._texts, event.choice)
+        channel.add(event.text, tokens)
+        if not (event.text or tokens):
+            return TextEvent(event.choice, "", event.num_tokens), []
+        text, settled = await self._run(channel, is_last=False)
+        return TextEvent(event.choice, text, event.num_tokens), settled
+
+    async def _push_call(self, event: ToolCallEvent) -> list[Placed]:
+        made: list[Placed] = []
+        index, pieces = self._calls.get(event.choice, (-1, []))
+        if index != event.index:
+            made = await self._end(event.choice)
+            index, pieces = event.index, []
+            self._calls[event.choice] = (index, pieces)
+            made.append((ToolCallEvent(event.choice, index, "", event.call_id, event.name), []))
+        pieces.append(event.arguments)
+        return made
+
+    async def _end_others(self, choice: int) -> list[Placed]:
+        """What comes before text: the end of reasoning, or of a call."""
+        return [*await self._end_reasoning(choice), *await self._end_call(choice)]
+
+    async def _end(self, choice: int) -> list[Placed]:
+        made = await self._end_reasoning(choice)
+        channel = self._texts.pop(choice, None)
+        if channel is not None:
+            text, tokens = await self._run(channel, is_last=True)
+            if text or tokens:
+                made.append((TextEvent(choice, text, 0), tokens))
+        return [*made, *await self._end_call(choice)]
+
+    async def _end_reasoning(self, choice: int) -> list[Placed]:
+        channel = self._reasoning.pop(choice, None)
+        if channel is None:
+            return []
+        text, _ = await self._run(channel, is_last=True)
+        return [(ReasoningEvent(choice, text), [])] if text else []
+
+    async def _end_call(self, choice: int) -> list[Placed]:
+        if choice not in self._calls:
+            return []
+        index, pieces = self._calls.pop(choice)
+        arguments = "".join(pieces)
+        try:
+            arguments = await self._host.call(
+                "filter", _filtered_arguments, self._new_filter, arguments
+            )
+        except EngineError as error:
+            self._bear(error)
+        return [(ToolCallEvent(choice, index, arguments), [])] if arguments else []
+
+    async def _channel(self, channels: dict[int, Channel], choice: int) -> Channel:
+        if choice not in channels:
+            made: TextFilter | None = None
+            try:
+                made = await self._host.call("text_filter", self._new_filter)
+            except EngineError as error:
+                self._bear(error)
+            channels[choice] = Channel(made or _unchanged)
+        return channels[choice]
+
+    async def _run(self, channel: Channel, is_last: bool) -> tuple[str, list[PlacedToken]]:
+        if channel.text_filter is _unchanged:
+            return channel.settle(_unchanged(channel.pending, is_last), is_last)
+        pending = channel.pending
+        try:
+            made = await self._host.call(
+                "filter",
+                channel.text_filter,
+                pending,
+                is_last,
+                mistake_in=lambda made: mistake_in(made, len(pending), is_last),
+            )
+        except EngineError as error:
+            self._bear(error)
+            # It may have missed something: from here on this text is left as it is.
+            channel.text_filter = _unchanged
+            return channel.release()
+        return channel.settle(made, is_last)
+
+    def _new_filter(self) -> TextFilter | None:
+        return self._host.plugin.text_filter(self._request)
+
+    def _bear(self, error: EngineError) -> None:
+        """Raise what must end the answer: a refusal, or a failure that may not be passed over."""
+        if not isinstance(error, PluginFailedError) or self._host.on_failure == "refuse":
+            raise error
+
+
+def shown(event: Event, tokens: Sequence[PlacedToken]) -> Event:
+    """The event that a client is sent."""
+    if not isinstance(event, TextEvent) or not tokens:
+        return event
+    known = tuple(
+        token.shown if token.start is not None else hidden(token.shown) for token in tokens
+    )
+    return TextEvent(event.choice, event.text, event.num_tokens, known)
+
+
+def _filtered_arguments(new_filter: Callable[[], TextFilter | None], arguments: str) -> str:
+    """Runs in the plugin's thread. Text that did not become JSON is filtered as it is."""
+
+    def filtered(text: str) -> str:
+        text_filter = new_filter()
+        if text_filter is None:
+            return text
+        made = text_filter(text, True)
+        mistake = mistake_in(made, len(text), True)
+        if mistake is not None:
+            raise ValueError(mistake)
+        channel = Channel(text_filter)
+        channel.add(text, ())
+        return channel.settle(made, True)[0]
+
+    try:
+        value = json.loads(arguments)
+        is_deep = _depth_exceeds(value, MAX_JSON_DEPTH)
+    except (ValueError, RecursionError):
+        return filtered(arguments)
+    if is_deep:
+        return filtered(arguments)
+    changed = _mapped(value, filtered)
+    return arguments if changed == value else json.dumps(changed, ensure_ascii=False)
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_depth_exceeds(each, limit - 1) for each in parts)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_mapped(each, change) for each in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        text = json.dumps(value)
+        changed = change(text)
+        return value if changed == text else changed
+    return value

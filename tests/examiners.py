@@ -1,0 +1,52 @@
+"""What a hostile file might make a parser do, as examiners of `engine.core.utils.examination`."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from engine.core.errors import ModelError
+
+
+def nothing(path: Path) -> None:
+    pass
+
+
+def refuse(path: Path) -> None:
+    raise ModelError("there is no model in it")
+
+
+def fill_memory(path: Path) -> None:
+    bytearray(64 << 30)
+
+
+def spin(path: Path) -> None:
+    while True:
+        pass
+
+
+def sleep(path: Path) -> None:
+    time.sleep(60)
+
+
+def crash(path: Path) -> None:
+    os.abort()
+
+
+def connect(path: Path) -> None:
+    socket.create_connection(("127.0.0.1", 9), timeout=1)
+
+
+def run_program(path: Path) -> None:
+    subprocess.run([sys.executable, "-c", "pass"])
+
+
+def write_file(path: Path) -> None:
+    (path.parent / "canary").write_text("x")
+
+
+def open_many(path: Path) -> None:
+    kept = [open(path, "rb") for _ in range(4096)]  # noqa: SIM115
+    assert kept

@@ -1,0 +1,102 @@
+"""Nothing that can turn data into code occurs in the package (SEC-10; T3, T4).
+
+`tests/unit/test_structure.py` bans the modules; here are the ways around such a ban, each with the
+few places that may use it.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import engine
+
+ROOT = Path(engine.__file__).parent
+# Calls by their last name, whatever they are called on.
+BANNED = frozenset(
+    {
+        *("recv_pyobj", "send_pyobj", "literal_eval", "__import__", "exec_module", "load_module"),
+        *("popen", "ProcessPoolExecutor", "run_path", "run_module", "load_source", "execfile"),
+        *("unsafe_load", "full_load"),
+    }
+)
+# Modules are imported by name only from names that the package, or an installed one, states itself.
+IMPORTERS = {
+    "__init__.py",
+    "cli/main.py",
+    "backends/custom/frameworks/native/execution/build.py",
+    "backends/custom/frameworks/torch/kernels/base.py",
+    "backends/custom/ir/families/__init__.py",
+    "backends/custom/profiling.py",
+    "backends/custom/runtime/client.py",
+    "backends/custom/worker.py",
+    "core/registry/registry.py",
+    "core/utils/examination_child.py",
+    "servers/late_routes.py",
+}
+# Who talks to the system's C library directly.
+CTYPES_USERS = {
+    "core/utils/examination_child.py",
+    "core/utils/processes.py",
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def calls(tree: ast.Module) -> list[tuple[str, ast.Call]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else ""
+            found.append((function.id if isinstance(function, ast.Name) else name, node))
+    return found
+
+
+def place(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {place(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def test_no_call_makes_code_of_data(trees: dict[str, ast.Module]) -> None:
+    wrong = [
+        f"{where}:{node.lineno} calls {name}"
+        for where, tree in trees.items()
+        for name, node in calls(tree)
+        if name in BANNED or ast.unparse(node.func) in ("compile", "os.system")
+    ]
+    assert not wrong
+
+
+def test_no_program_is_run_by_a_shell(trees: dict[str, ast.Module]) -> None:
+    wrong = [
+        f"{where}:{node.lineno}"
+        for where, tree in trees.items()
+        for _, node in calls(tree)
+        for keyword in node.keywords
+        if keyword.arg == "shell"
+    ]
+    assert not wrong
+
+
+def test_modules_are_imported_by_name_in_few_places(trees: dict[str, ast.Module]) -> None:
+    users = {
+        where
+        for where, tree in trees.items()
+        if any(name == "import_module" for name, _ in calls(tree))
+        or "to_thread(import_module" in ast.unparse(tree)
+    }
+    assert users <= IMPORTERS
+
+
+def test_the_c_library_is_called_in_few_places(trees: dict[str, ast.Module]) -> None:
+    users = {
+        where
+        for where, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and any(alias.name == "ctypes" for alias in node.names)
+    }
+    assert users <= CTYPES_USERS
