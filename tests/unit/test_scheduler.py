@@ -113,7 +113,7 @@ def test_ended_requests_are_not_kept_until_their_deadline():
 def test_a_first_step_after_idling_is_seen_as_work():
     engine = ToyEngine()
     beats, forward = [], engine.runner.forward
-    engine.loop._heartbeat = beats.append
+    engine.loop._pulse = SimpleNamespace(beat=lambda busy, patience_s: beats.append(busy))
     engine.turn()
     assert not beats[-1]
 
