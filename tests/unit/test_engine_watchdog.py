@@ -100,7 +100,7 @@ async def test_a_request_that_hangs_every_time_fails_alone(plan):
     assert (await ask(link, 2, 10)).tokens == expected(2, 10)
     poison, innocent = Inbox(), Inbox()
     link.submit(request(unused), poison)  # the last token of its prompt
-    link.submit(request(2, 10), innocent)
+    link.submit(request(22, 10), innocent)  # the same prompt
     await asyncio.wait_for(asyncio.gather(poison.ended.wait(), innocent.ended.wait()), 20)
     assert (poison.tokens, innocent.tokens) == ([], expected(2, 10))
     assert link.num_restarts == 0
