@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from engine.backends.custom import worker
 from engine.backends.custom.memory import MemoryPlan
 from engine.backends.custom.options import EngineOptions
@@ -46,7 +48,15 @@ class StuckToyRunner(SlowToyRunner):
         return super().forward(inputs)
 
 
-RUNNERS = {"fragile": FragileToyRunner, "stuck": StuckToyRunner}
+class HungryToyRunner(SlowToyRunner):
+    """Needs 24 MB for each token of a step."""
+
+    def forward(self, inputs):
+        np.empty(len(inputs.token_ids) * (24 << 20), np.uint8)
+        return super().forward(inputs)
+
+
+RUNNERS = {"fragile": FragileToyRunner, "stuck": StuckToyRunner, "hungry": HungryToyRunner}
 
 
 def load_runner(source, options: EngineOptions):

@@ -168,8 +168,8 @@ def new_request(
 
 def shape(rng: random.Random, least_blocks: int, most_blocks: int) -> Shape:
     return Shape(
-        num_blocks=rng.randint(least_blocks, rng.choice([least_blocks + 4, most_blocks])),
-        max_slots=rng.randint(1, 5),
+        num_blocks=rng.randint(least_blocks, rng.choice([least_blocks + 2, most_blocks])),
+        max_slots=rng.choice([1, 3, 5, 5]),
         budget=rng.choice([1, 5, 16, 128]),
         sharing=rng.random() < 0.8,
     )
