@@ -25,7 +25,7 @@ COSTS_ONE = (
     *("validate", "template", "tokenize", "check_grammar", "submit", "intake"),
     *("allocate", "update", "nonfinite", "detokenize", "parse", "format"),
 )
-QUICK = ("forward", "tokenize", "update", "format")
+QUICK = ("forward", "tokenize", "update")
 POINTS = [
     point if point in QUICK else pytest.param(point, marks=pytest.mark.slow)
     for point in HARMLESS + COSTS_ONE

@@ -52,6 +52,7 @@ async def test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken(has
     await link.stop()
 
 
+@pytest.mark.slow
 async def test_frozen_at_work_it_loses_nothing_when_woken(hasty):
     link = make_link()
     await link.start()
@@ -65,6 +66,7 @@ async def test_frozen_at_work_it_loses_nothing_when_woken(hasty):
     await link.stop()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_stays_frozen_is_killed_and_comes_back(hasty, monkeypatch):
     monkeypatch.setattr(ProcessClient, "wake", lambda self: None)
     link = make_link()
@@ -107,6 +109,7 @@ async def test_a_request_that_hangs_every_time_fails_alone(plan):
     await link.stop()
 
 
+@pytest.mark.slow
 async def test_a_kernel_that_hangs_is_ended_with_its_process(monkeypatch):
     link = make_link("stuck")
     await link.start()
