@@ -7,6 +7,7 @@ checked too.
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from engine.backends.custom.runtime.radix_cache import Node
@@ -165,6 +166,8 @@ def queues(now: Snapshot) -> None:
     for seq in everybody:
         assert seq.finish_reason is None
         assert 0 <= seq.num_confirmed <= seq.num_computed <= len(seq.tokens) + seq.num_sampling
+    for each in now.engine.loop._intake._compiling.values():
+        assert each.choices, "a grammar compiles for nobody"
     if not everybody:
         assert not scheduler._inflight._owners and not scheduler._inflight._chains
 
@@ -192,6 +195,16 @@ CHECKS = (
 )
 
 
+@contextmanager
+def noted(violations: list[str]) -> Iterator[None]:
+    """Where the runtime would take a failed check for a failure of its own, and go on."""
+    try:
+        yield
+    except AssertionError as error:
+        violations.append(str(error))
+        raise
+
+
 def check_writes(engine, inputs: BatchInputs) -> None:
     """INV-07, INV-08: only one's own unshared blocks are written, each place once, and nobody reads
     in a step what another row writes in it.
@@ -213,9 +226,10 @@ def check_writes(engine, inputs: BatchInputs) -> None:
 class WatchedScheduling:
     """INV-19, INV-20: budgets are kept, nobody running is left out, nobody is overtaken."""
 
-    def __init__(self, scheduler) -> None:
+    def __init__(self, scheduler, violations: list[str]) -> None:
         self._scheduler = scheduler
         self._schedule = scheduler.schedule
+        self._violations = violations
 
     def __call__(self, budget: int, now: float) -> ScheduledBatch | None:
         scheduler = self._scheduler
@@ -226,6 +240,12 @@ class WatchedScheduling:
             if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
         ]
         batch = self._schedule(budget, now)
+        with noted(self._violations):
+            self._check(batch, budget, waited, owed)
+        return batch
+
+    def _check(self, batch: ScheduledBatch | None, budget: int, waited: list, owed: list) -> None:
+        scheduler = self._scheduler
         rows = batch.rows if batch is not None else ()
         assert sum(row.length for row in rows) <= budget, "a step is over its budget"
         assert all(row.length >= 1 for row in rows)
@@ -239,4 +259,3 @@ class WatchedScheduling:
             for other in admitted:
                 overtaken = other.priority == seq.priority and other.arrival > seq.arrival
                 assert not overtaken, f"{other.request_id} overtook {seq.request_id}"
-        return batch

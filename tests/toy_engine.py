@@ -12,7 +12,12 @@ from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
-from tests.runtime_invariants import WatchedScheduling, check_invariants, check_writes
+from tests.runtime_invariants import (
+    WatchedScheduling,
+    check_invariants,
+    check_writes,
+    noted,
+)
 from tests.toy_grammar import new_matcher
 from tests.toy_runner import VOCAB, ToyRunner, generate_alone
 
@@ -62,13 +67,14 @@ class ToyEngine:
     ) -> None:
         self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
         self.channel = ListChannel()
-        self.runner = ToyRunner(self.spec, lambda inputs: check_writes(self, inputs))
+        self.violations: list[str] = []  # of checks made in the middle of a step
+        self.runner = ToyRunner(self.spec, self._check_writes)
         self.pool = BlockPool(self.spec.num_blocks)
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
         radix = RadixCache(self.pool, block_size, **policy)
         self.kv = KVCache(self.pool, radix, block_size, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots)
-        self.scheduler.schedule = WatchedScheduling(self.scheduler)
+        self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
         self.hostages: list[int] = []  # blocks taken out of the pool
         self.num_pardons = 0  # choices that may have failed by a planned fault
         self.kv.check = self._check_kv
@@ -158,6 +164,7 @@ class ToyEngine:
         """All invariants, and that nothing delivered differs from the oracle."""
         self.scheduler.check()
         check_invariants(self)
+        assert not self.violations
         assert self.loop.stats().num_invariant_failures == 0
         assert self.num_unforeseen() <= self.num_pardons, "somebody failed for no reason"
         for (request_id, choice), outcome in self.outcomes.items():
@@ -190,6 +197,10 @@ class ToyEngine:
         """Choices that failed although nothing was wrong with their requests."""
         failed = [key for key, o in self.outcomes.items() if o.error_code == "INFERENCE_ERROR"]
         return sum(self.expected(*key)[1] != "error" for key in failed)
+
+    def _check_writes(self, inputs) -> None:
+        with noted(self.violations):
+            check_writes(self, inputs)
 
     def _check_kv(self, sequences) -> None:
         taken = SimpleNamespace(

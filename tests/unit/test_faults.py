@@ -101,6 +101,34 @@ def test_a_stage_that_works_for_all_fails_nobody(point, at, depth):
     engine.check()
 
 
+def test_blocks_of_a_failed_admission_are_given_back(monkeypatch):
+    engine = ToyEngine(max_slots=4)
+    engine.submit("first", (1, 2, 3, 4, 5), max_tokens=3)
+    engine.run()
+    make_room, failures = engine.kv._make_room, iter([True])
+
+    def fails_once(needed):
+        if next(failures, False):
+            raise FaultError
+        make_room(needed)
+
+    monkeypatch.setattr(engine.kv, "_make_room", fails_once)
+    engine.submit("second", (1, 2, 3, 4, 6), max_tokens=3)  # it shares blocks with the first
+    engine.run()
+    assert engine.outcomes["second", 0].error_code == "INFERENCE_ERROR"
+    engine.num_pardons = 1
+    engine.check()
+
+
+def test_blocks_that_can_never_be_had_fail_their_request_alone():
+    engine = eight()
+    with faults.planned(Fault("allocate", at=2, times=1000, within=7)):  # not when it is admitted
+        engine.run()
+    failed = {request_id for (request_id, _), o in engine.outcomes.items() if o.error_code}
+    assert "7" in failed and len(failed) < 8  # others may have drawn the token
+    assert engine.outcomes["7", 0].error_code == "INFERENCE_ERROR"
+
+
 def test_planning_that_always_fails_ends_the_engine_and_not_its_patience():
     engine = eight()
     with faults.planned(Fault("schedule", times=100)), pytest.raises(FaultError):

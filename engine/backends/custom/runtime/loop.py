@@ -9,17 +9,11 @@ request is lost. Every other stage fails the request it works for, and nobody el
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
 from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.grammar import (
-    Grammars,
-    MaskJob,
-    MaskRow,
-    MaskWriter,
-)
+from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter
 from engine.backends.custom.runtime.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.scheduler import (
@@ -33,6 +27,12 @@ from engine.backends.custom.runtime.seam import (
     ModelRunner,
     PendingTokens,
     StepOutput,
+)
+from engine.backends.custom.runtime.steps import (
+    Forwarded,
+    Launch,
+    constrained_rows,
+    is_out_of_memory,
 )
 from engine.backends.custom.runtime.transport import ConnectionClosedError
 from engine.core import faults
@@ -69,40 +69,6 @@ class Channel(Protocol):
     def poll(self, timeout_s: float) -> list[ToEngine]: ...
 
     def send(self, message: FromEngine) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A step on its way through the runner."""
-
-    batch: ScheduledBatch
-    pending: PendingTokens
-    started_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """A step between its halves."""
-
-    handle: Any
-    masks: MaskJob | None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # A device's own kind of it has this name, in a library that is not known here.
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
-def _constrained(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
-    """Matchers, each with its row among those that draw; `only_known`: all tokens are."""
-    drawing = (row for row in batch.rows if row.samples)
-    return [
-        (constraint.matcher, index)
-        for index, row in enumerate(drawing)
-        if (constraint := row.seq.constraint) is not None
-        and row.seq.finish_reason is None
-        and not (only_known and row.start + row.length > len(row.seq.tokens))
-    ]
 
 
 class EngineLoop:
@@ -201,7 +167,7 @@ class EngineLoop:
         finally:
             self.is_computing = False
 
-    def _forward(self, batch: ScheduledBatch) -> "Forwarded":
+    def _forward(self, batch: ScheduledBatch) -> Forwarded:
         self._begin(batch)
         masks = self._begin_masks(batch)
         inputs = self._builder.inputs(batch)
@@ -211,10 +177,10 @@ class EngineLoop:
         faults.hit("forward", inputs.token_ids)
         return self._runner.forward(inputs)
 
-    def _sample(self, forwarded: "Forwarded", batch: ScheduledBatch) -> PendingTokens:
+    def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
         mask = None
         if forwarded.masks is not None:
-            rows = _constrained(batch, only_known=False)
+            rows = constrained_rows(batch, only_known=False)
             mask = self._compute(forwarded.masks.finish, rows)
         faults.hit("sample")
         sampling = self._builder.sampling(batch, mask)
@@ -230,7 +196,7 @@ class EngineLoop:
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
         num_rows = sum(row.samples for row in batch.rows)
-        return self._masks.begin(num_rows, _constrained(batch, only_known=True))
+        return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
         """Take in the launched step, if there is one; it stays launched when it raises."""
@@ -256,7 +222,7 @@ class EngineLoop:
         fatal.
         """
         log.error("a step failed; repeating it in halves", exc_info=error)
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             self._budget.shrink()
         launch, self._launched = self._launched, None
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
