@@ -1,6 +1,7 @@
 """The real runtime over the toy model, driven turn by turn, every delta collected and checked."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
@@ -11,6 +12,12 @@ from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
+from tests.runtime_invariants import (
+    WatchedScheduling,
+    check_invariants,
+    check_writes,
+    noted,
+)
 from tests.toy_grammar import new_matcher
 from tests.toy_runner import VOCAB, ToyRunner, generate_alone
 
@@ -60,12 +67,17 @@ class ToyEngine:
     ) -> None:
         self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
         self.channel = ListChannel()
-        self.runner = ToyRunner(self.spec, self._check_write)
+        self.violations: list[str] = []  # of checks made in the middle of a step
+        self.runner = ToyRunner(self.spec, self._check_writes)
         self.pool = BlockPool(self.spec.num_blocks)
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
         radix = RadixCache(self.pool, block_size, **policy)
         self.kv = KVCache(self.pool, radix, block_size, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots)
+        self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
+        self.hostages: list[int] = []  # blocks taken out of the pool
+        self.num_pardons = 0  # choices that may have failed by a planned fault
+        self.kv.check = self._check_kv
         budget = StepBudget(budget, max_slots)
         self.loop = EngineLoop(
             self.scheduler, self.runner, self.channel, budget, max_queued, grammars=grammars
@@ -138,9 +150,25 @@ class ToyEngine:
         self._expected[request_id, choice] = alone
         return alone
 
+    def shrink(self, count: int) -> None:
+        """Take blocks out of the pool; what is cached gives way."""
+        short = count - self.pool.num_free
+        if short > 0:
+            self.kv.radix.evict(short)
+        self.hostages += self.pool.take(min(count, self.pool.num_free))
+
+    def grow(self) -> None:
+        """Give them all back."""
+        self.pool.drop(self.hostages)
+        self.hostages.clear()
+
     def check(self) -> None:
-        """The runtime's own invariants, and that nothing delivered differs from the oracle."""
+        """All invariants, and that nothing delivered differs from the oracle."""
         self.scheduler.check()
+        check_invariants(self)
+        assert not self.violations
+        assert self.loop.stats().num_invariant_failures == 0
+        assert self.num_unforeseen() <= self.num_pardons, "somebody failed for no reason"
         for (request_id, choice), outcome in self.outcomes.items():
             tokens, reason = self.expected(request_id, choice)
             assert outcome.tokens == tokens[: len(outcome.tokens)], (request_id, choice)
@@ -167,9 +195,17 @@ class ToyEngine:
         outcome.finish_reason = delta.finish_reason
         outcome.error_code = delta.error_code
 
-    def _check_write(self, write_slots) -> None:
-        if not write_slots.any():
-            return  # a step that belongs to nobody
-        for block in {int(slot) // self.spec.block_size for slot in write_slots}:
-            assert self.pool.refs(block) == 1, f"block {block} is shared and written"
-            assert not self.pool.is_cached(block), f"block {block} is cached and written"
+    def num_unforeseen(self) -> int:
+        """Choices that failed although nothing was wrong with their requests."""
+        failed = [key for key, o in self.outcomes.items() if o.error_code == "INFERENCE_ERROR"]
+        return sum(self.expected(*key)[1] != "error" for key in failed)
+
+    def _check_writes(self, inputs) -> None:
+        with noted(self.violations):
+            check_writes(self, inputs)
+
+    def _check_kv(self, sequences) -> None:
+        taken = SimpleNamespace(
+            request_id="hostages", blocks=self.hostages, num_computed=0, num_confirmed=0
+        )
+        KVCache.check(self.kv, [*sequences, taken])

@@ -136,9 +136,9 @@ class Pending:
 
 
 class ToyRunner:
-    """The seam in numpy. `on_write(write_slots)` lets a test look at every write."""
+    """The seam in numpy. `on_write(inputs)` lets a test look at every step before it writes."""
 
-    def __init__(self, spec: RunnerSpec, on_write=lambda slots: None) -> None:
+    def __init__(self, spec: RunnerSpec, on_write=lambda inputs: None) -> None:
         self._spec = replace(spec, vocab_size=VOCAB)
         self._on_write = on_write
         self.cells = np.zeros(spec.num_blocks * spec.block_size, np.int64)
@@ -160,7 +160,7 @@ class ToyRunner:
     def forward(self, inputs: BatchInputs):
         size = self._spec.block_size
         self._check_shapes(inputs)
-        self._on_write(inputs.write_slots)
+        self._on_write(inputs)
         tokens = [
             self._last_token[inputs.slots[row]] if token == FROM_DEVICE else int(token)
             for row in range(len(inputs.slots))

@@ -1,13 +1,17 @@
 """The real engine process around the toy model, for tests of processes: it starts at once."""
 
+import ctypes
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from engine.backends.custom import worker
 from engine.backends.custom.memory import MemoryPlan
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime import loop
 from engine.backends.custom.runtime.seam import RunnerConfig, RunnerSpec
 from engine.core.errors import ResourceError
 from tests.toy_runner import CRASH_TOKEN, VOCAB, ToyCrash, ToyRunner
@@ -33,6 +37,28 @@ class FragileToyRunner(SlowToyRunner):
         return super().forward(inputs)
 
 
+class StuckToyRunner(SlowToyRunner):
+    """A kernel that waits for ever, where no signal wakes it: a lock that is taken twice."""
+
+    def forward(self, inputs):
+        if CRASH_TOKEN in inputs.token_ids:
+            mutex = ctypes.create_string_buffer(128)
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        return super().forward(inputs)
+
+
+class HungryToyRunner(SlowToyRunner):
+    """Needs 24 MB for each token of a step."""
+
+    def forward(self, inputs):
+        np.empty(len(inputs.token_ids) * (24 << 20), np.uint8)
+        return super().forward(inputs)
+
+
+RUNNERS = {"fragile": FragileToyRunner, "stuck": StuckToyRunner, "hungry": HungryToyRunner}
+
+
 def load_runner(source, options: EngineOptions):
     if options.model_path == "unloadable":
         raise ResourceError("it does not fit")
@@ -40,6 +66,8 @@ def load_runner(source, options: EngineOptions):
         raise RuntimeError("secret detail")
     if Path(options.model_path).stem == "slow":
         time.sleep(60)
+    if options.model_path in ("impatient", "stuck"):
+        loop.LEAST_PATIENCE_S = 1.0
     spec = RunnerSpec(
         block_size=options.block_size,
         num_blocks=257,
@@ -50,8 +78,7 @@ def load_runner(source, options: EngineOptions):
     )
     config = RunnerConfig("cpu", "float32", spec.block_size, 257, 8, 256, None)
     plan = MemoryPlan(0, 257 * spec.block_size, 257, 8, 256, 1, ())
-    runner = FragileToyRunner if options.model_path == "fragile" else SlowToyRunner
-    return runner(spec), config, plan
+    return RUNNERS.get(options.model_path, SlowToyRunner)(spec), config, plan
 
 
 worker.open_model = lambda path, use_mmap: SimpleNamespace(config=SimpleNamespace(encoder=None))

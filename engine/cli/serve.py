@@ -43,6 +43,7 @@ from engine.cli.serve_options import (
     ThreadsOption,
     parse_options,
 )
+from engine.core import faults
 
 if TYPE_CHECKING:
     from engine.backends.custom.app import Server
@@ -110,6 +111,7 @@ def serve(
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    faults.arm()
     gc.disable()  # until the server is ready: hardly anything that is made until then is garbage
     process = EngineProcess()  # it gets ready while this process does
     try:

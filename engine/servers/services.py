@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.backends.base import BackendHolder, InferenceBackend, Resolved
+from engine.core import faults
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -97,7 +98,12 @@ class Services:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         max_bytes = self.settings.server.body_limit_mb * 2**20
-        return await read_parsed(request, max_bytes, lambda raw: parse_body(kind, raw))
+
+        def parse(raw: dict[str, Any]) -> Body:
+            faults.hit("validate")
+            return parse_body(kind, raw)
+
+        return await read_parsed(request, max_bytes, parse)
 
     def find_model(self, name: str | None) -> ModelCard:
         return self._resolve(name).card
@@ -240,6 +246,7 @@ async def answer_whole(
 ) -> Response:
     collected = Collected(num_choices)
     await wait_whole(request, generation, collected.add)
+    faults.hit("format")
     return Response(body(collected, generation.usage), media_type="application/json")
 
 

@@ -8,17 +8,21 @@ A stream ends with its format's closing or with an error event, never with both.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.core import faults
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
-from engine.servers.errors import ClientDisconnectedError, error_body
+from engine.servers.errors import ClientDisconnectedError, error_body, opaque_error
 from engine.servers.generation import Generation, OutputEvent, coalesce
 from engine.servers.records import record_of
+
+logger = logging.getLogger(__name__)
 
 ACCEPT_WAIT_S = 1.0
 KEEP_ALIVE_S = 15.0
@@ -113,9 +117,15 @@ class EventStream(Response):
         except EngineError as error:
             await writer.write(self._format.failure(error), more=False)
             raise
+        except Exception as bug:
+            logger.exception("A stream could not be written.")
+            opaque = opaque_error()
+            await writer.write(self._format.failure(opaque), more=False)
+            raise opaque from bug
 
     async def _stream(self, writer: "_Writer") -> None:
         generation, format = self._generation, self._format
+        chunk = faults.wrap("format", format.chunk)
         head = format.opening()
         if not generation.has_pending:
             await writer.write(head)
@@ -127,7 +137,7 @@ class EventStream(Response):
                 continue
             if is_slow:
                 events = coalesce(events)
-            await writer.write(head + b"".join([format.chunk(event) for event in events]))
+            await writer.write(head + b"".join([chunk(event) for event in events]))
             head = b""
             # An unhindered write does not yield to the event loop, so nothing can have arrived.
             is_slow = generation.has_pending

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from engine.core import faults
 from engine.core.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Database:
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
+            faults.hit("database")
             connection = self._connection = self._connection or self._connect()
             with connection:
                 connection.execute("BEGIN IMMEDIATE")

@@ -2,11 +2,13 @@
 rule.
 
 Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens
-meet aborts, evictions, flushes, expiry and restarts, in pools too small for them. Some must match a
-grammar, which compiles for a while; some want their prompts scored, or a vector. Whatever happens,
-delivered tokens equal the oracle's, every accepted choice ends exactly once, and nothing is held
-when nothing runs.
+meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and failures of every
+stage. Some must match a grammar, which compiles for a while; some want their prompts scored, or a
+vector. Whatever happens, delivered tokens equal the oracle's, every accepted choice ends exactly
+once, nobody fails for another's fault, and nothing is held when nothing runs.
 """
+
+import re
 
 import numpy as np
 import pytest
@@ -14,22 +16,29 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.core import faults
+from engine.core.faults import Fault
 from engine.core.interfaces.request import Abort, Control
+from tests.runtime_invariants import Snapshot
 from tests.toy_engine import ToyEngine
-from tests.toy_grammar import END, PatientGrammars, lark
+from tests.toy_grammar import END, PatientGrammars, lark, text_of
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB, prompt_logits, prompt_logprobs
 
 TOKENS = st.integers(0, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)
 REGEXES = ["(ab|cd)+e", "a{3}b?", "[a-f]+(gh)?", "hello|jail"]
 MAX_STEPS_TO_END = 3000
+# Failing once, each of these loses at most one choice; the others none at all.
+LOSSY = {"allocate", "update", "nonfinite"}
+REPEATED = ("forward", "sample", "wait")
+STAGES = (*sorted(LOSSY), *REPEATED, "schedule", "publish")
 
 
 class RuntimeMachine(RuleBasedStateMachine):
     num_rules = 0  # over all machines of a run
 
     @initialize(
-        num_blocks=st.integers(1, 40),
+        num_blocks=st.integers(1, 64),
         block_size=st.sampled_from([1, 2, 16]),
         max_slots=st.integers(1, 5),
         depth=st.sampled_from([0, 1]),
@@ -45,6 +54,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.options = options
         self.engine = self._new_engine()
         self.count = 0
+        self.num_unpublished = 0  # planned
 
     def _new_engine(self):
         self.grammars = PatientGrammars()
@@ -56,7 +66,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         n=st.sampled_from([1, 1, 1, 2, 3]),
         salt=st.sampled_from(["", "", "a"]),
-        priority=st.sampled_from([0, 0, 0, 1]),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
         max_tokens=st.integers(1, 8),
         temperature=st.sampled_from([0.0, 0.0, 1.0]),
         penalty=st.sampled_from([0.0, 0.0, 0.7]),
@@ -119,7 +129,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         committed = self._progress()
         had_work = self.engine.scheduler.has_work
         self.engine.turn(count)
-        if had_work and count >= 4:
+        if had_work and count >= 4 and not self.engine.hostages:
             assert self._progress() > committed, "work is pending and nothing moves"
 
     @precondition(lambda self: self.engine.requests)
@@ -139,6 +149,49 @@ class RuntimeMachine(RuleBasedStateMachine):
             else:
                 assert (outcome.finish_reason == "abort") == were_aborted[c]
 
+    @rule(
+        stage=st.sampled_from(STAGES),
+        at=st.integers(1, 4),
+        count=st.integers(1, 3),
+        memory=st.booleans(),
+    )
+    def a_stage_fails(self, stage, at, count, memory):
+        """Once; whoever it was not working for must not notice."""
+        action = "mark" if stage == "nonfinite" else "memory" if memory else "raise"
+        crashes = any(
+            CRASH_TOKEN in self.engine.requests[request_id].prompt and not outcome.finish_reason
+            for (request_id, _), outcome in self.engine.outcomes.items()
+        )
+        with faults.planned(Fault(stage, action, at=at)) as plan:
+            self.engine.turn(count)
+        # A row is repeated alone where a kernel failed on another; a second failure is its own.
+        is_lossy = stage in LOSSY or (stage in REPEATED and crashes)
+        self.engine.num_pardons += plan.num_strikes * is_lossy
+        self.num_unpublished += plan.num_strikes * (stage == "publish")
+
+    @rule(prompt=PROMPTS, n=st.integers(1, 3))
+    def taking_in_fails(self, prompt, n):
+        self.engine.turn()  # so that no other request is meant
+        self._submit(prompt, n=n, max_tokens=3)
+        with faults.planned(Fault("intake")):
+            self.engine.turn()
+        self.engine.num_pardons += n
+
+    @rule(count=st.integers(1, 20))
+    def shrink(self, count):
+        self.engine.shrink(count)
+
+    @rule()
+    def grow(self):
+        self.engine.grow()
+
+    @precondition(lambda self: self.engine.pool.num_evictable)
+    @rule()
+    def insert_again(self):
+        """INV-15: what the tree has already changes nothing in it."""
+        for namespace, tokens, blocks, _ in Snapshot(self.engine).paths:
+            self.engine.kv.radix.insert(namespace, tokens, blocks, only_own=True)
+
     @rule(count=st.integers(1, 10))
     def evict(self, count):
         before = self.engine.pool.num_evictable
@@ -150,7 +203,8 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.engine.channel.inbox.append(Control(1, "flush_cache"))
         self.engine.turn()
         if was_idle:
-            assert self.engine.pool.num_free == self.engine.pool.num_usable
+            num_hostages = len(self.engine.hostages)
+            assert self.engine.pool.num_free == self.engine.pool.num_usable - num_hostages
 
     @rule(seconds=st.sampled_from([1.0, 11.0]))
     def time_passes(self, seconds):
@@ -166,6 +220,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             if outcome.finish_reason is None
         }
         old, self.engine = self.engine, self._new_engine()
+        self.num_unpublished = 0
         for request_id in open_ids:
             request = old.requests[request_id]
             self.engine.requests[request_id] = request
@@ -177,6 +232,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def run_to_the_end(self):
         """No starvation: with no more arrivals everything ends, and nothing stays held."""
         engine = self.engine
+        engine.grow()
         engine.turn()  # what was submitted is read, so its grammar is asked for
         self.grammars.finish()
         engine.run(MAX_STEPS_TO_END)
@@ -189,12 +245,15 @@ class RuntimeMachine(RuleBasedStateMachine):
         request, engine = self.engine.requests[request_id], self.engine
         expected_tokens, expected_reason = engine.expected(request_id, choice)
         fits = engine.kv.can_ever_fit(len(request.prompt) + request.params.max_tokens - 1)
-        if not fits:
+        if not fits and outcome.error_code != "INFERENCE_ERROR":  # whose number is checked
             assert outcome.error_code == "INVALID_REQUEST" and not outcome.tokens
         elif expected_reason == "error" and outcome.finish_reason != "abort":
             assert outcome.error_code == "INFERENCE_ERROR" and not outcome.tokens
-        elif outcome.finish_reason != "abort":
+        elif outcome.finish_reason not in ("abort", "error"):  # whose errors are counted elsewhere
             assert (outcome.tokens, outcome.finish_reason) == (expected_tokens, expected_reason)
+        assert outcome.num_cached < len(request.prompt), "nothing of the prompt was computed"
+        if request.grammar is not None and outcome.finish_reason == "stop":
+            assert any(re.fullmatch(each, text_of(outcome.tokens)) for each in REGEXES)
         if request.params.logprobs is not None:
             assert len(outcome.logprobs) == len(outcome.tokens)
         if request.params.score_prompt and choice == 0 and outcome.tokens:
@@ -208,6 +267,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def everything_holds(self):
         RuntimeMachine.num_rules += 1
         self.engine.check()
+        assert self.engine.kv.num_unpublished == self.num_unpublished
 
     def _submit(self, prompt, **options):
         self.count += 1
@@ -220,23 +280,22 @@ class RuntimeMachine(RuleBasedStateMachine):
         return (ended, scheduler.num_generated_tokens + confirmed + scheduler.num_preemptions)
 
 
-def run_machine(max_examples: int, steps: int) -> int:
+def test_random_histories():
     RuntimeMachine.num_rules = 0
     RuntimeMachine.TestCase.settings = settings(
-        max_examples=max_examples,
-        stateful_step_count=steps,
+        max_examples=120,
+        stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     RuntimeMachine.TestCase().runTest()
-    return RuntimeMachine.num_rules
-
-
-def test_random_histories():
-    assert run_machine(max_examples=160, steps=50) >= 5_000
+    assert RuntimeMachine.num_rules >= 3_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_random_histories():
-    assert run_machine(max_examples=2_600, steps=60) >= 100_000
+    from tests.property.run_machine import run
+
+    result = run(steps=100_000, first_seed=1)
+    assert result["steps"] >= 100_000 and not result["violations"], result["failure"]

@@ -1,5 +1,7 @@
 """The encoder's loop over a toy encoder: who is computed when, and what a fault costs."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -184,7 +186,10 @@ def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
     beats = []
     encode = encoder.encode
     encoder.encode = lambda prompts: beats.append("encode") or encode(prompts)
-    loop = EncoderLoop(encoder, channel, 6, 5, heartbeat=beats.append)
+    beat = SimpleNamespace(
+        beat=lambda busy, patience_s: beats.append(busy), watch=lambda loop: None
+    )
+    loop = EncoderLoop(encoder, channel, 6, 5, pulse=beat)
     channel.inbox = [asking("a", 1)]
     loop.turn(0)
     loop.turn(0)

@@ -118,20 +118,6 @@ async def test_a_lost_device_ends_the_requests_and_restarts_the_engine():
     await link.stop()
 
 
-async def test_an_engine_that_hangs_is_killed_and_comes_back():
-    link = make_link(hang_after_s=0.3)
-    await link.start()
-    inbox = Inbox()
-    link.submit(request(1, max_tokens=200), inbox)
-    await until(lambda: inbox.tokens)
-    os.kill(link.pid, signal.SIGSTOP)
-    await asyncio.wait_for(inbox.ended.wait(), 10)
-    assert isinstance(inbox.error, UnavailableError)
-    await until(lambda: link.ready is not None)
-    assert (await ask(link, 7)).tokens == expected(7)
-    await link.stop()
-
-
 async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
     monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
     link = make_link("slow")
@@ -157,8 +143,8 @@ async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
     await link.stop()
 
 
-async def test_dying_too_often_it_stays_down():
-    link = make_link(restarts=RestartPolicy(max_deaths=2, first_delay_s=0.01))
+async def test_dying_too_often_it_is_left_down_for_a_while():
+    link = make_link(restarts=RestartPolicy(max_deaths=2, first_delay_s=0.01), cool_down_s=1.0)
     await link.start()
     os.kill(link.pid, signal.SIGKILL)
     await until(lambda: link.num_restarts == 1 and link.ready is not None)
@@ -166,6 +152,8 @@ async def test_dying_too_often_it_stays_down():
     await until(lambda: "too often" in link.detail)
     with pytest.raises(UnavailableError, match="too often"):
         link.submit(request(1), Inbox())
+    await until(lambda: link.ready is not None)
+    assert (await ask(link, 7)).tokens == expected(7)
     await link.stop()
 
 
@@ -218,7 +206,7 @@ async def test_the_same_link_holds_an_engine_in_a_thread():
     )
     await link.start()
     assert (await ask(link, 3)).tokens == expected(3)
-    assert link.stalled_s() is None or link.stalled_s() < 5
+    assert link.trouble is None
     await link.stop()
 
 

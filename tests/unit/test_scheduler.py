@@ -113,7 +113,7 @@ def test_ended_requests_are_not_kept_until_their_deadline():
 def test_a_first_step_after_idling_is_seen_as_work():
     engine = ToyEngine()
     beats, forward = [], engine.runner.forward
-    engine.loop._heartbeat = beats.append
+    engine.loop._pulse = SimpleNamespace(beat=lambda busy, patience_s: beats.append(busy))
     engine.turn()
     assert not beats[-1]
 
@@ -161,7 +161,7 @@ def test_a_broken_invariant_is_counted_once_and_repaired():
     engine.run()
     engine.turn(3)
     assert engine.loop.stats().num_invariant_failures == 1
-    engine.check()
+    engine.scheduler.check()
 
 
 def test_nobody_is_preempted_more_often_than_allowed():
@@ -177,6 +177,22 @@ def test_nobody_is_preempted_more_often_than_allowed():
     engine.check()
     assert 0 < worst <= MAX_PREEMPTIONS
     assert all(outcome.finish_reason == "length" for outcome in engine.outcomes.values())
+
+
+def test_preempted_often_enough_it_gets_all_it_can_ever_need():
+    engine = ToyEngine(num_blocks=32, block_size=2, max_slots=4)
+    for name in ("older", "younger"):
+        engine.submit(name, (len(name), 1, 2), max_tokens=20)
+    engine.turn()
+    victim = engine.scheduler._running[-1]
+    for _ in range(MAX_PREEMPTIONS):
+        assert len(victim.blocks) * 2 < victim.max_len
+        engine.scheduler._preempt(victim)
+        engine.turn()
+    assert len(victim.blocks) * 2 >= victim.max_len
+    assert engine.scheduler._running[0] is victim, "a victim comes from the other end"
+    engine.run()
+    engine.check()
 
 
 def test_a_passed_deadline_ends_the_request_wherever_it_is():

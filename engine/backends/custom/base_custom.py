@@ -46,6 +46,7 @@ from engine.backends.custom.runtime.client import (
 from engine.backends.custom.runtime.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.text import TextModel, load_text
 from engine.backends.process import RestartPolicy
+from engine.core import faults
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
 from engine.core.interfaces.backend import (
@@ -69,7 +70,6 @@ from engine.core.utils.model_store import resolve_model
 
 T = TypeVar("T")
 TOKENIZER_THREADS = 2
-STALLED_AFTER_S = 30.0
 
 
 class CustomBackend(InferenceBackend):
@@ -146,18 +146,15 @@ class CustomBackend(InferenceBackend):
         return ((await self.flush_cache()).message,)
 
     def health(self) -> Health:
-        stalled = self._link.stalled_s()
-        is_stalled = stalled is not None and stalled > STALLED_AFTER_S
+        trouble = self._link.trouble
         is_loaded = self._link.ready is not None and self._text is not None
-        detail = self._link.detail
-        if is_stalled:
-            detail = "The engine makes no progress."
-        elif self._link.ready is not None and self._text is None:
+        detail = trouble or self._link.detail
+        if self._link.ready is not None and self._text is None:
             detail = "The tokenizer is loading."
         return Health(
-            ready=is_loaded and not is_stalled,
+            ready=is_loaded and trouble is None,
             detail=detail,
-            step_age_s=stalled,
+            step_age_s=self._link.step_age_s,
             num_restarts=self._link.num_restarts,
         )
 
@@ -265,6 +262,7 @@ class CustomBackend(InferenceBackend):
         check_params(params, text.config.vocab_size)
         check_context(len(prompt), params.max_tokens, ready.max_seq_len, prepared.param)
         if prepared.checked_grammar is not None:
+            faults.hit("check_grammar", prepared.checked_grammar)
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
         request = GenerateRequest(
             request_id=context.request_id,

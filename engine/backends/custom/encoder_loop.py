@@ -8,7 +8,7 @@ import heapq
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.runtime.deltas import refusal
+from engine.backends.custom.runtime.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
+from engine.core import faults
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -93,13 +95,13 @@ class EncoderLoop:
         channel: Channel,
         max_batch_tokens: int,
         max_queued: int,
-        heartbeat: Callable[[bool], None] = lambda busy: None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._encoder = encoder
         self._channel = channel
         self._max_batch_tokens = max_batch_tokens
         self._max_queued = max_queued
-        self._heartbeat = heartbeat
+        self._pulse = pulse or NoPulse()
         self._queue: list[Waiting] = []  # a heap
         self._arrivals = itertools.count()
         self._stopping = False
@@ -109,6 +111,8 @@ class EncoderLoop:
         self._last_step = (0, 0.0)  # tokens, seconds
         self._stats_sent_at = 0.0
         self._stats_step = 0  # the last step that was reported
+        self.is_computing = False  # a batch, which may be interrupted
+        self._pulse.watch(self)
 
     def run(self) -> None:
         """Serve until told to stop, then release everything."""
@@ -123,12 +127,19 @@ class EncoderLoop:
     def turn(self, idle_timeout_s: float) -> None:
         """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
         is_idle = not self._queue
-        self._heartbeat(not is_idle)
+        self._beat(not is_idle)
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
         if self._queue:
-            self._heartbeat(True)  # a batch that hangs must be seen as well
+            self._beat(True)  # a batch that hangs must be seen as well
             self._step(self._next_batch(time.monotonic()))
         self._send_stats()
+
+    def describe(self) -> str:
+        """Called by another thread, while this one is stuck."""
+        return str(self.stats())
+
+    def _beat(self, busy: bool) -> None:
+        self._pulse.beat(busy, UNKNOWN_PATIENCE_S)
 
     def _read_inbox(self, timeout_s: float) -> None:
         for message in self._channel.poll(timeout_s):
@@ -206,7 +217,7 @@ class EncoderLoop:
             return
         started_at = time.monotonic()
         try:
-            vectors = self._encoder.encode([each.request.prompt for each in batch])
+            vectors = self._encode([each.request.prompt for each in batch])
         except Exception as error:
             log.exception("a batch failed; repeating it row by row", exc_info=error)
             self._step_by_row(batch)
@@ -215,12 +226,20 @@ class EncoderLoop:
         else:
             self._answer(batch, vectors, started_at)
 
+    def _encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
+        faults.hit("forward")
+        self.is_computing = True
+        try:
+            return self._encoder.encode(prompts)
+        finally:
+            self.is_computing = False
+
     def _step_by_row(self, batch: list[Waiting]) -> None:
         for each in batch:
-            self._heartbeat(True)
+            self._beat(True)
             started_at = time.monotonic()
             try:
-                vectors = self._encoder.encode([each.request.prompt])
+                vectors = self._encode([each.request.prompt])
             except Exception as error:
                 request_id = each.request.request_id
                 log.exception("request %s failed alone", request_id, exc_info=error)

@@ -17,6 +17,7 @@ from engine.backends.base import EventFeed, EventSink
 from engine.backends.custom.echo import Echo
 from engine.backends.custom.prompts import Prepared
 from engine.backends.custom.text import TextModel
+from engine.core import faults
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
     Event,
@@ -81,21 +82,23 @@ class _Reader:
         self._detokenizer = Detokenizer(
             text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
         )
+        self._decode = faults.wrap("detokenize", self._detokenizer.push)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
+        self._parse = None if self._parser is None else faults.wrap("parse", self._parser.push)
         self.is_plain = self._parser is None  # all pieces are text
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
         self._num_tokens += len(token_ids)
-        text = self._detokenizer.push(token_ids, self._num_tokens > self._min_tokens)
+        text = self._decode(token_ids, self._num_tokens > self._min_tokens)
         if ends or self.stopped is not None:
             text += self._detokenizer.flush()
         return text
 
     def pieces(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
-        assert self._parser is not None
-        pieces = self._parser.push(self.text(token_ids, ends))
+        assert self._parser is not None and self._parse is not None
+        pieces = self._parse(self.text(token_ids, ends))
         return pieces + self._parser.flush() if ends or self.stopped is not None else pieces
 
     @property

@@ -1,8 +1,9 @@
 """The frontend's hold on its engine: open requests, readiness, restarts.
 
 When the engine dies, every open request ends with an error at once, new ones are refused, and the
-engine is started again after a growing pause; after too many deaths in a row it stays down and says
-so. An engine that has work and makes no step for very long is killed, so that it comes back.
+engine is started again after a growing pause; after too many deaths in a row it is left down for a
+minute, and says so. A process that is silent is woken, then killed; so is one whose step never ends
+although it was interrupted.
 """
 
 import asyncio
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.backends.custom.runtime.client import EngineClient, OnExit, OnMessage
+from engine.backends.custom.runtime.heartbeat import Vitals
 from engine.backends.process import RestartPolicy
+from engine.core import faults
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
 from engine.core.interfaces.request import (
     Abort,
@@ -30,8 +33,16 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
-# Longer than the slowest honest step: a full batch of prompts on a slow machine.
-HANG_AFTER_S = 120.0
+# A process ticks twice a second whatever it computes. One that does not is frozen: not healthy,
+# then woken, then killed.
+FROZEN_AFTER_S = 3.0
+WAKE_AFTER_S = 5.0
+KILL_AFTER_S = 8.0
+WATCH_INTERVAL_S = 0.5
+# A step that was interrupted when its patience ended may take as long again.
+KILL_PATIENCES = 2.0
+# Between attempts, once it has died too often.
+COOL_DOWN_S = 60.0
 
 
 class Receiver(Protocol):
@@ -50,11 +61,11 @@ class EngineLink:
         self,
         make_client: ClientFactory,
         restarts: RestartPolicy,
-        hang_after_s: float = HANG_AFTER_S,
+        cool_down_s: float = COOL_DOWN_S,
     ) -> None:
         self._make_client = make_client
         self._restarts = restarts
-        self._hang_after_s = hang_after_s
+        self._cool_down_s = cool_down_s
         self._client: EngineClient | None = None
         self._receivers: dict[str, Receiver] = {}
         self._replies: dict[int, asyncio.Future[ControlReply]] = {}
@@ -91,6 +102,7 @@ class EngineLink:
     def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
+        faults.hit("submit", request.prompt)
         assert request.request_id not in self._receivers, "two requests have one id"
         self._client.send(request)
         self._receivers[request.request_id] = receiver
@@ -133,7 +145,7 @@ class EngineLink:
         if self._stopping:
             return "The engine has been stopped."
         if self._is_given_up:
-            return "The engine is down: it died too often and is not started again."
+            return f"The engine died too often; it is tried again every {self._cool_down_s:g} s."
         if self._fatal is not None:
             return "The engine is down; its log says why."
         if self._has_loaded:
@@ -144,8 +156,24 @@ class EngineLink:
     def pid(self) -> int | None:
         return self._client.pid if self._client is not None else None
 
-    def stalled_s(self) -> float | None:
-        return self._client.stalled_s() if self._client is not None else None
+    @property
+    def step_age_s(self) -> float | None:
+        """Of the step that is being computed; None when there is none."""
+        vitals = self._vitals()
+        return None if vitals is None else vitals.step_age_s
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps a loaded engine from working, in words; None: nothing does."""
+        vitals = self._vitals()
+        if vitals is None or self.ready is None:
+            return None
+        if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:
+            return "The engine's process does not run."
+        return "The engine makes no progress." if vitals.is_stalled else None
+
+    def _vitals(self) -> Vitals | None:
+        return self._client.vitals() if self._client is not None else None
 
     async def _launch(self) -> None:
         client = self._client = self._make_client(self._on_message, self._on_exit)
@@ -153,18 +181,29 @@ class EngineLink:
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
     async def _watch(self, client: EngineClient) -> None:
-        """Kill the engine if it hangs; its death is then like any other."""
-        num_stalls = 0
-        while num_stalls < 2:  # once may be our own fault: it waits while we don't read
-            await asyncio.sleep(min(1.0, self._hang_after_s / 2))
-            is_stalled = (client.stalled_s() or 0.0) > self._hang_after_s
-            num_stalls = num_stalls + 1 if is_stalled else 0
-        log.critical("the engine has made no step for %.0f s; killing it", self._hang_after_s)
+        """Wake the engine if it is silent, kill it if that does not help, or if it hangs; its
+        death is then like any other.
+        """
+        num_looks, was_silent = 0, False
+        while num_looks < 2:  # once may be our own fault: it waits while we don't read
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            vitals = client.vitals()
+            if vitals is None or self.ready is None:  # loading, it may be silent for long
+                continue
+            silent_s = vitals.silent_s or 0.0
+            is_silent = silent_s > WAKE_AFTER_S
+            if is_silent and not was_silent:
+                log.critical("the engine's process is silent for %.1f s; waking it", silent_s)
+                client.wake()
+            was_silent = is_silent
+            hung = (vitals.step_age_s or 0.0) > KILL_PATIENCES * vitals.patience_s
+            num_looks = num_looks + 1 if hung or silent_s > KILL_AFTER_S else 0
+        log.critical("the engine does not go on; killing it (%s)", vitals)
         await client.kill()
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            for delta in message.deltas:
+            for delta in message.deltas:  # late ones, of requests that are gone, have no receiver
                 receiver = self._receivers.get(delta.request_id)
                 if receiver is not None:
                     receiver.deliver(delta)
@@ -172,6 +211,7 @@ class EngineLink:
             self.stats = message.stats
         elif isinstance(message, Ready):
             self.ready, self._fatal, self._has_loaded = message, None, True
+            self._is_given_up = False
             self._became_ready.set()
         elif isinstance(message, ControlReply):
             reply = self._replies.pop(message.control_id, None)
@@ -195,10 +235,10 @@ class EngineLink:
 
     def _restart_later(self) -> None:
         delay = self._restarts.delay_after_death()
+        self._is_given_up = delay is None
         if delay is None:
-            self._is_given_up = True
-            log.critical("the engine died too often; it stays down")
-            return
+            log.critical("the engine died too often; it stays down for %g s", self._cool_down_s)
+            delay = self._cool_down_s
         self._restarting = asyncio.get_running_loop().create_task(self._restart(delay))
 
     async def _restart(self, delay: float) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.backends.custom.infill import Infill, find_infill
 from engine.backends.custom.text_cache import TextCache, TextFacts, key_of
+from engine.core import faults
 from engine.core.parsing.output import OutputFormat
 from engine.core.utils.chat_template import ChatTemplate
 from engine.core.utils.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ class TextModel:
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
+        faults.hit("tokenize", prompt)
         return tuple(self.tokenizer.encode_prompt(prompt))
 
     def cut_prompt(self, prompt: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.engine_process import STACKS_SIGNAL
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
-from engine.backends.custom.runtime.heartbeat import Heartbeat
+from engine.backends.custom.runtime.heartbeat import Heartbeat, Pulse
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
 from engine.backends.custom.runtime.radix_cache import RadixCache
@@ -40,11 +40,13 @@ from engine.backends.custom.runtime.seam import (
     RunnerSpec,
 )
 from engine.backends.custom.runtime.transport import ConnectionClosedError, SocketChannel
+from engine.backends.custom.runtime.watchdog import Watchdog
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core import faults
 from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.request import Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
-from engine.core.utils.processes import die_with_parent
+from engine.core.utils.processes import die_with_parent, offer_to_be_killed
 
 log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it is __main__
 
@@ -124,7 +126,7 @@ def build_loop(
     options: EngineOptions,
     bytes_per_token: int,
     channel: Channel,
-    beat: Callable[[bool], None] = lambda busy: None,
+    pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> EngineLoop:
     """The loop of a loaded model: its scheduler, cache, step budget and grammars, which ask for the
@@ -135,7 +137,7 @@ def build_loop(
     most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
     budget = StepBudget(most, spec.max_slots, spec.target_step_s or TARGET_STEP_S)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
-    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
+    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
@@ -153,26 +155,27 @@ def _framework(name: str) -> Any:
 def run_engine(
     options: EngineOptions,
     channel: Channel,
-    beat: Callable[[bool], None],
+    pulse: Pulse,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
     started_at = time.monotonic()
+    faults.hit("load")
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
     if is_encoder(source.config):
         encoder, device = load_encoder(source, options)
         on_loaded()
-        _run_encoder(encoder, device, options, channel, beat, started_at)
+        _run_encoder(encoder, device, options, channel, pulse, started_at)
         return
     loaded = load_runner(source, options)
-    serve_runner(loaded, options, channel, beat, on_loaded, started_at)
+    serve_runner(loaded, options, channel, pulse, on_loaded, started_at)
 
 
 def serve_runner(
     loaded: tuple[ModelRunner, RunnerConfig, MemoryPlan],
     options: EngineOptions,
     channel: Channel,
-    beat: Callable[[bool], None],
+    pulse: Pulse,
     on_loaded: Callable[[], None],
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
@@ -181,7 +184,7 @@ def serve_runner(
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
-    loop = build_loop(runner, options, plan.bytes_per_token, channel, beat, vocabulary)
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary)
     spec = runner.spec
     channel.send(
         Ready(
@@ -202,12 +205,12 @@ def _run_encoder(
     device: DeviceInfo,
     options: EngineOptions,
     channel: Channel,
-    beat: Callable[[bool], None],
+    pulse: Pulse,
     started_at: float,
 ) -> None:
     warm_up_encoder(encoder)
     longest = encoder.spec.max_seq_len
-    loop = EncoderLoop(encoder, channel, options.max_batch_tokens, options.max_queued, beat)
+    loop = EncoderLoop(encoder, channel, options.max_batch_tokens, options.max_queued, pulse)
     channel.send(
         Ready(
             max_seq_len=min(longest, options.max_seq_len or longest),
@@ -229,7 +232,7 @@ class RunEngine(Protocol):
         self,
         options: EngineOptions,
         channel: Channel,
-        beat: Callable[[bool], None],
+        pulse: Pulse,
         on_loaded: Callable[[], None],
     ) -> None: ...
 
@@ -239,6 +242,7 @@ def main(
 ) -> int:
     """The engine process. Its exit status is 0 only when it was asked to stop."""
     die_with_parent(parent_pid)
+    offer_to_be_killed()
     gc.disable()  # until the model is loaded: next to nothing of it will be garbage
     # The frontend decides when we end; a Ctrl-C in the terminal reaches it as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -248,7 +252,8 @@ def main(
     try:
         options = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
-        (run or run_engine)(options, channel, Heartbeat(heartbeat_fd).beat, keep_all)
+        faults.arm()
+        (run or run_engine)(options, channel, Watchdog(Heartbeat(heartbeat_fd)), keep_all)
     except ConnectionClosedError:
         return 0  # the frontend is gone, and so is our purpose
     except EngineError as error:

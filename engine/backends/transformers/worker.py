@@ -11,6 +11,7 @@ import msgspec
 
 from engine.backends.custom import worker
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.heartbeat import Pulse
 from engine.backends.custom.runtime.loop import Channel
 from engine.backends.transformers.checkpoint import open_checkpoint, read_text
 from engine.core.errors import ConfigError
@@ -19,7 +20,7 @@ from engine.core.errors import ConfigError
 def run_engine(
     options: EngineOptions,
     channel: Channel,
-    beat: Callable[[bool], None],
+    pulse: Pulse,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
@@ -50,7 +51,7 @@ def run_engine(
         (fitted.runner, fitted.config, fitted.plan),
         options,
         channel,
-        beat,
+        pulse,
         on_loaded,
         started_at,
         lambda: read_text(path).vocabulary(),

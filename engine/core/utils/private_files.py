@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.core import faults
+
 PART_SUFFIX = ".part"
 
 
@@ -31,6 +33,7 @@ def open_private(path: Path) -> BinaryIO:
 
 def write_private(path: Path, content: bytes) -> None:
     """Write beside `path` and rename, so that no half file is ever seen under its name."""
+    faults.hit("keep_file")
     handle, name = tempfile.mkstemp(PART_SUFFIX, f"{path.name}.", path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

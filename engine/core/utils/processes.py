@@ -1,11 +1,13 @@
 """How this package starts its child processes, and what such a child does about its parent."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +39,14 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the parent ended before the child had started")
+
+
+def offer_to_be_killed() -> None:
+    """Where memory runs out, the kernel takes this process rather than the parent, which can start
+    it again.
+    """
+    with contextlib.suppress(OSError):  # not everywhere is there such a file
+        Path("/proc/self/oom_score_adj").write_text("500")
 
 
 def adopt_orphans() -> None:

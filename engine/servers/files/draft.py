@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.core import faults
 from engine.core.errors import ResourceError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Draft:
     def _flush(self) -> None:
         assert self._fd is not None
         with storage_errors():
+            faults.hit("upload")
             view = memoryview(self._buffer)
             while view:
                 view = view[os.write(self._fd, view) :]

@@ -48,6 +48,7 @@ class StepBudget:
     """Knows no more than what it was told of finished steps."""
 
     def __init__(self, max_tokens: int, max_slots: int, target_s: float = TARGET_STEP_S) -> None:
+        self._max_slots = max_slots
         self._max_tokens = max(max_tokens, max_slots)
         self._target_s = target_s
         self._continuing = Line()
@@ -81,6 +82,16 @@ class StepBudget:
             self._prompt_tokens += num_prompt_tokens - SMOOTHING * self._prompt_tokens
         else:
             self._continuing.add(num_decoding, _believable(seconds, known))
+
+    def shrink(self) -> None:
+        """A step was too large for memory: none is allowed half of that again."""
+        self._max_tokens = max(self._max_slots, self._max_tokens // 2)
+
+    def step_s(self, num_rows: int, num_tokens: int) -> float | None:
+        """What such a step would take, by all that is known; None before any prompt was."""
+        if not self._prompt_tokens:
+            return None
+        return self._continuing.at(num_rows) + self._prompt_cost(num_tokens - num_rows)
 
     def _prompt_cost(self, num_tokens: int) -> float:
         return num_tokens * self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0

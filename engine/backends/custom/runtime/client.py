@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -18,7 +19,7 @@ from typing import Protocol, cast
 import msgspec
 
 from engine.backends.custom.runtime.engine_process import STACKS_SIGNAL, EngineProcess
-from engine.backends.custom.runtime.heartbeat import Heartbeat, heartbeat_file
+from engine.backends.custom.runtime.heartbeat import Heartbeat, Vitals, heartbeat_file
 from engine.backends.custom.runtime.transport import FrameDecoder, encode_frame
 from engine.backends.process import ChildProcess
 from engine.core.errors import EngineError, UnavailableError
@@ -41,7 +42,13 @@ class EngineClient(Protocol):
         """Queue a message for the engine. Raises `UnavailableError` when the engine is gone."""
         ...
 
-    def stalled_s(self) -> float | None: ...
+    def vitals(self) -> Vitals | None:
+        """None before there is an engine to look at."""
+        ...
+
+    def wake(self) -> None:
+        """Have an engine that is silent go on, if somebody stopped it, and write its stacks."""
+        ...
 
     @property
     def pid(self) -> int: ...
@@ -101,8 +108,11 @@ class InlineClient:
             raise UnavailableError("The engine is not running.")
         self._channel.inbox.put(message)
 
-    def stalled_s(self) -> float | None:
-        return self._heartbeat.stalled_s()
+    def vitals(self) -> Vitals | None:
+        return self._heartbeat.vitals()
+
+    def wake(self) -> None:
+        pass  # a thread is never stopped alone
 
     @property
     def pid(self) -> int:
@@ -120,7 +130,7 @@ class InlineClient:
         assert self._channel is not None
         try:
             run_engine = importlib.import_module(self._module).run_engine
-            run_engine(self._options, self._channel, self._heartbeat.beat)
+            run_engine(self._options, self._channel, self._heartbeat)
         except EngineError as error:
             self._channel.send(Fatal(error.error_code, error.message))
         except Exception:
@@ -170,8 +180,13 @@ class ProcessClient:
             raise UnavailableError("The engine is restarting; try again.", retry_after=1.0)
         self._connection.transport.write(encode_frame(message))
 
-    def stalled_s(self) -> float | None:
-        return None if self._process is None else self._process.heartbeat.stalled_s()
+    def vitals(self) -> Vitals | None:
+        return None if self._process is None else self._process.heartbeat.vitals()
+
+    def wake(self) -> None:
+        if self._child is not None:
+            self._child.send(STACKS_SIGNAL)
+            self._child.send(signal.SIGCONT)
 
     @property
     def pid(self) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from engine.backends.custom.runtime.seam import U32
+from engine.core import faults
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.grammar.limits import parser_limits
 
@@ -97,6 +98,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         try:
+            faults.hit("compile", grammar)
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer(self._load_vocabulary())
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())

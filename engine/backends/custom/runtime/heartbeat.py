@@ -1,34 +1,98 @@
 """The engine's pulse in shared memory: health is read, never asked for.
 
-A counter of loop turns, the time of the last one, and whether there was work. The frontend maps the
-same bytes, so that a frozen engine is seen without waiting for it.
+The loop notes each of its turns: a counter, the time, whether there was work, and how long a step
+may honestly take. Beside it a thread ticks for the process as a whole. The frontend maps the same
+bytes, so that a frozen process and a step that never ends are told apart, and from one that is only
+slow, without waiting for any of them.
 """
 
 import mmap
 import struct
 import time
-from typing import IO
+from dataclasses import dataclass
+from typing import IO, Protocol
 
-LAYOUT = struct.Struct("<QQQ")  # turns, CLOCK_MONOTONIC of the last in ns, busy
+# Turns, CLOCK_MONOTONIC of the last in ns, busy, patience in ns; then the process's last tick.
+TURN = struct.Struct("<QQQQ")
+TICK = struct.Struct("<Q")
+NUM_BYTES = TURN.size + TICK.size
+# For whoever can't tell how long a step takes: a full batch of prompts on a slow machine.
+UNKNOWN_PATIENCE_S = 120.0
+
+
+class Watched(Protocol):
+    """A loop, to whoever looks after it from another thread."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether it may be interrupted where it is."""
+        ...
+
+    def describe(self) -> str:
+        """What it holds, in a line for the log."""
+        ...
+
+
+class Pulse(Protocol):
+    """What a loop tells of itself."""
+
+    def beat(self, busy: bool, patience_s: float) -> None: ...
+
+    def watch(self, loop: Watched) -> None:
+        """This is the loop that beats."""
+        ...
+
+
+class NoPulse:
+    """Nobody looks."""
+
+    def beat(self, busy: bool, patience_s: float) -> None:
+        pass
+
+    def watch(self, loop: Watched) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """One look at an engine."""
+
+    step_age_s: float | None  # since the last turn while there is work; None when idle
+    patience_s: float  # how old a step may honestly become
+    silent_s: float | None  # since the process last ticked; None where nothing ticks
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.step_age_s is not None and self.step_age_s > self.patience_s
 
 
 class Heartbeat:
     """One side of the pulse; both sides open the same file descriptor."""
 
     def __init__(self, fileno: int) -> None:
-        self._memory = mmap.mmap(fileno, LAYOUT.size)
+        self._memory = mmap.mmap(fileno, NUM_BYTES)
         self._turns = 0
 
-    def beat(self, busy: bool) -> None:
+    def beat(self, busy: bool, patience_s: float = UNKNOWN_PATIENCE_S) -> None:
         self._turns += 1
-        LAYOUT.pack_into(self._memory, 0, self._turns, time.monotonic_ns(), busy)
+        patience_ns = int(patience_s * 1e9)
+        TURN.pack_into(self._memory, 0, self._turns, time.monotonic_ns(), busy, patience_ns)
 
-    def stalled_s(self) -> float | None:
-        """Seconds since the last turn while there is work; None when idle or not started."""
-        turns, at_ns, busy = LAYOUT.unpack_from(self._memory, 0)
-        if not turns or not busy:
-            return None
-        return max(0.0, (time.monotonic_ns() - int(at_ns)) / 1e9)
+    def tick(self) -> None:
+        TICK.pack_into(self._memory, TURN.size, time.monotonic_ns())
+
+    def watch(self, loop: Watched) -> None:
+        pass  # a pulse alone looks after nobody
+
+    def vitals(self) -> Vitals:
+        turns, at_ns, busy, patience_ns = TURN.unpack_from(self._memory, 0)
+        (tick_ns,) = TICK.unpack_from(self._memory, TURN.size)
+        now_ns = time.monotonic_ns()
+        return Vitals(
+            step_age_s=max(0, now_ns - at_ns) / 1e9 if turns and busy else None,
+            patience_s=patience_ns / 1e9 if turns else UNKNOWN_PATIENCE_S,
+            silent_s=max(0, now_ns - tick_ns) / 1e9 if tick_ns else None,
+        )
 
 
 def heartbeat_file() -> IO[bytes]:
@@ -36,5 +100,5 @@ def heartbeat_file() -> IO[bytes]:
     import tempfile  # the engine's own process never makes one
 
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    file.truncate(LAYOUT.size)
+    file.truncate(NUM_BYTES)
     return file

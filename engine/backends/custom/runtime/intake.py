@@ -5,7 +5,9 @@ The frontend validates too; what is checked again here is what would harm other 
 
 import heapq
 import itertools
+import logging
 import secrets
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,8 +20,10 @@ from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.tokens import Tokens, packed
+from engine.core import faults
 from engine.core.errors import (
     EngineError,
+    InferenceError,
     InvalidRequestError,
     RateLimitError,
     RequestTimeoutError,
@@ -28,6 +32,8 @@ from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class Intake:
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. A refusal comes back as the choices' last deltas."""
+        faults.hit("intake", request.prompt)
         prompt = self._packed(request.prompt)
         error = self._find_fault(request, prompt)
         choices = list(range(request.params.n))
@@ -97,11 +104,22 @@ class Intake:
             del self._compiling[request.request_id]
             try:
                 matcher = each.matcher.result()
+                self._enqueue(request, each.prompt, each.choices, matcher, each.submitted_at)
             except EngineError as error:
                 refused += each.refusals(error)
-            else:
-                self._enqueue(request, each.prompt, each.choices, matcher, each.submitted_at)
+            except Exception:
+                log.exception("request %s could not be queued", request.request_id)
+                refused += self.fail(request, each.choices, now)
         return refused
+
+    def fail(
+        self, request: GenerateRequest, choices: Iterable[int], now: float
+    ) -> list[TokenDelta]:
+        """Taking these choices in went wrong somewhere: nothing of them is kept."""
+        self._compiling.pop(request.request_id, None)
+        self._scheduler.abort(request.request_id, None, now)
+        error = InferenceError("The engine could not take in this request.")
+        return [refusal(request.request_id, choice, error) for choice in choices]
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""

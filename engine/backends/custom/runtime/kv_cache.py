@@ -4,11 +4,15 @@ The only caller of `BlockPool` and `RadixCache`. Keys and values are never touch
 a number.
 """
 
+import logging
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
+from engine.core import faults
+
+log = logging.getLogger(__name__)
 
 
 class KVCache:
@@ -36,6 +40,7 @@ class KVCache:
         self._max_cached_sequences = max_cached_sequences
         self.num_queried = 0  # tokens looked up
         self.num_hit = 0  # tokens found
+        self.num_unpublished = 0  # times that publishing failed
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._blocks_for(num_tokens) <= self.pool.num_usable
@@ -53,13 +58,15 @@ class KVCache:
         remain.
         """
         assert not seq.blocks and reserve >= len(seq.tokens), (seq.blocks, reserve)
+        faults.hit("allocate", seq.tokens)
         needed = self._blocks_for(reserve) - len(matched)
         evictable = self.pool.num_evictable - self.pool.count_evictable(matched)
         if needed + spare > self.pool.num_free + evictable:
             return False
         self.pool.share(matched)
+        seq.blocks = list(matched)  # so that they are given back if there is no room after all
         self._make_room(needed)
-        seq.blocks = matched + self.pool.take(needed)
+        seq.blocks += self.pool.take(needed)
         seq.num_computed = seq.num_confirmed = len(matched) * self.block_size
         self.num_queried += len(seq.tokens)
         self.num_hit += seq.num_computed
@@ -70,6 +77,7 @@ class KVCache:
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
         if needed <= 0:
             return True
+        faults.hit("allocate", seq.tokens)
         if needed > self.pool.num_free + self.pool.num_evictable:
             return False
         self._make_room(needed)
@@ -120,10 +128,17 @@ class KVCache:
             assert evicted == short, (evicted, short)
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        if self.sharing:
-            count = num_tokens // self.block_size
-            tokens = seq.tokens[: count * self.block_size]
+        """What can't be published is computed again by whoever needs it; nobody fails for it."""
+        if not self.sharing:
+            return
+        count = num_tokens // self.block_size
+        tokens = seq.tokens[: count * self.block_size]
+        try:
+            faults.hit("publish", tokens)
             self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own)
+        except Exception:
+            self.num_unpublished += 1
+            log.exception("%d blocks could not be published", count)
 
     def _enforce_bounds(self) -> None:
         if self._max_cached_blocks is not None:

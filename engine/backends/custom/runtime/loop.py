@@ -3,27 +3,40 @@
 A step's forward pass is launched before the previous step's tokens are waited for, when the runner
 is asynchronous (depth 1); otherwise each step is finished in its own iteration. One loop serves
 both. A step that raises is repeated in halves until the row that fails alone is found: only that
-request is lost.
+request is lost. Every other stage fails the request it works for, and nobody else.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
 from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.grammar import (
-    Grammars,
-    MaskJob,
-    MaskRow,
-    MaskWriter,
-)
+from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter
+from engine.backends.custom.runtime.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.runtime.intake import Intake
-from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch, Scheduler
-from engine.backends.custom.runtime.seam import ModelRunner, PendingTokens
-from engine.core.errors import EngineError, InferenceError
+from engine.backends.custom.runtime.scheduler import (
+    Row,
+    ScheduledBatch,
+    Scheduler,
+    SequenceFaultError,
+)
+from engine.backends.custom.runtime.seam import (
+    BatchInputs,
+    ModelRunner,
+    PendingTokens,
+    StepOutput,
+)
+from engine.backends.custom.runtime.steps import (
+    Forwarded,
+    Launch,
+    constrained_rows,
+    is_out_of_memory,
+)
+from engine.backends.custom.runtime.transport import ConnectionClosedError
+from engine.core import faults
+from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
     Abort,
     Control,
@@ -39,10 +52,15 @@ from engine.core.interfaces.request import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IDLE_POLL_S = 1.0
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
+# A step that takes longer than this, and much longer than any was expected to, does not end.
+LEAST_PATIENCE_S = 10.0
+PATIENCE = 20.0  # times what a step is expected to take
+MAX_SCHEDULE_FAILURES = 2  # in a row
 
 
 class Channel(Protocol):
@@ -51,35 +69,6 @@ class Channel(Protocol):
     def poll(self, timeout_s: float) -> list[ToEngine]: ...
 
     def send(self, message: FromEngine) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A step on its way through the runner."""
-
-    batch: ScheduledBatch
-    pending: PendingTokens
-    started_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """A step between its halves."""
-
-    handle: Any
-    masks: MaskJob | None
-
-
-def _constrained(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
-    """Matchers, each with its row among those that draw; `only_known`: all tokens are."""
-    drawing = (row for row in batch.rows if row.samples)
-    return [
-        (constraint.matcher, index)
-        for index, row in enumerate(drawing)
-        if (constraint := row.seq.constraint) is not None
-        and row.seq.finish_reason is None
-        and not (only_known and row.start + row.length > len(row.seq.tokens))
-    ]
 
 
 class EngineLoop:
@@ -92,14 +81,14 @@ class EngineLoop:
         channel: Channel,
         budget: StepBudget,
         max_queued: int,
-        heartbeat: Callable[[bool], None] = lambda busy: None,
+        pulse: Pulse | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._channel = channel
         self._budget = budget
-        self._heartbeat = heartbeat
+        self._pulse = pulse or NoPulse()
         self._builder = BatchBuilder(runner.spec)
         self._grammars = grammars
         self._masks: MaskWriter | None = None  # made for the first row that needs one
@@ -113,6 +102,10 @@ class EngineLoop:
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
         self._stats_step = 0  # the last step that was reported
+        self._num_schedule_failures = 0  # in a row
+        self._patience_s = UNKNOWN_PATIENCE_S
+        self.is_computing = False  # a call of the runner, which may be interrupted
+        self._pulse.watch(self)
 
     def run(self) -> None:
         """Serve until told to stop, then release everything."""
@@ -124,14 +117,12 @@ class EngineLoop:
         """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
         is_idle = self._launched is None and not self.scheduler.has_work
         is_compiling = self._intake.num_compiling > 0
-        self._heartbeat(not is_idle)
+        self._pulse.beat(not is_idle, self._patience_s)
         patience_s = min(idle_timeout_s, COMPILE_POLL_S) if is_compiling else idle_timeout_s
         self._read_inbox(patience_s if is_idle else 0.0)
         now = time.monotonic()
         if is_compiling:
             self._send(self._intake.admit_compiled(now))
-        if is_idle and self.scheduler.has_work:
-            self._heartbeat(True)  # a first step that hangs must be seen as well
         self._send(self._intake.expire(now))
         self._step()
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
@@ -142,7 +133,12 @@ class EngineLoop:
         scheduler = self.scheduler
         budget = self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
         started_at = time.monotonic()
-        batch = scheduler.schedule(budget, started_at)
+        try:
+            batch = scheduler.schedule(budget, started_at)
+        except Exception as error:
+            self._recover_schedule(error)
+            return
+        self._num_schedule_failures = 0
         try:
             forwarded = self._forward(batch) if batch else None
             self._finish_launched()
@@ -150,20 +146,49 @@ class EngineLoop:
                 self._launched = Launch(batch, self._sample(forwarded, batch), started_at)
                 if self._runner.spec.depth == 0:
                     self._finish_launched()
-        except EngineError:
+        except ConnectionClosedError:
             raise
         except Exception as error:
             self._recover(batch, error)
 
-    def _forward(self, batch: ScheduledBatch) -> "Forwarded":
-        masks = self._begin_masks(batch)
-        return Forwarded(self._runner.forward(self._builder.inputs(batch)), masks)
+    def _begin(self, batch: ScheduledBatch) -> None:
+        """The pulse tells of a step before it begins, and how long it may honestly take."""
+        expected_s = self._budget.step_s(len(batch.rows), batch.num_tokens)
+        self._patience_s = UNKNOWN_PATIENCE_S
+        if expected_s is not None:
+            self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * expected_s)
+        self._pulse.beat(True, self._patience_s)
 
-    def _sample(self, forwarded: "Forwarded", batch: ScheduledBatch) -> PendingTokens:
+    def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
+        """A call that may take long: here, and nowhere else, a step can be interrupted."""
+        self.is_computing = True
+        try:
+            return call(*arguments)
+        finally:
+            self.is_computing = False
+
+    def _forward(self, batch: ScheduledBatch) -> Forwarded:
+        self._begin(batch)
+        masks = self._begin_masks(batch)
+        inputs = self._builder.inputs(batch)
+        return Forwarded(self._compute(self._run_forward, inputs), masks)
+
+    def _run_forward(self, inputs: BatchInputs) -> Any:
+        faults.hit("forward", inputs.token_ids)
+        return self._runner.forward(inputs)
+
+    def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
         mask = None
         if forwarded.masks is not None:
-            mask = forwarded.masks.finish(_constrained(batch, only_known=False))
-        return self._runner.sample(forwarded.handle, self._builder.sampling(batch, mask))
+            rows = constrained_rows(batch, only_known=False)
+            mask = self._compute(forwarded.masks.finish, rows)
+        faults.hit("sample")
+        sampling = self._builder.sampling(batch, mask)
+        return self._compute(self._runner.sample, forwarded.handle, sampling)
+
+    def _wait(self, pending: PendingTokens) -> StepOutput:
+        faults.hit("wait")
+        return self._compute(pending.wait)
 
     def _begin_masks(self, batch: ScheduledBatch) -> MaskJob | None:
         if not any(row.seq.constraint is not None for row in batch.rows):
@@ -171,14 +196,14 @@ class EngineLoop:
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
         num_rows = sum(row.samples for row in batch.rows)
-        return self._masks.begin(num_rows, _constrained(batch, only_known=True))
+        return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
         """Take in the launched step, if there is one; it stays launched when it raises."""
         launch = self._launched
         if launch is None:
             return
-        output = launch.pending.wait()
+        output = self._wait(launch.pending)
         self._launched = None
         now = time.monotonic()
         self._num_steps += 1
@@ -196,7 +221,9 @@ class EngineLoop:
         """Repeat the steps in flight in halves. Whoever fails alone is failed; all failing is
         fatal.
         """
-        log.exception("a step failed; repeating it in halves", exc_info=error)
+        log.error("a step failed; repeating it in halves", exc_info=error)
+        if is_out_of_memory(error):
+            self._budget.shrink()
         launch, self._launched = self._launched, None
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
         self.scheduler.rollback()
@@ -205,6 +232,27 @@ class EngineLoop:
         # When this raises too, the fault is in no request: the engine is lost.
         warm_up(self._runner)
 
+    def _recover_schedule(self, error: Exception) -> None:
+        """Nothing of the new step was launched. The sequence that it failed for is failed; a
+        failure for no sequence is tried again, but not for ever.
+        """
+        if not isinstance(error, SequenceFaultError):
+            self._num_schedule_failures += 1
+            if self._num_schedule_failures > MAX_SCHEDULE_FAILURES:
+                raise error
+        log.error("a step could not be planned; planning it again", exc_info=error)
+        try:
+            self._finish_launched()
+        except ConnectionClosedError:
+            raise
+        except Exception as second:
+            self._recover(None, second)
+        self.scheduler.rollback()
+        if isinstance(error, SequenceFaultError) and error.seq.finish_reason is None:
+            failure = InferenceError("The engine failed on this request.")
+            self._send([self.scheduler.fail(error.seq, failure, time.monotonic())])
+        self.scheduler.check()  # what is broken now is broken for everybody
+
     def _run_in_halves(self, rows: list[Row]) -> None:
         """Run rows together; if that raises, each half; a row that raises alone is failed."""
         granted = [again for row in rows if (again := self.scheduler.retry_row(row)) is not None]
@@ -212,13 +260,13 @@ class EngineLoop:
             return
         batch = ScheduledBatch(tuple(granted))
         try:
-            output = self._sample(self._forward(batch), batch).wait()
+            output = self._wait(self._sample(self._forward(batch), batch))
         except Exception as error:
             self.scheduler.rollback()
             now = time.monotonic()
             if len(granted) == 1:
                 failure = InferenceError("The model failed on this request.")
-                log.exception("request %s failed alone", granted[0].seq.request_id, exc_info=error)
+                log.error("request %s failed alone", granted[0].seq.request_id, exc_info=error)
                 self._send([self.scheduler.fail(granted[0].seq, failure, now)])
                 return
             middle = len(granted) // 2
@@ -232,13 +280,20 @@ class EngineLoop:
         now = time.monotonic
         for message in self._channel.poll(timeout_s):
             if isinstance(message, GenerateRequest):
-                self._send(self._intake.submit(message, now()))
+                self._send(self._submit(message, now()))
             elif isinstance(message, Abort):
                 self._send(self._intake.abort(message.request_id, message.choice, now()))
             elif isinstance(message, Control):
                 self._channel.send(self._control(message))
             elif isinstance(message, Stop):
                 self._stopping = True
+
+    def _submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
+        try:
+            return self._intake.submit(request, now)
+        except Exception:
+            log.exception("request %s could not be taken in", request.request_id)
+            return self._intake.fail(request, range(request.params.n), now)
 
     def _control(self, message: Control) -> ControlReply:
         freed = self.scheduler.kv.flush()
@@ -283,6 +338,10 @@ class EngineLoop:
             self._stats_sent_at = now
             self._stats_step = self._num_steps
             self._channel.send(Stats(self.stats()))
+
+    def describe(self) -> str:
+        """Called by another thread, while this one is stuck."""
+        return str(self.stats())
 
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv

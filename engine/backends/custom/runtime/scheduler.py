@@ -3,27 +3,39 @@
 There is no prefill and no decode: a row is some tokens of a sequence, under one token budget. Rows
 are granted in order of seniority and victims are taken from the other end, so that a victim never
 has a row in the same step. `update` is the only place where a token is appended, a stop is decided,
-or a finished sequence leaves.
+or a finished sequence leaves. What goes wrong for one sequence is told as that sequence's failure.
 """
 
+import logging
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.backends.custom.runtime.deltas import scores, token_delta, vector_delta
+from engine.backends.custom.runtime.deltas import refusal, scores, token_delta, vector_delta
 from engine.backends.custom.runtime.inflight import InflightPrefixes
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.seam import StepOutput
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.waiting import WaitingLine
+from engine.core import faults
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
+
+log = logging.getLogger(__name__)
 
 # After this many preemptions a sequence is re-admitted only with all the blocks it can ever need.
 MAX_PREEMPTIONS = 4
 # Prompt tokens scored in one step: each needs a row of logits as wide as the vocabulary.
 MAX_SCORED = 128
+
+
+class SequenceFaultError(Exception):
+    """Planning a step failed for this sequence; `__cause__` says how."""
+
+    def __init__(self, seq: Sequence) -> None:
+        super().__init__(seq.request_id)
+        self.seq = seq
 
 
 class Row(NamedTuple):
@@ -122,14 +134,18 @@ class Scheduler:
 
     def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
         """The next step's rows, at most `budget` tokens; None when nothing can run."""
+        faults.hit("schedule")
         self._step += 1
         rows = self._schedule_running(budget)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
         return ScheduledBatch(tuple(rows)) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
-        """Take a finished step's tokens in. Rows of sequences that are gone are skipped."""
+        """Take a finished step's tokens in. Rows of sequences that are gone are skipped; one that
+        can't be taken in fails alone.
+        """
         deltas, drawn, pooled = [], 0, 0
+        is_armed = faults.is_armed()
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
@@ -140,22 +156,36 @@ class Scheduler:
             if seq.finish_reason is not None:
                 continue
             seq.num_sampling -= samples
+            if is_armed:
+                finite[index] = finite[index] and not faults.hit("nonfinite", seq.tokens)
             if not finite[index]:
                 self.num_nonfinite += 1
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
                 continue
-            if num_scored and seq.life in (life, 0):  # 0: preempted meanwhile
-                seq.prompt_scores += scores(seq, output, draw - num_scored, draw)
-            # Computed before a preemption, its blocks would no longer be the sequence's.
-            if life == seq.life:
-                if seq.num_confirmed < seq.num_prompt:
-                    self._confirm_prompt(seq, start + length)
-                else:
-                    seq.num_confirmed = start + length
-            if samples:
-                deltas.append(self._take(seq, output, draw, pool, tokens[draw], now))
+            try:
+                if is_armed:
+                    faults.hit("update", seq.tokens)
+                if num_scored and seq.life in (life, 0):  # 0: preempted meanwhile
+                    seq.prompt_scores += scores(seq, output, draw - num_scored, draw)
+                # Computed before a preemption, its blocks would no longer be the sequence's.
+                if life == seq.life:
+                    if seq.num_confirmed < seq.num_prompt:
+                        self._confirm_prompt(seq, start + length)
+                    else:
+                        seq.num_confirmed = start + length
+                if samples:
+                    deltas.append(self._take(seq, output, draw, pool, tokens[draw], now))
+            except Exception:
+                deltas.append(self._fail_row(seq, now))
         return deltas
+
+    def _fail_row(self, seq: Sequence, now: float) -> TokenDelta:
+        log.exception("the result of request %s could not be taken in", seq.request_id)
+        error = InferenceError("The engine failed on this request.")
+        if seq.finish_reason is None:
+            return self.fail(seq, error, now)
+        return refusal(seq.request_id, seq.choice, error)  # it left, and its ending was not told
 
     def rollback(self) -> None:
         """Forget the steps in flight: nothing of them will be taken in. Confirmed work is kept."""
@@ -219,7 +249,7 @@ class Scheduler:
                 count = min(count, _scorable(rows))
             end = start + count
             if end > len(seq.blocks) * block_size:
-                while seq.slot >= 0 and not self.kv.extend(seq, end):
+                while seq.slot >= 0 and not self._extend(seq, end):
                     self._preempt(running[-1])
                 if seq.slot < 0:
                     break
@@ -244,6 +274,12 @@ class Scheduler:
             rows.append(self._grant(seq, min(seq.num_uncomputed, most)))
             budget -= rows[-1].length
 
+    def _extend(self, seq: Sequence, num_tokens: int) -> bool:
+        try:
+            return self.kv.extend(seq, num_tokens)
+        except Exception as error:
+            raise SequenceFaultError(seq) from error
+
     def _is_held(self, seq: Sequence) -> bool:
         owner = seq.held_by
         if owner is not None and owner.slot >= 0 and owner.num_confirmed < seq.held_until:
@@ -255,7 +291,12 @@ class Scheduler:
         reserve = len(seq.tokens)
         if self._is_pinned(seq):
             reserve = max(reserve, seq.max_len)
-        if not self.kv.admit(seq, matched, spare=len(self._running), reserve=reserve):
+        try:
+            is_admitted = self.kv.admit(seq, matched, len(self._running), reserve)
+        except Exception as error:
+            self.kv.release(seq)
+            raise SequenceFaultError(seq) from error
+        if not is_admitted:
             return False
         self._waiting.remove(seq)
         self._num_admissions += 1

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core import faults
 from engine.core.utils.private_files import PART_SUFFIX, open_private
 
 HEADER_BYTES = 4096
@@ -70,6 +71,7 @@ def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
         with os.fdopen(handle, "wb", buffering=0) as file:
             digest = hashlib.sha256()
             file.seek(HEADER_BYTES)
+            faults.hit("keep_file")
             for start in range(0, arena.size, _CHUNK_BYTES):
                 chunk = arena[start : start + _CHUNK_BYTES].data
                 digest.update(chunk)

@@ -1,0 +1,266 @@
+"""The same requests in random schedules: whatever shares their steps, their tokens are the same.
+
+Batched, chunked, from the cache, preempted, repeated after a failed step, in pools of any size:
+each request's output is compared with what it gives alone. One line of JSON tells the outcome.
+
+    python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
+    python -m tests.property.run_schedules --model native --schedules 100 --seed 1
+"""
+
+import argparse
+import json
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.seam import ModelRunner, RunnerSpec
+from engine.core import faults
+from engine.core.faults import Fault
+from engine.core.interfaces.request import (
+    Abort,
+    Control,
+    Deltas,
+    GenerateRequest,
+    SamplingParams,
+)
+
+TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
+NUM_REQUESTS = 24  # different ones
+MOST_TURNS = 5000
+RETRIED = ("schedule", "forward", "sample", "wait", "publish")
+Output = dict[int, tuple[int, ...]]  # by choice
+
+
+@dataclass
+class ListChannel:
+    inbox: list = field(default_factory=list)
+    outbox: list = field(default_factory=list)
+
+    def poll(self, timeout_s: float) -> list:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message) -> None:
+        self.outbox.append(message)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule's engine is like."""
+
+    num_blocks: int
+    max_slots: int
+    budget: int
+    sharing: bool = True
+
+
+class Engine:
+    """A loop over `runner` with a pool of its own, turned by hand."""
+
+    def __init__(self, runner: ModelRunner, shape: Shape) -> None:
+        size = runner.spec.block_size
+        self.pool = BlockPool(shape.num_blocks + 1)
+        self.kv = KVCache(self.pool, RadixCache(self.pool, size), size, sharing=shape.sharing)
+        self.scheduler = Scheduler(self.kv, shape.max_slots)
+        self.channel = ListChannel()
+        budget = StepBudget(shape.budget, shape.max_slots)
+        self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, 1000)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.endings: dict[tuple[str, int], str] = {}
+
+    def turn(self) -> None:
+        self._loop.turn(0.0)
+        for message in self.channel.outbox:
+            for delta in message.deltas if isinstance(message, Deltas) else ():
+                key = delta.request_id, delta.choice
+                assert key not in self.endings, "an event after the end"
+                self.tokens.setdefault(key, []).extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self.endings[key] = delta.finish_reason
+        self.channel.outbox.clear()
+
+    def finish(self) -> None:
+        for _ in range(MOST_TURNS):
+            self.turn()
+            if not self.scheduler.has_work:
+                break
+        self.turn()
+        self.scheduler.check()
+        assert self.pool.num_free + self.pool.num_evictable == self.pool.num_usable
+
+
+@dataclass(frozen=True)
+class Model:
+    """Requests, and how engines for them are made; `alone` is what each gives by itself."""
+
+    requests: list[GenerateRequest]
+    new_engine: Callable[[random.Random], Engine]
+    alone: list[Output]
+
+
+def toy_model(rng: random.Random) -> Model:
+    from tests.toy_runner import VOCAB, ToyRunner, generate_alone
+
+    prompts = [tuple(rng.randrange(3) for _ in range(rng.randint(1, 20))) for _ in range(8)]
+    requests = [new_request(rng, rng.choice(prompts), index) for index in range(NUM_REQUESTS)]
+
+    def new_engine(rng: random.Random) -> Engine:
+        size = rng.choice([1, 2, 16])
+        least = -(-32 // size)  # the longest request
+        spec = RunnerSpec(size, 65, 5, 64, VOCAB, depth=rng.choice([0, 1]))
+        return Engine(ToyRunner(spec), shape(rng, least, 64))
+
+    alone = [
+        {
+            choice: tuple(generate_alone(each.prompt, each.params, choice, frozenset(), 64)[0])
+            for choice in range(each.params.n)
+        }
+        for each in requests
+    ]
+    return Model(requests, new_engine, alone)
+
+
+def native_model(rng: random.Random) -> Model:
+    """The default model on our own kernels; alone is an engine of its own with all the room."""
+    from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
+    from engine.backends.custom.runtime.seam import RunnerConfig
+    from engine.backends.custom.weights.model import open_model
+    from engine.core.utils.pull import pull
+    from engine.core.utils.tokenizer import Tokenizer
+
+    source = open_model(pull("smollm2-135m-instruct"))
+    ids = Tokenizer.from_gguf(source.metadata).encode(TEXT.read_text(encoding="ascii")[:4000])
+    config = RunnerConfig("cpu", STORED, 16, 65, 5, 256, None, max_batch_tokens=128)
+    runner = build_runner(source, config)
+    starts = [0, 0, 0, 200, 400]  # several continue one beginning
+    prompts = [tuple(ids[at : at + rng.randint(3, 60)]) for at in starts * 2]
+    requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
+    alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
+    return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
+
+
+def new_request(
+    rng: random.Random, prompt: tuple[int, ...], index: int, most_tokens: int = 10
+) -> GenerateRequest:
+    params = SamplingParams(
+        n=rng.choice([1, 1, 2]),
+        max_tokens=rng.randint(1, most_tokens),
+        temperature=rng.choice([0.0, 0.0, 1.0]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.7]),
+        seed=index,
+    )
+    return GenerateRequest(
+        request_id=str(index), prompt=prompt, params=params, salt=rng.choice(["", "", "other"])
+    )
+
+
+def shape(rng: random.Random, least_blocks: int, most_blocks: int) -> Shape:
+    return Shape(
+        num_blocks=rng.randint(least_blocks, rng.choice([least_blocks + 2, most_blocks])),
+        max_slots=rng.choice([1, 3, 5, 5]),
+        budget=rng.choice([1, 5, 16, 128]),
+        sharing=rng.random() < 0.8,
+    )
+
+
+def run_alone(engine: Engine, request: GenerateRequest) -> Output:
+    engine.channel.inbox.append(request)
+    engine.finish()
+    return {choice: tuple(tokens) for (_, choice), tokens in engine.tokens.items()}
+
+
+def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
+    """The number of choices whose tokens are not those that they have alone."""
+    engine = model.new_engine(rng)
+    asked: dict[str, int] = {}
+    left = rng.randint(2, 10)
+    while left or rng.random() < 0.9:
+        happening = rng.choice(["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail"])
+        if happening == "submit" and left:
+            left -= 1
+            index = rng.randrange(len(model.requests))
+            asked[f"r{len(asked)}"] = index
+            request_id = f"r{len(asked) - 1}"
+            request = msgspec.structs.replace(
+                model.requests[index], request_id=request_id, priority=rng.choice([0, 0, 1])
+            )
+            engine.channel.inbox.append(request)
+        elif happening == "abort" and asked:
+            engine.channel.inbox.append(Abort(rng.choice(sorted(asked))))
+        elif happening == "evict":
+            engine.kv.radix.evict(rng.randint(1, 8))
+        elif happening == "flush":
+            engine.channel.inbox.append(Control(1, "flush_cache"))
+        elif happening == "fail":
+            with faults.planned(Fault(rng.choice(RETRIED), at=rng.randint(1, 3))) as plan:
+                engine.turn()
+            seen["failures"] += plan.num_strikes
+        engine.turn()
+    engine.finish()
+    seen["preemptions"] += engine.scheduler.num_preemptions
+    seen["hits"] += engine.kv.num_hit
+    return _count_mismatches(model, engine, asked, seen)
+
+
+def _count_mismatches(
+    model: Model, engine: Engine, asked: dict[str, int], seen: Counter[str]
+) -> int:
+    mismatches = 0
+    for request_id, index in asked.items():
+        for choice, expected in model.alone[index].items():
+            tokens = tuple(engine.tokens[request_id, choice])
+            if engine.endings[request_id, choice] == "abort":
+                mismatches += tokens != expected[: len(tokens)]
+            else:
+                mismatches += tokens != expected
+                seen["compared"] += 1
+    return mismatches
+
+
+def run(name: str, num_schedules: int, seed: int) -> dict:
+    model = MODELS[name](random.Random(seed))
+    began, seen, failing, mismatches = time.monotonic(), Counter(), None, 0
+    for number in range(num_schedules):
+        found = run_schedule(model, random.Random(f"{seed}-{number}"), seen)
+        failing = number if found and failing is None else failing
+        mismatches += found
+    return {
+        "model": name,
+        "schedules": num_schedules,
+        "mismatches": mismatches,
+        **{key: seen[key] for key in ("compared", "hits", "preemptions", "failures")},
+        "seconds": round(time.monotonic() - began, 1),
+        "seed": seed,
+        "first_failing": failing,
+    }
+
+
+MODELS = {"toy": toy_model, "native": native_model}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), default="toy")
+    parser.add_argument("--schedules", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # planned faults are logged like any
+    result = run(arguments.model, arguments.schedules, arguments.seed)
+    print(json.dumps(result))
+    raise SystemExit(bool(result["mismatches"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""What must hold of the runtime at every moment, recounted from scratch and from its raw state.
+
+Nothing here calls the runtime's own `check`: each rule is stated a second time, by other means. The
+toy model's cells are hashes of all that came before them, so what a cached block contains can be
+checked too.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+from engine.backends.custom.runtime.radix_cache import Node
+from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS, ScheduledBatch
+from engine.backends.custom.runtime.seam import NULL_BLOCK, BatchInputs
+from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
+
+
+@lru_cache(maxsize=1 << 16)
+def cell_after(tokens: tuple[int, ...]) -> int:
+    """What the toy model writes for the last of these tokens."""
+    return mix(cell_after(tokens[:-1]) if len(tokens) > 1 else 1, tokens[-1])
+
+
+class Snapshot:
+    """The pool, the tree and the sequences, taken apart."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+        self.pool, self.kv = engine.pool, engine.kv
+        self.size = engine.spec.block_size
+        self.running = list(engine.scheduler._running)
+        self.waiting = list(engine.scheduler._waiting)
+        self.held: Counter[int] = Counter(engine.hostages)
+        for seq in self.running:
+            self.held.update(seq.blocks)
+        # Each node with its namespace, and the tokens and blocks from the root to its end.
+        self.paths = list(self._walk())
+        self.cached = [block for *_, node in self.paths for block in node.blocks]
+
+    def _walk(self) -> Iterator[tuple[str, tuple[int, ...], list[int], Node]]:
+        for namespace, root in self.kv.radix._roots.items():
+            pending = [((), [], child) for child in root.children.values()]
+            while pending:
+                tokens, blocks, node = pending.pop()
+                tokens, blocks = (*tokens, *node.tokens), [*blocks, *node.blocks]
+                yield namespace, tokens, blocks, node
+                pending += [(tokens, blocks, child) for child in node.children.values()]
+
+
+def check_invariants(engine) -> None:
+    now = Snapshot(engine)
+    for check in CHECKS:
+        check(now)
+
+
+def conservation(now: Snapshot) -> None:
+    """INV-01: every block is free, evictable or referenced, and nothing is referenced when idle."""
+    evictable = set(now.cached) - now.held.keys()
+    total = now.pool.num_free + len(evictable) + len(now.held)
+    assert total == now.pool.num_blocks - 1, "blocks appeared or vanished"
+    if not now.running and not now.waiting:
+        assert now.held.keys() == set(now.engine.hostages), "blocks are held and nobody runs"
+
+
+def reference_counts(now: Snapshot) -> None:
+    """INV-02: a count is the number of holders, and never negative."""
+    for block in range(now.pool.num_blocks):
+        holders = now.held[block] + now.cached.count(block)
+        assert now.pool.refs(block) == holders >= 0, (block, now.pool.refs(block), holders)
+
+
+def free_list(now: Snapshot) -> None:
+    """INV-03: no block is free twice, or free and held."""
+    free = now.pool._free
+    assert len(free) == len(set(free)) == now.pool.num_free
+    assert not set(free) & (now.held.keys() | set(now.cached))
+
+
+def null_block(now: Snapshot) -> None:
+    """INV-04: the null block is nobody's."""
+    assert NULL_BLOCK not in now.pool._free and NULL_BLOCK not in now.held
+    assert NULL_BLOCK not in now.cached and now.pool.refs(NULL_BLOCK) == 0
+
+
+def holders_are_distinct(now: Snapshot) -> None:
+    """INV-06: nobody mentions a block twice, so letting go of a list counts each once."""
+    for seq in now.running:
+        assert len(seq.blocks) == len(set(seq.blocks)), seq.request_id
+
+
+def block_tables(now: Snapshot) -> None:
+    """INV-09: as many blocks as tokens need, at most those it was promised; the arrays agree."""
+    builder = now.engine.loop._builder
+    for seq in now.running:
+        most = max(len(seq.tokens) + seq.num_sampling, seq.max_len)
+        assert -(-seq.num_computed // now.size) <= len(seq.blocks) <= -(-most // now.size)
+        if builder._lives[seq.slot] == seq.life:
+            known = builder._num_blocks[seq.slot]
+            assert builder._tables[seq.slot, :known].tolist() == seq.blocks[:known], "a table moved"
+
+
+def cached_contents(now: Snapshot) -> None:
+    """INV-10, INV-16: the tree holds whole blocks of exactly what their tokens give, all finite."""
+    cells = now.engine.runner.cells
+    for _, tokens, blocks, node in now.paths:
+        assert NAN_TOKEN not in tokens and CRASH_TOKEN not in tokens, "a poisoned block is cached"
+        assert len(tokens) == len(blocks) * now.size
+        first = len(blocks) - len(node.blocks)
+        for index in range(first * now.size, len(tokens)):
+            place = blocks[index // now.size] * now.size + index % now.size
+            assert cells[place] == cell_after(tokens[: index + 1]), "a cached block was overwritten"
+
+
+def tree_shape(now: Snapshot) -> None:
+    """INV-11: no empty edge, siblings that differ in their first block, each block once."""
+    assert len(now.cached) == len(set(now.cached)), "a block is in the tree twice"
+    for *_, node in now.paths:
+        assert node.blocks and node.parent is not None
+        assert node.parent.children[tuple(node.tokens[: now.size])] is node
+    assert sum(not node.children for *_, node in now.paths) == now.kv.radix.num_leaves
+
+
+def longest_match(now: Snapshot) -> None:
+    """INV-12, INV-17: `match` finds the longest prefix there is, and never all of the tokens."""
+    if now.kv.radix._ttl_s is not None:
+        return  # what has expired is there and not found
+    known: dict[tuple, int] = {}
+    for namespace, tokens, blocks, _ in now.paths:
+        for count in range(1, len(blocks) + 1):
+            known[namespace, tokens[: count * now.size]] = blocks[count - 1]
+    for seq in (now.running + now.waiting)[:6]:
+        tokens, expected = seq.tokens[:-1], []
+        for count in range(1, len(tokens) // now.size + 1):
+            block = known.get((seq.namespace, tuple(tokens[: count * now.size])))
+            if block is None:
+                break
+            expected.append(block)
+        assert now.kv.match(seq) == (expected if now.kv.sharing else [])
+
+
+def ancestors_are_held(now: Snapshot) -> None:
+    """INV-13: who holds a cached block holds all that come before it, in a tree of its own."""
+    for namespace, _, blocks, _ in now.paths:
+        for seq in now.running:
+            mine = [block in seq.blocks for block in blocks]
+            assert mine == sorted(mine, reverse=True), "a block is held without its ancestors"
+            assert not any(mine) or seq.namespace == namespace, "another tenant's block"
+
+
+def evictable_count(now: Snapshot) -> None:
+    """INV-14: the running count of what can be evicted is a fresh count of it."""
+    assert now.pool.num_evictable == len(set(now.cached) - now.held.keys())
+
+
+def queues(now: Snapshot) -> None:
+    """INV-18, INV-24: everybody is in one place, and nothing is remembered of the gone."""
+    scheduler, everybody = now.engine.scheduler, now.running + now.waiting
+    assert len(set(everybody)) == len(everybody)
+    indexed = [seq for choices in scheduler._requests.values() for seq in choices]
+    assert Counter(map(id, indexed)) == Counter(map(id, everybody))
+    slots = [seq.slot for seq in now.running]
+    assert sorted(slots + scheduler._free_slots) == list(range(now.engine.spec.max_slots))
+    for seq in now.waiting:
+        assert seq.slot < 0 and not seq.blocks and seq.num_computed == 0
+    for seq in everybody:
+        assert seq.finish_reason is None
+        assert 0 <= seq.num_confirmed <= seq.num_computed <= len(seq.tokens) + seq.num_sampling
+    for each in now.engine.loop._intake._compiling.values():
+        assert each.choices, "a grammar compiles for nobody"
+    if not everybody:
+        assert not scheduler._inflight._owners and not scheduler._inflight._chains
+
+
+def preemptions(now: Snapshot) -> None:
+    """INV-23: nobody is preempted for ever."""
+    for seq in now.running + now.waiting:
+        assert seq.num_preemptions <= MAX_PREEMPTIONS
+
+
+CHECKS = (
+    conservation,
+    reference_counts,
+    free_list,
+    null_block,
+    holders_are_distinct,
+    block_tables,
+    cached_contents,
+    tree_shape,
+    longest_match,
+    ancestors_are_held,
+    evictable_count,
+    queues,
+    preemptions,
+)
+
+
+@contextmanager
+def noted(violations: list[str]) -> Iterator[None]:
+    """Where the runtime would take a failed check for a failure of its own, and go on."""
+    try:
+        yield
+    except AssertionError as error:
+        violations.append(str(error))
+        raise
+
+
+def check_writes(engine, inputs: BatchInputs) -> None:
+    """INV-07, INV-08: only one's own unshared blocks are written, each place once, and nobody reads
+    in a step what another row writes in it.
+    """
+    if not inputs.write_slots.any():
+        return  # a step that belongs to nobody
+    size, writers = engine.spec.block_size, {}
+    for row in range(len(inputs.slots)):
+        for place in inputs.write_slots[inputs.query_start[row] : inputs.query_start[row + 1]]:
+            block = int(place) // size
+            assert engine.pool.refs(block) == 1, f"block {block} is shared and written"
+            assert not engine.pool.is_cached(block), f"block {block} is cached and written"
+            assert writers.setdefault(block, row) == row, f"block {block} has two writers"
+    for row, table in enumerate(inputs.block_tables):
+        for block in table[: -(-int(inputs.seq_lens[row]) // size)]:
+            assert writers.get(int(block), row) == row, f"row {row} reads what another writes"
+
+
+class WatchedScheduling:
+    """INV-19, INV-20: budgets are kept, nobody running is left out, nobody is overtaken."""
+
+    def __init__(self, scheduler, violations: list[str]) -> None:
+        self._scheduler = scheduler
+        self._schedule = scheduler.schedule
+        self._violations = violations
+
+    def __call__(self, budget: int, now: float) -> ScheduledBatch | None:
+        scheduler = self._scheduler
+        waited = list(scheduler._waiting)
+        owed = [
+            seq
+            for seq in scheduler._running
+            if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
+        ]
+        batch = self._schedule(budget, now)
+        with noted(self._violations):
+            self._check(batch, budget, waited, owed)
+        return batch
+
+    def _check(self, batch: ScheduledBatch | None, budget: int, waited: list, owed: list) -> None:
+        scheduler = self._scheduler
+        rows = batch.rows if batch is not None else ()
+        assert sum(row.length for row in rows) <= budget, "a step is over its budget"
+        assert all(row.length >= 1 for row in rows)
+        assert len(scheduler._running) <= scheduler._max_slots
+        scheduled = {row.seq for row in rows}
+        assert all(seq in scheduled or seq.slot < 0 for seq in owed), "somebody got no token"
+        admitted = [seq for seq in waited if seq.slot >= 0]
+        for seq in waited:
+            if seq.slot >= 0 or seq.held_by is not None or seq.num_sampling:
+                continue
+            for other in admitted:
+                overtaken = other.priority == seq.priority and other.arrival > seq.arrival
+                assert not overtaken, f"{other.request_id} overtook {seq.request_id}"

@@ -1,0 +1,342 @@
+"""Mistakes that the suite must notice: each breaks one invariant or guard on purpose.
+
+A mistake is a piece of a module's source and what stands there instead. `caught_by` is where it is
+noticed: the state machine, the random schedules, or a test by its node id.
+"""
+
+from dataclasses import dataclass
+
+MACHINE = "machine"
+SCHEDULES = "schedules"
+RUNTIME = "engine.backends.custom.runtime"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    module: str
+    right: str
+    wrong: str
+    caught_by: str = MACHINE
+
+
+def runtime(name: str, module: str, right: str, wrong: str, caught_by: str = MACHINE) -> Mutation:
+    return Mutation(name, f"{RUNTIME}.{module}", right, wrong, caught_by)
+
+
+FAULTS = "tests/unit/test_faults.py"
+SCHEDULER_TESTS = "tests/unit/test_scheduler.py"
+WATCHDOG = "tests/unit/test_engine_watchdog.py"
+
+INVARIANTS = [
+    runtime(
+        "INV-01 blocks leak",
+        "kv_cache",
+        "        self.pool.drop(seq.blocks)\n",
+        "        self.pool.drop(seq.blocks[1:])\n",
+    ),
+    runtime(
+        "INV-01 a lost admission keeps its blocks",
+        "scheduler",
+        "            self.kv.release(seq)\n            raise SequenceFaultError(seq) from error\n",
+        "            raise SequenceFaultError(seq) from error\n",
+        f"{FAULTS}::test_blocks_of_a_failed_admission_are_given_back",
+    ),
+    runtime(
+        "INV-02 a holder is not counted",
+        "block_pool",
+        "            self._refs[block] = refs + 1\n",
+        "            self._refs[block] = refs\n",
+    ),
+    runtime(
+        "INV-03 freed twice",
+        "block_pool",
+        "            if refs == 0:\n                self._free.append(block)\n",
+        "            if refs == 0:\n                self._free += [block, block]\n",
+    ),
+    runtime(
+        "INV-04 the null block is handed out",
+        "block_pool",
+        "list(range(num_blocks - 1, NULL_BLOCK, -1))",
+        "list(range(num_blocks - 1, NULL_BLOCK - 1, -1))",
+    ),
+    runtime(
+        "INV-05 release is not idempotent",
+        "kv_cache",
+        "        seq.blocks = []\n        seq.num_computed",
+        "        seq.num_computed",
+    ),
+    runtime(
+        "INV-06 a block is mentioned twice",
+        "kv_cache",
+        "        seq.blocks.extend(self.pool.take(needed))\n",
+        "        seq.blocks.extend(self.pool.take(needed) * 2)\n",
+    ),
+    runtime(
+        "INV-07 INV-17 all of a prompt is taken from the cache",
+        "kv_cache",
+        "self.radix.match(seq.namespace, seq.tokens[:-1])",
+        "self.radix.match(seq.namespace, seq.tokens)",
+    ),
+    runtime(
+        "INV-08 tokens go to the wrong place",
+        "batch",
+        "            write_slots=write_slots + positions % size,\n",
+        "            write_slots=write_slots + (positions + 1) % size,\n",
+    ),
+    runtime(
+        "INV-09 a table is not brought up to date",
+        "batch",
+        "if lives[slot] != life or num_blocks[slot] != len(seq.blocks):",
+        "if lives[slot] != life:",
+    ),
+    runtime(
+        "INV-10 blocks are published before they are confirmed",
+        "kv_cache",
+        "        self._publish(seq, seq.num_confirmed, only_own=False)\n",
+        "        self._publish(seq, min(seq.num_computed, len(seq.tokens)), only_own=False)\n",
+    ),
+    runtime(
+        "INV-10 a row that is not finite is confirmed",
+        "scheduler",
+        "            if not finite[index]:\n",
+        "            if not finite[index]:\n                seq.num_confirmed = start + length\n",
+    ),
+    runtime(
+        "INV-11 a split forgets what is above it",
+        "radix_cache",
+        "        upper.children[tuple(node.tokens[:size])] = node\n",
+        "        upper.children[tuple(upper.tokens[:size])] = node\n",
+    ),
+    runtime(
+        "INV-12 a match ends too soon",
+        "radix_cache",
+        "            yield node, common\n",
+        "            yield node, max(1, common - 1)\n",
+    ),
+    runtime(
+        "INV-12 a match goes too far",
+        "radix_cache",
+        "        return low\n",
+        "        return most\n",
+    ),
+    runtime(
+        "INV-13 published below another's block while running",
+        "radix_cache",
+        "            if only_own and child.blocks",
+        "            if False and child.blocks",
+        "tests/unit/test_radix_cache.py"
+        "::test_a_running_sequence_stores_nothing_below_anothers_block",
+    ),
+    runtime(
+        "INV-14 evictable blocks are counted wrong",
+        "block_pool",
+        "                self.num_evictable -= 1\n            self._refs[block] = refs + 1",
+        "                pass\n            self._refs[block] = refs + 1",
+    ),
+    runtime(
+        "INV-14 held blocks are evicted",
+        "radix_cache",
+        "while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:",
+        "while freed < count and node.blocks:",
+    ),
+    runtime(
+        "INV-15 inserted again",
+        "radix_cache",
+        "            if child is None:\n                break\n",
+        "            if True:\n                break\n",
+    ),
+    runtime(
+        "INV-16 tenants share",
+        "kv_cache",
+        "            self.radix.insert(seq.namespace, tokens",
+        '            self.radix.insert("", tokens',
+    ),
+    runtime(
+        "INV-18 the gone are remembered",
+        "scheduler",
+        "        choices.remove(seq)\n        if not choices:\n            del",
+        "        if not choices:\n            del",
+    ),
+    runtime(
+        "INV-19 over the budget",
+        "scheduler",
+        "            rows.append(self._grant(seq, min(seq.num_uncomputed, most)))\n",
+        "            rows.append(self._grant(seq, seq.num_uncomputed))\n",
+    ),
+    runtime(
+        "INV-20 last come, first served",
+        "waiting",
+        "insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: s.arrival)",
+        "insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: -s.arrival)",
+    ),
+    runtime(
+        "INV-20 INV-21 held for ever",
+        "scheduler",
+        "        seq.held_by = None\n        return False\n",
+        "        return owner is not None\n",
+    ),
+    runtime(
+        "INV-22 what can't fit is queued",
+        "kv_cache",
+        "        return self._blocks_for(num_tokens) <= self.pool.num_usable\n",
+        "        return True\n",
+    ),
+    runtime(
+        "INV-23 never pinned",
+        "scheduler",
+        "        return seq.num_preemptions >= MAX_PREEMPTIONS\n",
+        "        return False\n",
+        f"{SCHEDULER_TESTS}::test_preempted_often_enough_it_gets_all_it_can_ever_need",
+    ),
+    runtime(
+        "INV-24 a request is kept while its grammar compiles",
+        "intake",
+        "        if not compiling.choices:\n            del self._compiling[request_id]\n",
+        "",
+    ),
+    runtime(
+        "INV-25 a repeated step forgets the history of its rows",
+        "scheduler",
+        "            seq.needs_history = True\n\n    def retry_row",
+        "\n    def retry_row",
+        SCHEDULES,
+    ),
+    runtime(
+        "INV-25 a rollback keeps what was not confirmed",
+        "scheduler",
+        "            seq.num_computed = seq.num_confirmed\n            seq.needs",
+        "            seq.needs",
+    ),
+    runtime(
+        "INV-27 two endings",
+        "scheduler",
+        "            if seq.finish_reason is not None:\n                continue\n",
+        "            if seq.finish_reason == 'x':\n                continue\n",
+    ),
+    runtime(
+        "INV-28 draws depend on the slot",
+        "batch",
+        "        self._seed[slot] = seq.seed\n",
+        "        self._seed[slot] = seq.seed + slot\n",
+    ),
+    runtime(
+        "INV-29 a failing step fails all of its rows",
+        "loop",
+        "            if len(granted) == 1:\n",
+        "            if True:\n",
+        "tests/unit/test_seam_toy.py::test_a_crashing_row_is_found_and_fails_alone",
+    ),
+    runtime(
+        "INV-30 masks are ignored",
+        "loop",
+        "        sampling = self._builder.sampling(batch, mask)\n",
+        "        sampling = self._builder.sampling(batch, None)\n",
+    ),
+    Mutation(
+        "INV-26 a stop string is shown",
+        "engine.core.utils.stop_strings",
+        "        keep = len(text) - self._possible_start(text)\n",
+        "        keep = len(text)\n",
+        "tests/property/test_detokenizer.py",
+    ),
+]
+
+GUARDS = [
+    runtime(
+        "FLT-02 a row's failure ends the step",
+        "scheduler",
+        "            except Exception:\n                deltas.append(self._fail_row(seq, now))\n",
+        "            except ZeroDivisionError:\n                pass\n",
+        f"{FAULTS}::test_a_stage_that_works_for_one_fails_that_one",
+    ),
+    runtime(
+        "FLT-02 a failed allocation ends the engine",
+        "scheduler",
+        "        except Exception as error:\n"
+        "            raise SequenceFaultError(seq) from error\n\n",
+        "        except ZeroDivisionError as error:\n"
+        "            raise SequenceFaultError(seq) from error\n\n",
+        f"{FAULTS}::test_blocks_that_can_never_be_had_fail_their_request_alone",
+    ),
+    runtime(
+        "FLT-02 a request that can't be taken in ends the engine",
+        "loop",
+        '        except Exception:\n            log.exception("request %s could not be taken in"',
+        '        except ZeroDivisionError:\n            log.exception("request %s could not be"',
+        f"{FAULTS}::test_a_stage_that_works_for_one_fails_that_one",
+    ),
+    runtime(
+        "FLT-03 a frozen process counts as well",
+        "heartbeat",
+        "            silent_s=max(0, now_ns - tick_ns) / 1e9 if tick_ns else None,\n",
+        "            silent_s=None,\n",
+        f"{WATCHDOG}::test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken",
+    ),
+    Mutation(
+        "FLT-04 a slow step counts as frozen",
+        "engine.backends.custom.link",
+        "        if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:\n",
+        "        if (vitals.step_age_s or 0) > FROZEN_AFTER_S:\n",
+        f"{WATCHDOG}::test_a_slow_step_is_no_trouble",
+    ),
+    Mutation(
+        "FLT-06 an engine that died is not started again",
+        "engine.backends.custom.link",
+        "            self._restart_later()  # otherwise",
+        "            pass  # otherwise",
+        "tests/unit/test_engine_link.py::"
+        "test_killed_in_the_middle_every_request_ends_and_the_next_works",
+    ),
+    Mutation(
+        "FLT-06 open requests are not told of a death",
+        "engine.backends.custom.link",
+        "            receiver.deliver(error)\n",
+        "            pass\n",
+        "tests/unit/test_engine_link.py::"
+        "test_killed_in_the_middle_every_request_ends_and_the_next_works",
+    ),
+    Mutation(
+        "FLT-08 a broken stream ends as if it were complete",
+        "engine.servers.sse",
+        "            await writer.write(self._format.failure(opaque), more=False)\n",
+        "            await writer.write(DONE, more=False)\n",
+        f"{FAULTS}::test_a_stream_that_cannot_be_written_ends_with_an_error_event",
+    ),
+    Mutation(
+        "FLT-10 a place is not given back",
+        "engine.servers.lifecycle",
+        "        self.num_admitted -= count\n",
+        "        self.num_admitted -= 0\n",
+        "tests/unit/test_server_admission.py::test_a_failed_request_gives_its_place_back",
+    ),
+    Mutation(
+        "FLT-11 a client that does not read is kept",
+        "engine.servers.sse",
+        "            self._task.cancel()\n",
+        "            pass\n",
+        "tests/unit/test_server_sockets.py::test_client_that_stops_reading_is_given_up",
+    ),
+    runtime(
+        "FLT-14 what is not finite is drawn from",
+        "scheduler",
+        "            if not finite[index]:\n",
+        "            if False:\n",
+    ),
+    runtime(
+        "FLT-15 a step too large for memory stays as large",
+        "budget",
+        "        self._max_tokens = max(self._max_slots, self._max_tokens // 2)\n",
+        "        pass\n",
+        f"{FAULTS}::test_a_step_too_large_for_memory_is_halved_and_stays_small",
+    ),
+    Mutation(
+        "faults are armed without their guard",
+        "engine.core.faults",
+        "    if environ.get(GUARD_VARIABLE) != GUARD:\n",
+        "    if environ.get(GUARD_VARIABLE) == 'x':\n",
+        f"{FAULTS}::test_the_environment_arms_nothing_without_its_guard",
+    ),
+]
+
+MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS}

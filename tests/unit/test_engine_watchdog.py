@@ -1,0 +1,140 @@
+"""A frozen process, a step that never ends, and one that is merely slow: told apart and mended."""
+
+import asyncio
+import os
+import signal
+
+import msgspec
+import pytest
+
+from engine.backends.custom import link as link_module
+from engine.backends.custom.runtime.client import ProcessClient
+from engine.core import faults
+from engine.core.faults import Fault
+from tests.toy_runner import CRASH_TOKEN
+from tests.unit.test_engine_link import Inbox, ask, expected, make_link, request, until
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """The same order of events, sooner. A process ticks twice a second."""
+    monkeypatch.setattr(link_module, "FROZEN_AFTER_S", 1.5)
+    monkeypatch.setattr(link_module, "WAKE_AFTER_S", 2.0)
+    monkeypatch.setattr(link_module, "KILL_AFTER_S", 3.0)
+    monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0.2)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Faults in the engine's process."""
+
+    def plan(*planned: Fault) -> None:
+        for name, value in faults.environment(*planned).items():
+            monkeypatch.setenv(name, value)
+
+    return plan
+
+
+async def learn(link) -> None:
+    """A prompt, so that the engine knows how long its steps take."""
+    assert (await ask(link, 1)).tokens == expected(1)
+
+
+async def test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken(hasty):
+    link = make_link()
+    await link.start()
+    os.kill(link.pid, signal.SIGSTOP)
+    await until(lambda: link.trouble is not None)
+    assert "does not run" in link.trouble
+    await until(lambda: link.trouble is None)  # the link has sent SIGCONT
+    assert link.num_restarts == 0
+    assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+@pytest.mark.slow
+async def test_frozen_at_work_it_loses_nothing_when_woken(hasty):
+    link = make_link()
+    await link.start()
+    inbox = Inbox()
+    link.submit(request(3, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+    os.kill(link.pid, signal.SIGSTOP)
+    await until(lambda: link.trouble is not None)
+    await asyncio.wait_for(inbox.ended.wait(), 20)
+    assert inbox.error is None and inbox.tokens == expected(3, 200)
+    await link.stop()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_stays_frozen_is_killed_and_comes_back(hasty, monkeypatch):
+    monkeypatch.setattr(ProcessClient, "wake", lambda self: None)
+    link = make_link()
+    await link.start()
+    inbox = Inbox()
+    link.submit(request(1, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+    os.kill(link.pid, signal.SIGSTOP)
+    await asyncio.wait_for(inbox.ended.wait(), 15)
+    assert inbox.error is not None and inbox.error.status == 503
+    await until(lambda: link.ready is not None and link.trouble is None)
+    assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+async def test_a_wait_that_never_ends_is_interrupted_and_repeated(plan, capfd):
+    plan(Fault("forward", "sleep", at=8, seconds=60.0))
+    link = make_link("impatient")
+    await link.start()
+    inboxes = await asyncio.gather(*(ask(link, n, 30) for n in range(4)))
+    assert [inbox.tokens for inbox in inboxes] == [expected(n, 30) for n in range(4)]
+    assert link.num_restarts == 0
+    written = capfd.readouterr().err
+    assert "num_running" in written and "watchdog.py" in written, "stacks and state in the log"
+    await link.stop()
+
+
+async def test_a_request_that_hangs_every_time_fails_alone(plan):
+    unused = min(set(range(3, 20)) - set(expected(2, 10)))
+    plan(Fault("forward", "sleep", times=1 << 30, seconds=60.0, within=unused))
+    link = make_link("impatient")
+    await link.start()
+    assert (await ask(link, 2, 10)).tokens == expected(2, 10)
+    poison, innocent = Inbox(), Inbox()
+    link.submit(request(unused), poison)  # the last token of its prompt
+    link.submit(request(22, 10), innocent)  # the same prompt
+    await asyncio.wait_for(asyncio.gather(poison.ended.wait(), innocent.ended.wait()), 20)
+    assert (poison.tokens, innocent.tokens) == ([], expected(2, 10))
+    assert link.num_restarts == 0
+    await link.stop()
+
+
+@pytest.mark.slow
+async def test_a_kernel_that_hangs_is_ended_with_its_process(monkeypatch):
+    link = make_link("stuck")
+    await link.start()
+    await learn(link)
+    inbox = Inbox()
+    link.submit(msgspec.structs.replace(request(2), prompt=(1, CRASH_TOKEN)), inbox)
+    await until(lambda: link.trouble is not None)
+    assert "no progress" in link.trouble
+    await asyncio.wait_for(inbox.ended.wait(), 20)
+    assert inbox.error is not None and inbox.error.status == 503
+    await until(lambda: link.ready is not None)
+    assert (await ask(link, 7)).tokens == expected(7)
+    await link.stop()
+
+
+async def test_a_slow_step_is_no_trouble(hasty, plan):
+    """Longer than a frozen process may be silent, shorter than what can't be honest."""
+    plan(Fault("forward", "sleep", at=6, seconds=2.5))
+    link = make_link()
+    await link.start()
+    asking = asyncio.create_task(ask(link, 5, 30))
+    troubles = set()
+    while not asking.done():
+        troubles.add(link.trouble)
+        await asyncio.sleep(0.05)
+    assert troubles == {None} and asking.result().tokens == expected(5, 30)
+    assert link.num_restarts == 0
+    await link.stop()

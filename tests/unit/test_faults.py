@@ -1,0 +1,209 @@
+"""Fault points, and what is left when each stage of the engine's loop fails: everybody else."""
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from engine.core import faults
+from engine.core.errors import ConfigError
+from engine.core.faults import Fault, FaultError
+from tests.live_server import chat, events_of, live_server
+from tests.toy_engine import ToyEngine
+from tests.toy_grammar import END, Grammars, lark, vocabulary
+from tests.unit.test_engine_link import ask, expected, make_link
+
+PROMPTS = [(n, 1, 2, 3) for n in range(8)]
+
+
+def test_off_a_point_does_nothing_and_costs_next_to_nothing():
+    function = str.upper
+    assert faults.wrap("parse", function) is function and not faults.is_armed()
+    began = time.process_time()
+    for _ in range(100_000):
+        faults.hit("forward")
+    assert time.process_time() - began < 1.0  # 10 µs each would be
+
+
+def test_a_plan_strikes_where_and_as_often_as_it_says():
+    with faults.planned(Fault("forward", at=2, times=2, within=7)) as plan:
+        struck = []
+        for tokens in ([7], [1], [7], [7], [7], None):
+            try:
+                faults.hit("forward", tokens)
+                struck.append(False)
+            except FaultError:
+                struck.append(True)
+    assert struck == [False, False, True, True, False, False] and plan.num_strikes == 2
+    assert not faults.hit("forward", [7])
+
+
+def test_the_environment_arms_nothing_without_its_guard():
+    planned = faults.environment(Fault("forward"))
+    with pytest.raises(ConfigError, match="tests alone"):
+        faults.arm({faults.PLAN_VARIABLE: planned[faults.PLAN_VARIABLE]})
+    for text in ("[{]", '[{"point": "nowhere"}]', '[{"point": "forward", "action": "laugh"}]'):
+        with pytest.raises(ConfigError, match=faults.PLAN_VARIABLE):
+            faults.arm({**planned, faults.PLAN_VARIABLE: text})
+    assert not faults.is_armed()
+
+
+def test_a_server_with_a_plan_and_no_guard_does_not_start():
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.cli.main", "serve", "no-model", "--port", "0"],
+        env={**os.environ, faults.PLAN_VARIABLE: "[]"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "tests alone" in done.stderr and "Traceback" not in done.stderr
+
+
+def eight(**options) -> ToyEngine:
+    engine = ToyEngine(max_slots=8, num_blocks=64, budget=16, **options)
+    for number, prompt in enumerate(PROMPTS):
+        engine.submit(str(number), prompt, max_tokens=8, presence_penalty=0.5)
+    return engine
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("at", [1, 5, 12])
+@pytest.mark.parametrize("point", ["allocate", "update", "nonfinite", "intake"])
+def test_a_stage_that_works_for_one_fails_that_one(point, at, depth):
+    at = min(at, 8) if point in ("intake", "allocate") else at
+    engine = eight(depth=depth)
+    with faults.planned(Fault(point, "mark" if point == "nonfinite" else "raise", at=at)) as plan:
+        engine.run()
+    assert plan.num_strikes == 1
+    failed = [key for key, outcome in engine.outcomes.items() if outcome.error_code]
+    assert len(failed) == 1 and engine.outcomes[failed[0]].error_code == "INFERENCE_ERROR"
+    engine.num_pardons = 1
+    engine.check()
+    assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("at", [1, 3, 7])
+@pytest.mark.parametrize("point", ["schedule", "forward", "sample", "wait", "publish"])
+def test_a_stage_that_works_for_all_fails_nobody(point, at, depth):
+    engine = eight(depth=depth)
+    with faults.planned(Fault(point, at=at)) as plan:
+        engine.run()
+    assert plan.num_strikes == 1
+    assert all(outcome.finish_reason == "length" for outcome in engine.outcomes.values())
+    engine.check()
+
+
+def test_blocks_of_a_failed_admission_are_given_back(monkeypatch):
+    engine = ToyEngine(max_slots=4)
+    engine.submit("first", (1, 2, 3, 4, 5), max_tokens=3)
+    engine.run()
+    make_room, failures = engine.kv._make_room, iter([True])
+
+    def fails_once(needed):
+        if next(failures, False):
+            raise FaultError
+        make_room(needed)
+
+    monkeypatch.setattr(engine.kv, "_make_room", fails_once)
+    engine.submit("second", (1, 2, 3, 4, 6), max_tokens=3)  # it shares blocks with the first
+    engine.run()
+    assert engine.outcomes["second", 0].error_code == "INFERENCE_ERROR"
+    engine.num_pardons = 1
+    engine.check()
+
+
+def test_blocks_that_can_never_be_had_fail_their_request_alone():
+    engine = eight()
+    with faults.planned(Fault("allocate", at=2, times=1000, within=7)):  # not when it is admitted
+        engine.run()
+    failed = {request_id for (request_id, _), o in engine.outcomes.items() if o.error_code}
+    assert "7" in failed and len(failed) < 8  # others may have drawn the token
+    assert engine.outcomes["7", 0].error_code == "INFERENCE_ERROR"
+
+
+def test_planning_that_always_fails_ends_the_engine_and_not_its_patience():
+    engine = eight()
+    with faults.planned(Fault("schedule", times=100)), pytest.raises(FaultError):
+        engine.run()
+
+
+def test_a_grammar_that_fails_to_compile_fails_its_request_and_is_tried_again():
+    engine = ToyEngine(grammars=Grammars(vocabulary), max_slots=4)
+    with faults.planned(Fault("compile")):
+        engine.submit("bad", (1, 2), grammar=lark("a{3}b?"), eos=(END,), max_tokens=6)
+        engine.submit("plain", (1, 2), max_tokens=6)
+        while engine.outcomes["bad", 0].finish_reason is None:
+            engine.turn()
+    engine.submit("good", (1, 2), grammar=lark("a{3}b?"), eos=(END,), max_tokens=6)
+    while engine.outcomes["good", 0].finish_reason is None:
+        engine.turn()
+    engine.run()
+    assert engine.outcomes["bad", 0].error_code == "INFERENCE_ERROR"
+    assert engine.outcomes["good", 0].finish_reason == "stop"
+
+
+def test_a_step_too_large_for_memory_is_halved_and_stays_small():
+    engine = ToyEngine(max_slots=8, num_blocks=64, budget=32)
+    sizes, forward = [], engine.runner.forward
+
+    def hungry(inputs):
+        sizes.append(len(inputs.token_ids))
+        if len(inputs.token_ids) > 10:
+            raise MemoryError
+        return forward(inputs)
+
+    engine.runner.forward = hungry
+    for number, prompt in enumerate(PROMPTS):
+        engine.submit(str(number), prompt, max_tokens=9)
+    engine.run()
+    assert all(outcome.finish_reason == "length" for outcome in engine.outcomes.values())
+    assert sizes[0] > 10 and max(sizes[-5:]) <= 10
+    engine.check()
+
+
+def test_a_stream_that_cannot_be_written_ends_with_an_error_event():
+    with live_server() as server, faults.planned(Fault("format", at=3)):
+        reply = httpx.post(server.url + "/v1/chat/completions", json=chat(stream=True))
+    events = events_of(reply.text)
+    assert set(events[-1]["error"]) == {"message", "type", "param", "code"}
+    assert "[DONE]" not in events and "planned" not in reply.text
+
+
+def test_a_jump_of_the_clock_changes_nothing(monkeypatch):
+    with live_server() as server:
+        server.backend.token_s = 0.02
+        days, wall = iter((1, -1) * 1000), time.time
+        monkeypatch.setattr(time, "time", lambda: wall() + 86400 * next(days))
+        reply = httpx.post(server.url + "/v1/chat/completions", json=chat(stream=True))
+        assert events_of(reply.text)[-1] == "[DONE]"
+        assert httpx.get(server.url + "/health").status_code == 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
+async def test_the_engine_is_offered_to_the_kernel_and_lives_within_a_limit(monkeypatch):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    link = make_link("hungry")
+    await link.start()
+    with open(f"/proc/{link.pid}/oom_score_adj") as file:
+        assert int(file.read()) == 500
+    used = psutil.Process(link.pid).memory_info().vms
+    resource.prlimit(link.pid, resource.RLIMIT_AS, (used + (160 << 20), resource.RLIM_INFINITY))
+    inboxes = await asyncio.gather(*(ask(link, n, 8) for n in range(8)))
+    assert [inbox.tokens for inbox in inboxes] == [expected(n, 8) for n in range(8)]
+    assert link.num_restarts == 0
+    await link.stop()
+
+
+def test_plans_cross_a_process_boundary_whole():
+    planned = [Fault("forward", "sleep", 2, 3, "x", 1.5), Fault("load", "exit")]
+    variables = faults.environment(*planned)
+    assert json.loads(variables[faults.PLAN_VARIABLE])[0]["seconds"] == 1.5
+    assert variables[faults.GUARD_VARIABLE] == faults.GUARD
