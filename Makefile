@@ -7,12 +7,12 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-LEVELS := unit native kernels property security parity e2e
+LEVELS := unit native kernels property security parity e2e scoreboard
 CODE := engine tests benchmarks examples
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-gpu test-native test-vllm nightly lint format bench clean
+.PHONY: help serve test scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test-slow: $(VENV)/.dev ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
+
+scoreboard: $(VENV)/.dev ## Measure what the server withstands, into docs/scoreboard.md (ARGS="R05 R06")
+	@$(BIN)/engine pull $(MODEL)
+	@$(BIN)/python -m tests.scoreboard --write $(ARGS)
 
 test-gpu: $(VENV)/.dev ## Run all that needs a GPU: tests, correctness, speed (ARGS="--models llama-1b")
 	@$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
