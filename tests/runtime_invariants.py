@@ -117,7 +117,7 @@ def tree_shape(now: Snapshot) -> None:
     assert len(now.cached) == len(set(now.cached)), "a block is in the tree twice"
     for *_, node in now.paths:
         assert node.blocks and node.parent is not None
-        assert node.parent.children[tuple(node.tokens[: now.size])] is node
+        assert node.parent.children[node.tokens[: now.size].tobytes()] is node
     assert sum(not node.children for *_, node in now.paths) == now.kv.radix.num_leaves
 
 
@@ -224,7 +224,9 @@ def check_writes(engine, inputs: BatchInputs) -> None:
 
 
 class WatchedScheduling:
-    """INV-19, INV-20: budgets are kept, nobody running is left out, nobody is overtaken."""
+    """INV-19, INV-20: budgets are kept, nobody running is left out, nobody is overtaken by
+    another of its tenant's.
+    """
 
     def __init__(self, scheduler, violations: list[str]) -> None:
         self._scheduler = scheduler
@@ -257,5 +259,6 @@ class WatchedScheduling:
             if seq.slot >= 0 or seq.held_by is not None or seq.num_sampling:
                 continue
             for other in admitted:
-                overtaken = other.priority == seq.priority and other.arrival > seq.arrival
+                peers = (other.priority, other.tenant) == (seq.priority, seq.tenant)
+                overtaken = peers and other.arrival > seq.arrival
                 assert not overtaken, f"{other.request_id} overtook {seq.request_id}"

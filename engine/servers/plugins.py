@@ -10,6 +10,7 @@ from starlette.responses import Response
 from engine.core.errors import NotFoundError
 from engine.plugins.backend import PluggedBackend, describe
 from engine.servers.admin import who_is
+from engine.servers.admin_control import EmptyBody
 from engine.servers.live import audit_of
 from engine.servers.services import Services, json_response
 
@@ -25,6 +26,7 @@ def add_plugins_routes(app: FastAPI, services: Services) -> None:
 
     @app.post("/v1/admin/plugins/{name}/enable")
     async def enable(name: str, request: Request) -> Response:
+        await services.read(request, EmptyBody)
         backend = services.backend
         host = backend.find(name) if isinstance(backend, PluggedBackend) else None
         if host is None:

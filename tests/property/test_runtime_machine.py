@@ -66,6 +66,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         n=st.sampled_from([1, 1, 1, 2, 3]),
         salt=st.sampled_from(["", "", "a"]),
+        tenant=st.sampled_from(["", "", "b", "c"]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         max_tokens=st.integers(1, 8),
         temperature=st.sampled_from([0.0, 0.0, 1.0]),
@@ -74,12 +75,9 @@ class RuntimeMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         min_tokens=st.sampled_from([0, 0, 2]),
     )
-    def submit(self, prompt, n, salt, priority, penalty, stops, **params):
+    def submit(self, prompt, penalty, stops, **params):
         self._submit(
             prompt,
-            n=n,
-            salt=salt,
-            priority=priority,
             presence_penalty=penalty,
             eos=tuple(range(0, VOCAB, 3)) if stops else (),
             **params,
