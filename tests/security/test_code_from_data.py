@@ -23,9 +23,11 @@ BANNED = frozenset(
 # Modules are imported by name only from names that the package, or an installed one, states itself.
 IMPORTERS = {
     "__init__.py",
+    "cli/dev.py",
     "cli/main.py",
     "backends/custom/frameworks/native/execution/build.py",
     "backends/custom/frameworks/torch/kernels/base.py",
+    "backends/custom/inspection.py",
     "backends/custom/ir/families/__init__.py",
     "backends/custom/profiling.py",
     "backends/custom/runtime/client.py",
@@ -33,9 +35,12 @@ IMPORTERS = {
     "core/registry/registry.py",
     "core/utils/examination_child.py",
     "servers/late_routes.py",
+    "servers/windows.py",
 }
-# Who talks to the system's C library directly.
+# Who calls a library of C directly: the system's, and NVIDIA's.
 CTYPES_USERS = {
+    "backends/custom/frameworks/torch/kernels/cuda/gated_linear.py",
+    "backends/custom/frameworks/torch/kernels/cuda/library.py",
     "core/utils/examination_child.py",
     "core/utils/processes.py",
 }
