@@ -163,3 +163,9 @@ async def scripted_server(
         made.drop_all()
         server.close()
         await server.wait_closed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
