@@ -40,7 +40,7 @@ def test_every_field_of_a_request_is_on_one_side() -> None:
     assert set(GenerateRequest.__struct_fields__) == KEYED | set(NOT_KEYED)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), min_size=SIZE, max_size=8 * SIZE),
     namespace=st.text(max_size=8),

@@ -1,4 +1,6 @@
-"""Nobody gets in without the key, and no page gets a visitor's browser to use the server (T1)."""
+"""Nobody gets in without the key, and no page gets a visitor's browser to use the server
+(SEC-22, SEC-27; T1).
+"""
 
 import re
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""Every number of every request has bounds, and what is outside is a small 400 (SEC-02, SEC-04; T2).
+"""Every number of every request has bounds; what is outside is a small 400 (SEC-02, SEC-04; T2).
 
 The fields come from the schemas that the server validates with, so a new one is covered, or turns
 this red, when it is added. `tests/unit/test_structure.py` holds the bounds of nested numbers.

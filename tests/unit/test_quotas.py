@@ -250,6 +250,17 @@ class BrokenRedis:
     get = incr
 
 
+@pytest.mark.parametrize("days", [-1, 1])
+async def test_a_wall_clock_that_jumps_frees_and_blocks_nobody(clock: Clock, days: int) -> None:
+    windows = Windows()
+    await windows.add("key", 5)
+    wall = clock.now
+    clock.time = lambda: wall + 86400 * days  # type: ignore[method-assign]
+    assert (await windows.look("key")).used == 5
+    clock.now += 2 * WINDOW_S
+    assert (await windows.look("key")).used == 0
+
+
 async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clock) -> None:
     quotas = Quotas(LimitsSettings(requests_per_minute=3))
     await quotas.windows.prepare()
