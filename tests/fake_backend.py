@@ -114,6 +114,7 @@ class FakeBackend(InferenceBackend):
         self.num_ended = 0
         self.num_cut_short = 0
         self.is_stopped = False
+        self.log_levels: list[str] = []  # that it was told
 
     def set_card(self, **fields: Any) -> None:
         """Another model: `set_card(capabilities=("completions",), emulated=("tools",))`."""
@@ -139,6 +140,10 @@ class FakeBackend(InferenceBackend):
 
     def stats(self) -> EngineStats | None:
         return self.stats_now
+
+    async def set_log_level(self, level: str) -> tuple[str, ...]:
+        self.log_levels.append(level)
+        return ("an engine that does not answer",) if level == "debug" else ()
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         self.requests.append(request)

@@ -135,6 +135,12 @@ class InferenceBackend(ABC):
         """
         raise InvalidRequestError("This model's backend keeps no prefixes that can be flushed.")
 
+    async def set_log_level(self, level: str) -> tuple[str, ...]:
+        """How much the backend's own processes log, now and when they are started again; a word on
+        each that could not be told. What runs elsewhere decides that for itself.
+        """
+        return ()
+
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """One vector for each input."""
         raise InvalidRequestError("This model gives no embeddings.", param="model")

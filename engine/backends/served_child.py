@@ -20,6 +20,7 @@ from engine.backends.probing import ServerProbe
 from engine.backends.reaping import reap_stale
 from engine.backends.served_config import ServedConfig
 from engine.backends.supervisor import Patience, Supervisor
+from engine.backends.versions import warn_if_old
 from engine.core.errors import ModelError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -66,6 +67,9 @@ class ServedBackend(InferenceBackend):
         self.argv()
         config.environment()
         await asyncio.to_thread(reap_stale)
+        await asyncio.to_thread(
+            warn_if_old, self.module, config.interpreter(), config.environment()
+        )
         place = self._place = self._listen()
         if place.is_exposed and config.api_key is None:
             log.warning("%s answers anybody who reaches %s: it has no key", self._name, place.url)

@@ -29,8 +29,10 @@ keys_app = typer.Typer(
     help="Keys of the running server.", no_args_is_help=True, rich_markup_mode=None
 )
 cache_app = typer.Typer(help="Its prefix caches.", no_args_is_help=True, rich_markup_mode=None)
+plugins_app = typer.Typer(help="Its plugins.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(keys_app, name="keys")
 app.add_typer(cache_app, name="cache")
+app.add_typer(plugins_app, name="plugins")
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A model that `models` lists.")]
 WaitOption = Annotated[
@@ -140,8 +142,10 @@ def log_level(
     ctx: typer.Context,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
 ) -> None:
-    """Change how much the server logs."""
-    show(ctx, call(ctx, "POST", "log-level", {"level": level}), f"It logs {level} now.")
+    """Change how much the server logs, and its engines' processes with it."""
+    found = call(ctx, "POST", "log-level", {"level": level})
+    untold = "".join(f"\nNot told: {each}" for each in found.get("untold", ()))
+    show(ctx, found, f"It logs {level} now.{untold}")
 
 
 @app.command()
@@ -190,6 +194,32 @@ def new_key(
 def remove_key(ctx: typer.Context, name: NameArgument) -> None:
     """Take a key away; it is refused from now on."""
     show(ctx, call(ctx, "DELETE", f"keys/{name}"), f"'{name}' is refused from now on.")
+
+
+@plugins_app.command("list")
+def list_plugins(ctx: typer.Context) -> None:
+    """The plugins that take part in requests, and how they do."""
+    from rich.table import Table
+
+    found = call(ctx, "GET", "plugins")
+    table = Table(box=None, header_style="bold")
+    columns = ("name", "version", "state", "on_failure", "failures", "last_failure")
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for each in found["plugins"]:
+        values = (each[column] for column in columns)
+        table.add_row(*("-" if value is None else str(value) for value in values))
+    show(ctx, found, table if found["plugins"] else "No plugin is in use.")
+
+
+@plugins_app.command("enable")
+def enable_plugin(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One that `list` shows.")],
+) -> None:
+    """Let a plugin take part again that was left out for its failures."""
+    found = call(ctx, "POST", f"plugins/{name}/enable", {})
+    show(ctx, found, f"{found['name']} is {found['state']}.")
 
 
 @app.command()

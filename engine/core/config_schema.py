@@ -121,6 +121,7 @@ class ServerSettings(Section):
     max_concurrent_requests: int = Field(default=256, ge=1, le=65536)
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
     request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)  # for a request that can't begin
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     enable_cors: bool = False
     cors_origins: Origins = ()  # empty with enable_cors: every origin

@@ -17,7 +17,7 @@ import msgspec
 
 from engine.core.errors import ConfigError
 from engine.core.interfaces.plugin import InferencePlugin, PluginRequest, PluginResponse
-from engine.core.utils.private_files import ForeignFileError
+from engine.core.utils.private_files import ForeignFileError, append_whole
 
 
 class AuditOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,9 +119,7 @@ class PrivateLog:
     def write(self, line: bytes) -> None:
         if os.fstat(self._handle).st_size + len(line) > self._max_bytes:
             self._rotate()
-        written = os.write(self._handle, line)
-        if written < len(line):
-            raise OSError(f"{self._path} took only a part of a line")
+        append_whole(self._handle, line)
 
     def close(self) -> None:
         os.close(self._handle)

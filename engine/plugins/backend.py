@@ -94,6 +94,9 @@ class PluggedBackend(InferenceBackend):
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return await self.inner.flush_prefixes(model=model)
 
+    async def set_log_level(self, level: str) -> tuple[str, ...]:
+        return await self.inner.set_log_level(level)
+
     async def embed(self, request: EmbedRequest) -> Embeddings:
         builder = ResponseBuilder(0)
         view = view_of(request)

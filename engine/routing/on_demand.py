@@ -60,6 +60,7 @@ class OnDemand(InferenceBackend):
         self._cards = [] if loaded is None else loaded.models()
         self._loading: asyncio.Task[None] | None = None
         self._failure = ""
+        self._log_level: str | None = None  # other than what it is made with
         self._became_idle = asyncio.Event()
         self._is_stopped = False
         residency.members.append(self)
@@ -150,7 +151,7 @@ class OnDemand(InferenceBackend):
             return backend.health()
         if not self._cards:
             return Health(ready=False, detail=self._failure or "It is waiting to be loaded.")
-        return Health(ready=True, detail="It is unloaded; the next request loads it.")
+        return Health(ready=True, detail="It is unloaded; the next request loads it.", loaded=False)
 
     def memory_bytes(self) -> int:
         return 0 if self._inner is None else self._inner.memory_bytes()
@@ -188,6 +189,10 @@ class OnDemand(InferenceBackend):
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)
 
+    async def set_log_level(self, level: str) -> tuple[str, ...]:
+        self._log_level = level
+        return () if self._inner is None else await self._inner.set_log_level(level)
+
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncGenerator[InferenceBackend, None]:
         """The backend, loaded, and kept so meanwhile."""
@@ -210,6 +215,8 @@ class OnDemand(InferenceBackend):
             async with self._residency.room_for(self):
                 began = time.monotonic()
                 backend = self._starting = self._make()
+                if self._log_level is not None:
+                    await backend.set_log_level(self._log_level)
                 try:
                     await backend.start()
                 except BaseException:

@@ -147,8 +147,11 @@ class Router(InferenceBackend):
 
     def model_health(self, model_id: str) -> Health:
         route = self._by_name.get(model_id)
-        if route is None or route.is_up:
-            return Health(ready=route is not None, detail="ready")
+        if route is None:
+            return Health(ready=False, detail="There is no such model.", loaded=False)
+        if route.is_up:
+            up = [health for each in route.members if (health := each.replica.health()).ready]
+            return next((health for health in up if health.loaded), up[0])
         details = [f"{each.replica.name}: {each.replica.health().detail}" for each in route.members]
         return Health(ready=False, detail=" ".join(details))
 
@@ -256,6 +259,10 @@ class Router(InferenceBackend):
             replica.seen.clear()
             done += [f"{replica.name}: {each}" for each in words]
         return tuple(done)
+
+    async def set_log_level(self, level: str) -> tuple[str, ...]:
+        told = [await replica.backend.set_log_level(level) for replica in self.replicas]
+        return tuple(word for words in told for word in words)
 
     def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None:
         self._metrics.ended(replica.name, route.id, error)

@@ -82,8 +82,8 @@ def add_admin_control_routes(app: FastAPI, services: Services) -> None:
     async def log_level(request: Request) -> Response:
         body = await services.read(request, LevelBody)
         async with audit.change(who_is(request), "log_level", body.level) as detail:
-            detail["before"] = set_log_level(body.level)
-        return json_response({"level": body.level})
+            detail |= await set_log_level(services, body.level)
+        return json_response({"level": body.level} | detail)
 
     @app.post("/v1/admin/limits")
     async def limits(request: Request) -> Response:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from engine.core.errors import EngineError
+from engine.core.utils.private_files import append_whole
 
 logger = logging.getLogger("engine.audit")
 
@@ -76,7 +77,7 @@ class AuditLog:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(self.path, flags, 0o600)
         try:
-            os.write(handle, line)
+            append_whole(handle, line)
             is_full = os.fstat(handle).st_size >= MAX_BYTES
         finally:
             os.close(handle)
@@ -88,4 +89,12 @@ class AuditLog:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        return [msgspec.json.decode(line) for line in reversed(lines[-count:])]
+        return [entry for line in reversed(lines[-count:]) if (entry := _decoded(line))]
+
+
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """None for what a machine that went down has left of a line."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None

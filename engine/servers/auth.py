@@ -119,6 +119,11 @@ def act_for(scope: MutableMapping[str, Any], principal: Principal) -> None:
     scope[_ACTING_FOR] = principal
 
 
+def is_acting(scope: MutableMapping[str, Any]) -> bool:
+    """Whether the request is the server's own, for somebody who left it work."""
+    return isinstance(scope.get(_ACTING_FOR), Principal)
+
+
 def principal_of(request: Request) -> Principal:
     principal = request.state.principal
     assert isinstance(principal, Principal)

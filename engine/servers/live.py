@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.core.config_schema import SECTIONS, Settings
 from engine.core.errors import ConfigError, EngineError
+from engine.core.observability.logging import set_level
 from engine.servers.audit import AuditLog
 from engine.servers.services import Services
 
@@ -27,12 +28,11 @@ def audit_of(services: Services) -> AuditLog:
     return AuditLog(services.settings.storage.directory)
 
 
-def set_log_level(level: str) -> str:
-    """Of this process; the old one. An engine's own process keeps the level that it began with."""
-    root = logging.getLogger()
-    before = logging.getLevelName(root.level).lower()
-    root.setLevel(level.upper())
-    return str(before)
+async def set_log_level(services: Services, level: str) -> dict[str, Any]:
+    """Of this process and of those of its engines: what it was here, and who could not be told."""
+    before = set_level(level)
+    untold = await services.backend.set_log_level(level)
+    return {"before": before} | ({"untold": list(untold)} if untold else {})
 
 
 async def reload_settings(services: Services, who: str) -> None:
@@ -49,7 +49,7 @@ async def reread(services: Services, who: str) -> dict[str, Any]:
         new = await _settings(services)
         await asyncio.to_thread(services.keys.load, new.server)
         services.quotas.defaults = new.limits
-        set_log_level(new.logging.level)
+        await set_log_level(services, new.logging.level)
         detail |= {"keys": len(services.keys.credentials), "log_level": new.logging.level}
         waiting = _needs_restart(services.settings, new)
         if waiting:

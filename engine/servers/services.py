@@ -25,7 +25,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers import sse
-from engine.servers.auth import principal_of
+from engine.servers.auth import is_acting, principal_of
 from engine.servers.generation import Generation, OutputEvent
 from engine.servers.keys import KeyRing
 from engine.servers.lifecycle import Lifecycle, Ticket
@@ -175,9 +175,15 @@ class Services:
             salt=salt,
             tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
+            queue_timeout_s=self._queue_timeout_s(request),
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
+
+    def _queue_timeout_s(self, request: Request) -> float | None:
+        """Work that was left with the server has nobody who waits for its beginning."""
+        is_own = is_acting(request.scope)
+        return None if is_own else self.settings.server.queue_timeout_s
 
     def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
         """Refuse, or tell of, what the model's backend has no such parameter for."""

@@ -1,8 +1,9 @@
 """How much of something there was in the last minute, by name: counted in memory, or in Redis for
 several servers together.
 
-A window slides: of the minute before, the part counts that is less than a minute ago. Minutes are
-those of the wall clock, because servers share them; a clock that jumps only begins a new one.
+A window slides: of the minute before, the part counts that is less than a minute ago. Minutes in
+Redis are those of the wall clock, because servers share them; a clock that jumps only begins a new
+one. In memory the wall clock plays no part.
 Unlike the strategies of `limits`, what was counted can be corrected later. A Redis that fails or is
 slow is left alone for a while, and this process counts for itself.
 """
@@ -14,8 +15,11 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
+
+from engine.core.config import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class Window:
 class Windows:
     def __init__(self, redis_url: SecretStr | None = None) -> None:
         self._redis_url = redis_url
+        self._now = time.monotonic if redis_url is None else time.time
         self._loading = asyncio.Lock()
         self._memory: Any = None
         self._redis: Any = None
@@ -81,7 +86,7 @@ class Windows:
 
     async def add(self, name: str, amount: int, minute: int | None = None) -> Window:
         """Count `amount`, which may be negative, in this minute or in an earlier one."""
-        now = time.time()
+        now = self._now()
         this = int(now // WINDOW_S)
         at = this if minute is None else minute
         if at < this - 1:
@@ -123,6 +128,7 @@ def _redis(url: SecretStr) -> Any:
 
     from engine.core.errors import ConfigError
 
+    _warn_if_open(url.get_secret_value())
     try:
         return storage_from_string(
             "async+" + url.get_secret_value(),
@@ -137,3 +143,14 @@ def _redis(url: SecretStr) -> Any:
             " needs the extra engine[redis]",
             param="limits.redis_url",
         ) from None
+
+
+def _warn_if_open(url: str) -> None:
+    """A Redis on another machine that asks nobody who they are, or listens to all on the way."""
+    parts = urlsplit(url)
+    if not parts.hostname or is_loopback(parts.hostname):
+        return
+    missing = [] if parts.password else ["a password"]
+    missing += [] if parts.scheme == "rediss" else ["TLS (rediss://)"]
+    if missing:
+        logger.warning("limits.redis_url names another machine without %s", " and ".join(missing))

@@ -1,5 +1,5 @@
 """Every failure on Anthropic's routes has Anthropic's shape, whatever noticed it, and tells nothing
-that it should not (T1, T2).
+that it should not (SEC-02, SEC-03, SEC-04, SEC-06, SEC-24; T1, T2).
 """
 
 import json

@@ -1,4 +1,6 @@
-"""A model file is read by a limited process first: what it does to a parser ends there (T4)."""
+"""A model file is read by a limited process first: what it does to a parser ends there
+(SEC-40, SEC-41, SEC-43, FLT-18; T4).
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""Uploads are bounded and private, and their names lead nowhere (T1, T2, T6)."""
+"""Uploads are bounded and private, and their names lead nowhere (SEC-03, SEC-26, SEC-42; T1, T2,
+T6).
+"""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""GGUF headers that lie (T4). One case per rule, refused for its own reason.
+"""GGUF headers that lie (SEC-40, SEC-12, FLT-18; T4). One case per rule, refused for its reason.
 
 Every case is a small change to a sound file, so that nothing but the rule can refuse it.
 """

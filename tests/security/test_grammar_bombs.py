@@ -1,4 +1,4 @@
-"""Grammars and schemas made to hurt (SEC-16), and many different ones (SEC-17).
+"""Grammars and schemas made to hurt (SEC-16), and many different ones (SEC-17; T1, T2).
 
 Each is refused or compiled, and the next one works.
 """

@@ -1,6 +1,7 @@
-"""Nobody gets in without the key, and no page gets a visitor's browser to use the server (T1)."""
+"""Nobody gets in without the key, and no page gets a visitor's browser to use the server
+(SEC-22, SEC-27; T1).
+"""
 
-import inspect
 import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -131,12 +132,6 @@ async def test_requests_carry_their_tenant() -> None:
         await client.post("/v1/chat/completions", json=chat(), headers=BEARER)
     salt = backend.requests[0].context.salt
     assert salt and KEY not in salt
-
-
-def test_keys_are_compared_in_constant_time() -> None:
-    source = inspect.getsource(auth)
-    assert "hmac.compare_digest(presented, expected)" in source
-    assert source.count("sha256") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Hostile bytes: too many, too deep, too slow, or not what they say they are (T2)."""
+"""Hostile bytes: too many, too deep, too slow, or not what they say they are (SEC-03, SEC-04,
+SEC-06, SEC-20, SEC-26; T2).
+"""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Hostile chat templates: they reach nothing, and they end soon and small (T4)."""
+"""Hostile chat templates: they reach nothing, and they end soon and small (SEC-15; T4)."""
 
 import ast
 import resource

@@ -1,4 +1,6 @@
-"""Several keys, a separate one for administration, and whoever guesses is slowed down (T1, T6)."""
+"""Several keys, a separate one for administration, and whoever guesses is slowed down (SEC-21,
+SEC-22; T1, T6).
+"""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Safetensors headers that lie (T4). One case per rule, with its reason."""
+"""Safetensors headers that lie (SEC-43, SEC-12, SEC-13; T4). One case per rule, with its reason."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Control tokens in a client's text are text, whatever the template does with it (T2)."""
+"""Control tokens in a client's text are text, whatever the template does with it (SEC-05; T2)."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Model output is data: hostile answers through every parser, in random cuts.
+"""Model output is data: hostile answers through every parser, in random cuts (SEC-14; T3).
 
 Nothing may escape but pieces, the work is linear, and no call comes out that is not JSON. Work is
 counted in executed lines, and in characters that stay unread between two pushes.

@@ -1,4 +1,4 @@
-"""Code that comes with a checkpoint never runs, whatever its configuration says."""
+"""Code that comes with a checkpoint never runs, whatever its configuration says (SEC-13; T4)."""
 
 import json
 from pathlib import Path

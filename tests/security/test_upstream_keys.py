@@ -1,4 +1,6 @@
-"""Keys of servers behind ours: named by a configuration, never in it, in a log or in an answer."""
+"""Keys of servers behind ours: named by a configuration, never in it, in a log or in an answer
+(SEC-28; T6).
+"""
 
 import logging
 from pathlib import Path

@@ -26,6 +26,7 @@ def runtime(name: str, module: str, right: str, wrong: str, caught_by: str = MAC
 
 FAULTS = "tests/unit/test_faults.py"
 SCHEDULER_TESTS = "tests/unit/test_scheduler.py"
+SECURITY = "tests/security"
 WATCHDOG = "tests/unit/test_engine_watchdog.py"
 
 INVARIANTS = [
@@ -167,8 +168,8 @@ INVARIANTS = [
     runtime(
         "INV-20 last come, first served",
         "waiting",
-        "insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: s.arrival)",
-        "insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: -s.arrival)",
+        "insort(line, seq, key=lambda s: s.arrival)",
+        "insort(line, seq, key=lambda s: -s.arrival)",
     ),
     runtime(
         "INV-20 INV-21 held for ever",
@@ -309,6 +310,48 @@ GUARDS = [
         "        self.num_admitted -= count\n",
         "        self.num_admitted -= 0\n",
         "tests/unit/test_server_admission.py::test_a_failed_request_gives_its_place_back",
+    ),
+    runtime(
+        "FLT-10 who can not begin waits for ever",
+        "intake",
+        "            elif seq.started_at is None:\n",
+        "            elif False:\n",
+        f"{SCHEDULER_TESTS}::test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not",
+    ),
+    Mutation(
+        "FLT-19 a tokenizer of another model is taken",
+        "engine.backends.custom.text",
+        "    _check_vocabulary(config, tokenizer)\n",
+        "    pass\n",
+        f"{SECURITY}/test_tokenizer_files.py::test_a_tokenizer_that_does_not_fit_is_refused",
+    ),
+    Mutation(
+        "FLT-23 a full disk tears a line",
+        "engine.core.utils.private_files",
+        "        os.ftruncate(handle, size)\n",
+        "        pass\n",
+        f"{SECURITY}/test_full_disk.py",
+    ),
+    Mutation(
+        "SEC-22 a user's key administers",
+        "engine.servers.auth",
+        '            raise ForbiddenError("This key is not the administrator\'s.")\n',
+        "            return\n",
+        f"{SECURITY}/test_admin_auth.py::test_a_users_key_opens_nothing_of_the_administrators",
+    ),
+    Mutation(
+        "SEC-27 a page deletes",
+        "engine.servers.guard",
+        '_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})\n',
+        '_READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})\n',
+        f"{SECURITY}/test_admin_auth.py::test_a_foreign_page_changes_nothing_by_any_route",
+    ),
+    runtime(
+        "SEC-31 a flood pushes out another's prefixes",
+        "leaves",
+        "        return self.by_tenant[tenant] * len(self._present) <= self._total\n",
+        "        return False\n",
+        f"{SECURITY}/test_tenant_cache.py::test_a_flood_leaves_a_tenant_its_share",
     ),
     Mutation(
         "FLT-11 a client that does not read is kept",

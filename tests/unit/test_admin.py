@@ -105,6 +105,9 @@ def test_limits_and_log_level(admin: Admin) -> None:
     assert admin.json("limits", "--max-concurrent", "0")["limits"]["max_concurrent"] is None
     level = admin.json("status")["log_level"]
     assert admin.json("log-level", "error")["level"] == "error"
+    assert admin.server.backend.log_levels == ["error"]
+    assert "Not told: an engine" in admin.run("log-level", "debug").stdout
+    assert admin.json("log-level", "error")["before"] == "debug"
     assert admin.json("status")["log_level"] == "error"
     admin.run("log-level", level if level in ("debug", "info", "warning") else "warning")
     assert admin.run("log-level", "loud").exit_code == 2

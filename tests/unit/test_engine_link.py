@@ -130,6 +130,14 @@ async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
     assert "stopped" in link.detail
 
 
+async def test_the_log_level_is_that_of_the_engines_process():
+    link = make_link()
+    await link.start()
+    before = (await link.set_log_level("error")).message
+    assert before == "warning" and (await link.set_log_level(before)).message == "error"
+    await link.stop()
+
+
 async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr("engine.backends.custom.link.CONTROL_TIMEOUT_S", 0.05)
     link = make_link()

@@ -85,10 +85,22 @@ async def test_an_unloaded_model_is_ready_and_the_next_request_loads_it_once() -
     assert await model.unload(0)
     assert factory.num_running == 0 and model.resident_bytes() == 0
     assert model.health().ready and model.models() and model.state == "unloaded"
+    assert not model.health().loaded
     assert not await model.unload(0)
     texts = await asyncio.gather(*(answer(model, number) for number in range(5)))
     assert texts == ["Hello from a"] * 5
     assert len(factory.made) == 2 and model.num_open == 0
+
+
+async def test_a_log_level_holds_for_later_loads() -> None:
+    factory = Factory()
+    model = OnDemand("m", factory, Residency())
+    await model.set_log_level("debug")
+    await model.start()
+    await model.set_log_level("error")
+    await model.unload(0)
+    await model.load()
+    assert [each.log_levels for each in factory.made] == [["debug", "error"], ["error"]]
 
 
 async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again() -> None:

@@ -238,6 +238,13 @@ def test_over_http_a_stream_joins_to_the_whole() -> None:
         listed = httpx.get(f"{server.url}/v1/admin/plugins").json()["plugins"]
         assert [each["name"] for each in listed] == ["pii_redactor"]
         assert listed[0]["state"] == "on" and listed[0]["on_failure"] == "refuse"
+        command = ["admin", "--url", server.url, "plugins"]
+        assert "pii_redactor" in CliRunner().invoke(app, [*command, "list"]).stdout
+        made.hosts[0]._is_off = True
+        enabled = CliRunner().invoke(app, [*command, "enable", "pii_redactor"])
+        assert enabled.stdout == "pii_redactor is on.\n" and made.hosts[0].is_active
+        unknown = CliRunner().invoke(app, [*command, "enable", "nobody"])
+        assert unknown.exit_code == 2 and "no such plugin" in unknown.output
         routes = httpx.get(f"{server.url}/v1/admin/routes").json()
         assert routes["models"][0]["backends"][0]["kind"] == "fake"
 

@@ -1,7 +1,6 @@
 """What a key may ask for: counted before the work, put right after it, told in headers."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ NUM_WORDS = len(DEFAULT_WORDS)
 
 
 class Clock:
-    """A wall clock that a test holds."""
+    """Clocks that a test holds."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0 // WINDOW_S * WINDOW_S
@@ -35,7 +34,7 @@ class Clock:
         return self.now
 
     def monotonic(self) -> float:
-        return time.monotonic()
+        return self.now
 
 
 @pytest.fixture
@@ -249,6 +248,17 @@ class BrokenRedis:
         return 0
 
     get = incr
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+async def test_a_wall_clock_that_jumps_frees_and_blocks_nobody(clock: Clock, days: int) -> None:
+    windows = Windows()
+    await windows.add("key", 5)
+    wall = clock.now
+    clock.time = lambda: wall + 86400 * days  # type: ignore[method-assign]
+    assert (await windows.look("key")).used == 5
+    clock.now += 2 * WINDOW_S
+    assert (await windows.look("key")).used == 0
 
 
 async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clock) -> None:

@@ -18,11 +18,11 @@ class Tree:
         self.pool = BlockPool(num_blocks)
         self.cache = RadixCache(self.pool, SIZE, **options)
 
-    def store(self, *tokens: int, namespace: str = "") -> list[int]:
+    def store(self, *tokens: int, namespace: str = "", tenant: str = "") -> list[int]:
         matched = self.cache.match(namespace, packed(tokens))
         self.pool.share(matched)
         blocks = matched + self.pool.take(len(tokens) // SIZE - len(matched))
-        self.cache.insert(namespace, packed(tokens), blocks, only_own=False)
+        self.cache.insert(namespace, packed(tokens), blocks, only_own=False, tenant=tenant)
         self.pool.drop(blocks)
         self.check()
         return blocks
@@ -138,3 +138,60 @@ def test_a_long_life_leaves_the_leaf_heap_bounded():
         tree.store(1, 2, 3, 4)
         tree.store(1, 2, number % 3, 9)
     assert len(tree.cache._leaves) < 200
+
+
+class Flooded(Tree):
+    """One that is always full: room is made for whatever is stored."""
+
+    def __init__(self, **options) -> None:
+        self.now = 0.0
+        super().__init__(41, clock=lambda: self.now, **options)  # 40 blocks
+
+    def visit(self, tenant: str, *tokens: int, salt: str = "") -> None:
+        namespace = tenant + salt
+        matched = len(self.cache.match(namespace, packed(tokens)))
+        self.cache.evict(len(tokens) // SIZE - matched - self.pool.num_free)
+        self.store(*tokens, namespace=namespace, tenant=tenant)
+
+    def flood(self, tenant: str, count: int, salts: int = 1) -> None:
+        for number in range(count):
+            self.now += 0.1
+            self.visit(tenant, *range(1000 + number, 1008 + number), salt=str(number % salts))
+
+
+WARM = tuple(range(20))
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("salts", [1, 50])  # many namespaces are still one tenant
+def test_a_flood_of_one_tenant_pushes_out_its_own(policy, salts):
+    tree = Flooded(policy=policy)
+    tree.visit("victim", *WARM)
+    tree.flood("flood", 500, salts)
+    assert tree.has(*WARM, namespace="victim")
+    assert tree.pool.num_cached > 30  # what the victim does not use is there to be used
+
+
+def test_more_than_an_equal_part_is_not_kept():
+    tree = Flooded()
+    tree.visit("greedy", *range(70))  # 35 of 40
+    tree.flood("other", 200)
+    assert tree.has(*range(20), namespace="greedy")
+    assert not tree.has(*range(60), namespace="greedy")
+
+
+def test_whoever_has_left_keeps_nothing():
+    tree = Flooded()
+    tree.visit("gone", *WARM)
+    tree.flood("a", 50)
+    tree.now += 1000
+    tree.flood("a", 50)
+    assert not tree.cache.match("gone", packed(WARM))
+    assert list(tree.cache._leaves.by_tenant) == ["a"]
+
+
+def test_alone_a_tenant_has_everything_in_the_order_of_the_policy():
+    tree = Flooded()
+    tree.visit("a", *WARM)
+    tree.flood("a", 100)
+    assert not tree.has(*WARM, namespace="a")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -205,6 +206,28 @@ def test_a_passed_deadline_ends_the_request_wherever_it_is():
     engine.run()
     assert {engine.outcomes[n, 0].error_code for n in ("running", "waiting")} == {"TIMEOUT"}
     assert engine.outcomes["other", 0].finish_reason == "length"
+
+
+def test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not():
+    engine = ToyEngine(max_slots=1)
+    limits = {"running": 60.0, "patient": 60.0, "waiting": 1.0}
+    for name, limit_s in limits.items():
+        engine.submit(name, (1, 2, 3), max_tokens=6)
+        request = engine.channel.inbox.pop()
+        limited = msgspec.structs.replace(request, timeout_s=600.0, queue_timeout_s=limit_s)
+        engine.channel.inbox.append(limited)
+        engine.turn()
+    engine.loop._send(engine.loop._intake.expire(time.monotonic() + 30))
+    engine.turn()
+    assert engine.outcomes["waiting", 0].error_code == "RATE_LIMIT_EXCEEDED"
+    engine.turn()  # the patient one has begun by now, or the first one runs still
+    seq = next(s for s in engine.scheduler.sequences() if s.request_id == "running")
+    assert seq.started_at is not None
+    engine.loop._send(engine.loop._intake.expire(seq.submitted_at + 61))
+    engine.run()
+    assert engine.outcomes["running", 0].finish_reason == "length"
+    assert engine.outcomes["patient", 0].error_code == "RATE_LIMIT_EXCEEDED"
+    engine.check()
 
 
 def test_the_queue_is_bounded():

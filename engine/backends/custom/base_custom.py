@@ -145,6 +145,16 @@ class CustomBackend(InferenceBackend):
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return ((await self.flush_cache()).message,)
 
+    async def set_log_level(self, level: str) -> tuple[str, ...]:
+        self._options = msgspec.structs.replace(self._options, log_level=level)
+        if self._in_process or self._link.ready is None:
+            return ()  # there is no other process, or it will be told when it starts
+        try:
+            await self._link.set_log_level(level)
+        except UnavailableError as error:
+            return (f"{self._served_name}: {error.message}",)
+        return ()
+
     def health(self) -> Health:
         trouble = self._link.trouble
         is_loaded = self._link.ready is not None and self._text is not None
@@ -273,6 +283,7 @@ class CustomBackend(InferenceBackend):
             salt=context.salt,
             tenant=context.tenant,
             timeout_s=context.timeout_s,
+            queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
         )
         link = self._link

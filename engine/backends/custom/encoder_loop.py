@@ -38,6 +38,7 @@ from engine.core.interfaces.request import (
     Stop,
     TokenDelta,
 )
+from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,12 @@ class Waiting:
     request: GenerateRequest
     submitted_at: float
     deadline: float
+
+
+def _control(message: Control) -> ControlReply:
+    if message.action == "log_level":
+        return ControlReply(message.control_id, True, set_level(message.value))
+    return ControlReply(message.control_id, True, "an encoder keeps no cache")
 
 
 def is_encoder(config: ModelConfig) -> bool:
@@ -148,8 +155,7 @@ class EncoderLoop:
             elif isinstance(message, Abort):
                 self._abort(message.request_id)
             elif isinstance(message, Control):
-                reply = ControlReply(message.control_id, True, "an encoder keeps no cache")
-                self._channel.send(reply)
+                self._channel.send(_control(message))
             elif isinstance(message, Stop):
                 self._stopping = True
 

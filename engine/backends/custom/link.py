@@ -9,7 +9,7 @@ although it was interrupted.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.backends.custom.runtime.client import EngineClient, OnExit, OnMessage
 from engine.backends.custom.runtime.heartbeat import Vitals
@@ -123,12 +123,21 @@ class EngineLink:
 
     async def flush_cache(self) -> ControlReply:
         """Make the engine forget every prefix that no running request uses."""
+        return await self._control("flush_cache")
+
+    async def set_log_level(self, level: str) -> ControlReply:
+        """Of the engine's process; the reply says what it was."""
+        return await self._control("log_level", level)
+
+    async def _control(
+        self, action: Literal["flush_cache", "log_level"], value: str = ""
+    ) -> ControlReply:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
         self._num_controls += 1
         control_id = self._num_controls
         reply: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._client.send(Control(control_id, "flush_cache"))
+        self._client.send(Control(control_id, action, value))
         self._replies[control_id] = reply
         try:
             return await asyncio.wait_for(reply, CONTROL_TIMEOUT_S)

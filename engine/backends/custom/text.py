@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine.backends.custom.infill import Infill, find_infill
 from engine.backends.custom.text_cache import TextCache, TextFacts, key_of
 from engine.core import faults
+from engine.core.errors import ModelFormatError
 from engine.core.parsing.output import OutputFormat
 from engine.core.utils.chat_template import ChatTemplate
 from engine.core.utils.tokenizer import Tokenizer
@@ -152,6 +153,7 @@ def text_model(
     config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:
     """What tokenizer and template make of a model of this shape."""
+    _check_vocabulary(config, tokenizer)
     return TextModel(
         config=config,
         tokenizer=tokenizer,
@@ -161,3 +163,21 @@ def text_model(
         output=OutputFormat.of(tokenizer.chat_template, tokenizer.specials.ids),
         infill=find_infill(tokenizer),
     )
+
+
+def _check_vocabulary(config: ModelShape, tokenizer: Tokenizer) -> None:
+    """Control tokens that were added without an embedding are common, and are refused where they
+    are used; text without one means that the files are of two models.
+    """
+    num_pieces = tokenizer.vocab_size
+    while num_pieces and not _is_text(tokenizer, num_pieces - 1):
+        num_pieces -= 1
+    if num_pieces > config.vocab_size:
+        raise ModelFormatError(
+            f"the tokenizer has {num_pieces} pieces and the weights have embeddings for"
+            f" {config.vocab_size}: they belong to different models"
+        )
+
+
+def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
+    return token_id not in tokenizer.special_ids and bool(tokenizer.token_literal(token_id))

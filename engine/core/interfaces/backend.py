@@ -107,6 +107,7 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     tenant: str = ""  # whose request it is, and whose share it takes; a salt may be narrower
     timeout_s: float | None = None
+    queue_timeout_s: float | None = None  # None: as long as `timeout_s`
     grammar: GrammarSpec | None = None
     truncate_prompt_tokens: int | None = None  # keep only so many, the last ones; -1: what fits
 
@@ -195,3 +196,4 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     step_age_s: float | None = None  # since the last step while work is pending; None when idle
     num_restarts: int = 0  # of the engine behind it
+    loaded: bool = True  # False: ready all the same, for a request loads it

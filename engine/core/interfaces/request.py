@@ -52,6 +52,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     salt: str = ""  # prefix-cache namespace: requests share blocks only within one
     tenant: str = ""  # whose it is: tenants get equal shares of an engine that can't serve all
     timeout_s: float | None = None  # from submission; past it the request ends with code TIMEOUT
+    queue_timeout_s: float | None = None  # from submission; who has not begun by then is refused
     grammar: str | None = None  # in llguidance's form: what the output must match
     pools: bool = False  # no text is wanted, but one vector for the prompt
 
@@ -67,7 +68,8 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Frontend to engine: an operation on the engine itself, answered by a `ControlReply`."""
 
     control_id: int
-    action: Literal["flush_cache"]
+    action: Literal["flush_cache", "log_level"]
+    value: str = ""  # the level
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -71,6 +71,14 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def set_level(level: str) -> str:
+    """Of everything that this process logs; the level of before."""
+    root = logging.getLogger()
+    before = logging.getLevelName(root.level).lower()
+    root.setLevel(level.upper())
+    return str(before)
+
+
 def _escape(text: str) -> str:
     return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 

@@ -2,6 +2,7 @@
 nobody else can have written them.
 """
 
+import errno
 import os
 import stat
 import tempfile
@@ -29,6 +30,14 @@ def open_private(path: Path) -> BinaryIO:
         file.close()
         raise ForeignFileError("others may have written to it")
     return file
+
+
+def append_whole(handle: int, line: bytes) -> None:
+    """All of it or, when the disk is full, nothing: no later line is joined to a torn one."""
+    size = os.fstat(handle).st_size
+    if os.write(handle, line) < len(line):
+        os.ftruncate(handle, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from engine.core.interfaces.backend import ModelCard
+from engine.core.interfaces.backend import Health, ModelCard
 from engine.servers.services import Services, json_response
 
 _DEPRECATED = {"deprecation": "true", "link": '</v1/models>; rel="successor-version"'}
 
 
-def model_body(card: ModelCard, is_ready: bool) -> dict[str, Any]:
+def model_body(card: ModelCard, health: Health) -> dict[str, Any]:
     return {
         "id": card.id,
         "object": "model",
@@ -28,11 +28,18 @@ def model_body(card: ModelCard, is_ready: bool) -> dict[str, Any]:
             "n_params": card.num_params,
             "size": card.size_bytes,
         },
-        "state": "loaded" if is_ready else "loading",
+        "state": _state(health),
+        "loaded": health.ready and health.loaded,
         "capabilities": card.capabilities,
         "backend": card.backend,
         "quantization": card.quantization,
     }
+
+
+def _state(health: Health) -> str:
+    if not health.loaded:
+        return "unloaded"  # until somebody asks for it
+    return "loaded" if health.ready else "loading"
 
 
 def add_models_routes(app: FastAPI, services: Services) -> None:
@@ -44,7 +51,7 @@ def add_models_routes(app: FastAPI, services: Services) -> None:
         return described(services.find_model(model_id))
 
     def described(card: ModelCard) -> dict[str, Any]:
-        return model_body(card, services.backend.model_health(card.id).ready)
+        return model_body(card, services.backend.model_health(card.id))
 
     @app.get("/v1/models")
     async def list_models() -> Response:

@@ -150,6 +150,9 @@ class Intake:
             frozenset() if params.ignore_eos else frozenset(request.eos_ids)
         )
         deadline = now + request.timeout_s if request.timeout_s is not None else None
+        begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
+        if begin_by is not None and deadline is not None and begin_by >= deadline:
+            begin_by = None
         for choice in choices:
             seq = Sequence(
                 request_id=request.request_id,
@@ -172,23 +175,34 @@ class Intake:
                 scores_prompt=params.score_prompt and choice == 0,
             )
             self._scheduler.add(seq)
-            if deadline is not None:
-                heapq.heappush(self._deadlines, (deadline, seq.arrival, seq))
+            for when in (deadline, begin_by):
+                if when is not None:
+                    heapq.heappush(self._deadlines, (when, seq.arrival, seq))
         self._drop_ended()
 
     def expire(self, now: float) -> list[TokenDelta]:
-        """End the sequences whose deadline has passed."""
+        """End the sequences whose deadline has passed, and those that waited too long to begin."""
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, seq = heapq.heappop(self._deadlines)
-            if seq.finish_reason is None:
+            when, _, seq = heapq.heappop(self._deadlines)
+            if seq.finish_reason is not None:
+                continue
+            error: EngineError
+            if when == seq.deadline:
                 error = RequestTimeoutError("The request's time limit passed before it was done.")
-                ended.append(self._scheduler.fail(seq, error, now))
+            elif seq.started_at is None:
+                waited_s = now - seq.submitted_at
+                error = RateLimitError(
+                    f"The request waited {waited_s:.0f} s and could not begin; try again later."
+                )
+            else:
+                continue
+            ended.append(self._scheduler.fail(seq, error, now))
         return ended
 
     def _drop_ended(self) -> None:
         live = self._scheduler.num_running + self._scheduler.num_waiting
-        if len(self._deadlines) > 64 + 2 * live:
+        if len(self._deadlines) > 64 + 4 * live:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].finish_reason]
             heapq.heapify(self._deadlines)
 

@@ -135,7 +135,7 @@ class KVCache:
         tokens = seq.tokens[: count * self.block_size]
         try:
             faults.hit("publish", tokens)
-            self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own)
+            self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own, seq.tenant)
         except Exception:
             self.num_unpublished += 1
             log.exception("%d blocks could not be published", count)

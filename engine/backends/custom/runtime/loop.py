@@ -50,6 +50,7 @@ from engine.core.interfaces.request import (
     ToEngine,
     TokenDelta,
 )
+from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -296,6 +297,8 @@ class EngineLoop:
             return self._intake.fail(request, range(request.params.n), now)
 
     def _control(self, message: Control) -> ControlReply:
+        if message.action == "log_level":
+            return ControlReply(message.control_id, True, set_level(message.value))
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 

@@ -7,12 +7,13 @@ hence a block that the tree alone holds has only such blocks below it and can al
 leaf by leaf.
 """
 
-import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.eviction import POLICIES, EvictionPolicy, Key
+from engine.backends.custom.runtime.leaves import Leaves
 from engine.backends.custom.runtime.tokens import Tokens, packed
 
 
@@ -27,11 +28,15 @@ class Node:
         "last_used",
         "num_uses",
         "parent",
+        "tenant",
         "tokens",
     )
 
-    def __init__(self, tokens: Tokens, blocks: list[int], parent: "Node | None") -> None:
+    def __init__(
+        self, tokens: Tokens, blocks: list[int], parent: "Node | None", tenant: str
+    ) -> None:
         self.tokens = tokens
+        self.tenant = tenant
         self.blocks = blocks
         self.parent = parent
         self.children: dict[bytes, Node] = {}  # by the ids of their first block
@@ -46,14 +51,14 @@ class Root(Node):
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: str) -> None:
-        super().__init__(packed(), [], None)
+    def __init__(self, namespace: str, tenant: str) -> None:
+        super().__init__(packed(), [], None, tenant)
         self.namespace = namespace
 
 
 class RadixCache:
     """Token prefix -> blocks, one tree per namespace, bounded by an eviction policy and a time to
-    live.
+    live. A tenant may have several namespaces; none is of two tenants.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class RadixCache:
         self._pool = pool
         self._block_size = block_size
         self._key = POLICIES[policy]
+        self._leaves = Leaves(self._key, self._is_evictable, clock)
         self._ttl_s = ttl_s
         self._clock = clock
         self._tick = 0
@@ -76,8 +82,7 @@ class RadixCache:
     def reset(self) -> None:
         """Forget everything, without giving anything back to the pool."""
         self._roots: dict[str, Root] = {}
-        # Lazy: an entry counts only if its node is still a leaf and its key is still the node's.
-        self._leaves: list[tuple[Key, int, Node]] = []
+        self._leaves.clear()
         self.num_leaves = 0
 
     def match(self, namespace: str, tokens: Tokens) -> list[int]:
@@ -87,7 +92,14 @@ class RadixCache:
             found.extend(node.blocks[:count])
         return found
 
-    def insert(self, namespace: str, tokens: Tokens, blocks: Sequence[int], only_own: bool) -> None:
+    def insert(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        only_own: bool,
+        tenant: str = "",
+    ) -> None:
         """Store a prefix whose blocks the caller holds; what the tree has already stays as it is.
 
         `only_own` is for a caller that goes on running: it stops where the tree holds another block
@@ -99,7 +111,7 @@ class RadixCache:
         size = self._block_size
         assert len(tokens) == len(blocks) * size, (len(tokens), len(blocks))
         self._tick += 1
-        node: Node = self._roots.setdefault(namespace, Root(namespace))
+        node: Node = self._roots.setdefault(namespace, Root(namespace, tenant))
         done = 0
         while done < len(blocks):
             child = node.children.get(tokens[done * size : (done + 1) * size].tobytes())
@@ -115,6 +127,7 @@ class RadixCache:
             self._touch(node, is_use=not only_own)
         if done < len(blocks):
             node = self._attach(node, tokens[done * size :], list(blocks[done:]))
+        self._leaves.note(node.tenant)
         if not node.children:
             self._push(node)
 
@@ -123,13 +136,13 @@ class RadixCache:
         first.
         """
         freed = 0
-        while freed < count and (node := self._pop_leaf()) is not None:
+        while freed < count and (node := self._leaves.pop()) is not None:
             freed += self._trim(node, count - freed)
         return freed
 
     def evict_leaf(self) -> int:
         """Free what can be freed of the least valuable leaf; 0 when every leaf is in use."""
-        while (node := self._pop_leaf()) is not None:
+        while (node := self._leaves.pop()) is not None:
             if freed := self._trim(node, len(node.blocks)):
                 return freed
         return 0
@@ -166,6 +179,10 @@ class RadixCache:
             assert node.parent is not None
             assert node.parent.children[node.tokens[:size].tobytes()] is node
         assert leaves == self.num_leaves, (leaves, self.num_leaves)
+        cached = Counter[str]()
+        for node in self._nodes():
+            cached[node.tenant] += len(node.blocks)
+        assert cached == self._leaves.by_tenant, "blocks of tenants"
 
     def _walk(self, namespace: str, tokens: Tokens) -> Iterator[tuple[Node, int]]:
         """The nodes along `tokens` with how many of their blocks agree; only the last may be
@@ -211,7 +228,8 @@ class RadixCache:
     def _attach(self, parent: Node, tokens: Tokens, blocks: list[int]) -> Node:
         if parent.children or isinstance(parent, Root):
             self.num_leaves += 1  # otherwise the parent stops being one
-        node = Node(tokens, blocks, parent)
+        node = Node(tokens, blocks, parent, parent.tenant)
+        self._leaves.count(node.tenant, len(blocks))
         node.created = self._tick
         parent.children[tokens[: self._block_size].tobytes()] = node
         self._pool.cache(blocks)
@@ -222,7 +240,7 @@ class RadixCache:
         """Put the first `count` blocks of the node's edge into a new parent of it."""
         size, parent = self._block_size, node.parent
         assert parent is not None and 0 < count < len(node.blocks)
-        upper = Node(node.tokens[: count * size], node.blocks[:count], parent)
+        upper = Node(node.tokens[: count * size], node.blocks[:count], parent, node.tenant)
         upper.created, upper.last_used = node.created, node.last_used
         upper.num_uses, upper.expires_at = node.num_uses, node.expires_at
         parent.children[upper.tokens[:size].tobytes()] = upper
@@ -235,19 +253,14 @@ class RadixCache:
         return upper
 
     def _push(self, node: Node) -> None:
-        heapq.heappush(self._leaves, (self._key(node), id(node), node))
+        self._leaves.push(node)
         if len(self._leaves) > 64 + 4 * self.num_leaves:
-            self._leaves = [(self._key(n), id(n), n) for n in self._nodes() if not n.children]
-            heapq.heapify(self._leaves)
+            self._leaves.replace(each for each in self._nodes() if not each.children)
 
-    def _pop_leaf(self) -> Node | None:
-        """The least valuable leaf that the tree alone holds, at least at its tail."""
-        while self._leaves:
-            key, _, node = heapq.heappop(self._leaves)
-            current = not node.children and node.blocks and key == self._key(node)
-            if current and self._pool.refs(node.blocks[-1]) == 1:
-                return node
-        return None
+    def _is_evictable(self, key: Key, node: Node) -> bool:
+        """It is a leaf, as valuable as when it was noted, that the tree alone holds at its tail."""
+        is_current = not node.children and node.blocks and key == self._key(node)
+        return bool(is_current) and self._pool.refs(node.blocks[-1]) == 1
 
     def _trim(self, node: Node, count: int) -> int:
         """Drop up to `count` blocks from the node's end while the tree alone holds them."""
@@ -255,6 +268,7 @@ class RadixCache:
         while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:
             self._pool.uncache(node.blocks.pop())
             freed += 1
+        self._leaves.count(node.tenant, -freed)
         self.num_evicted += freed
         if node.blocks:
             size = self._block_size

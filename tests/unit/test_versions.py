@@ -1,0 +1,45 @@
+"""Other engines older than what is known to be sound are warned of."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.backends.sglang import SGLangBackend
+from engine.backends.versions import MINIMUM, warn_if_old
+from engine.backends.vllm import VLLMBackend
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [
+        ("0.22.9", True),
+        ("0.9", True),
+        ("0.23.1rc2", False),
+        ("0.23.1", False),
+        ("0.100.0+cu130", False),
+        ("1", False),
+        ("unknown", True),
+    ],
+)
+def test_an_old_one_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str, is_old: bool
+) -> None:
+    metadata = tmp_path / "vllm-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    with caplog.at_level(logging.WARNING):
+        warn_if_old("vllm", sys.executable, os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (MINIMUM["vllm"] in caplog.text) == is_old
+
+
+def test_what_is_not_there_is_told_by_its_own_start(caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_old("sglang", sys.executable, os.environ)
+    warn_if_old("vllm", "/nowhere/python", os.environ)
+    assert not caplog.text
+
+
+def test_every_engine_has_a_minimum() -> None:
+    assert {VLLMBackend.module, SGLangBackend.module} == set(MINIMUM)
