@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.backends.custom.runtime.tokens import packed
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import Abort, Control
@@ -188,7 +189,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def insert_again(self):
         """INV-15: what the tree has already changes nothing in it."""
         for namespace, tokens, blocks, _ in Snapshot(self.engine).paths:
-            self.engine.kv.radix.insert(namespace, tokens, blocks, only_own=True)
+            self.engine.kv.radix.insert(namespace, packed(tokens), blocks, only_own=True)
 
     @rule(count=st.integers(1, 10))
     def evict(self, count):

@@ -105,8 +105,8 @@ INVARIANTS = [
     runtime(
         "INV-11 a split forgets what is above it",
         "radix_cache",
-        "        upper.children[tuple(node.tokens[:size])] = node\n",
-        "        upper.children[tuple(upper.tokens[:size])] = node\n",
+        "        upper.children[node.tokens[:size].tobytes()] = node\n",
+        "        upper.children[upper.tokens[:size].tobytes()] = node\n",
     ),
     runtime(
         "INV-12 a match ends too soon",
@@ -141,6 +141,13 @@ INVARIANTS = [
         "while freed < count and node.blocks:",
     ),
     runtime(
+        "INV-14 a leaf that could not be published is never evicted",
+        "kv_cache",
+        "            self.radix.find_leaves()\n",
+        "",
+        f"{FAULTS}::test_blocks_of_a_sequence_that_could_not_publish_can_be_evicted",
+    ),
+    runtime(
         "INV-15 inserted again",
         "radix_cache",
         "            if child is None:\n                break\n",
@@ -167,8 +174,8 @@ INVARIANTS = [
     runtime(
         "INV-20 last come, first served",
         "waiting",
-        "insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: s.arrival)",
-        "insort(self._lines.setdefault(seq.priority, []), seq, key=lambda s: -s.arrival)",
+        "        insort(line, seq, key=lambda s: s.arrival)\n",
+        "        insort(line, seq, key=lambda s: -s.arrival)\n",
     ),
     runtime(
         "INV-20 INV-21 held for ever",

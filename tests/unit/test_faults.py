@@ -120,6 +120,18 @@ def test_blocks_of_a_failed_admission_are_given_back(monkeypatch):
     engine.check()
 
 
+def test_blocks_of_a_sequence_that_could_not_publish_can_be_evicted():
+    engine = ToyEngine(block_size=1)
+    engine.submit("first", (1, 2, 3), max_tokens=4)
+    while not engine.pool.num_cached:
+        engine.turn()
+    assert engine.kv.radix.evict(3) == 0  # in use
+    with faults.planned(Fault("publish")) as plan:
+        engine.run()
+    assert plan.num_strikes == 1
+    assert engine.kv.radix.evict(3) == 3
+
+
 def test_blocks_that_can_never_be_had_fail_their_request_alone():
     engine = eight()
     with faults.planned(Fault("allocate", at=2, times=1000, within=7)):  # not when it is admitted

@@ -149,6 +149,13 @@ class RadixCache:
                 expired.append(parent)
         return freed
 
+    def find_leaves(self) -> None:
+        """Look for what can be evicted in the whole tree. A leaf that was in use when room was made
+        is offered again when its user stores it; for a user that could not, this does it.
+        """
+        self._leaves = [(self._key(n), id(n), n) for n in self._nodes() if not n.children]
+        heapq.heapify(self._leaves)
+
     def blocks(self) -> Iterator[int]:
         for node in self._nodes():
             yield from node.blocks
@@ -237,8 +244,7 @@ class RadixCache:
     def _push(self, node: Node) -> None:
         heapq.heappush(self._leaves, (self._key(node), id(node), node))
         if len(self._leaves) > 64 + 4 * self.num_leaves:
-            self._leaves = [(self._key(n), id(n), n) for n in self._nodes() if not n.children]
-            heapq.heapify(self._leaves)
+            self.find_leaves()
 
     def _pop_leaf(self) -> Node | None:
         """The least valuable leaf that the tree alone holds, at least at its tail."""
