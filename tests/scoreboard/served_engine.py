@@ -40,18 +40,8 @@ class Served(ServedEngine):
         return host, int(port)
 
     def samples(self) -> dict[str, float]:
-        """One look at /metrics: each metric summed over its labels, and blocks by their state."""
-        found: dict[str, float] = {}
-        for line in self.get("/metrics").text.splitlines():
-            if line.startswith("#"):
-                continue
-            name, value = line.rsplit(" ", 1)
-            plain, _, labels = name.partition("{")
-            if plain == "engine_kv_blocks":
-                state = labels.partition('state="')[2].partition('"')[0]
-                plain = f"{state}_blocks"
-            found[plain] = found.get(plain, 0.0) + float(value)
-        return found
+        """One look at /metrics."""
+        return read_samples(self.get("/metrics").text)
 
     def admitted(self) -> int:
         """Requests that hold a place: what admission counts."""
@@ -95,6 +85,21 @@ def served_engine(
         os.mkdir(folder / "tmp")
         with serve(model, *arguments, env=own | (env or {})) as started:
             yield Served(started.process, started.url, started.log, folder)
+
+
+def read_samples(text: str) -> dict[str, float]:
+    """A page of metrics: each summed over its labels, and blocks by their state."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        name, value = line.rsplit(" ", 1)
+        plain, _, labels = name.partition("{")
+        if plain == "engine_kv_blocks":
+            state = labels.partition('state="')[2].partition('"')[0]
+            plain = f"{state}_blocks"
+        found[plain] = found.get(plain, 0.0) + float(value)
+    return found
 
 
 def percentile(values: list[float], share: float) -> float:
