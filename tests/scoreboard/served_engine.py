@@ -23,6 +23,7 @@ from tests.served import ServedEngine, serve
 
 MODEL = "smollm2-135m-instruct"
 IDLE_WITHIN_S = 30.0
+OWN_FOLDERS = {"XDG_DATA_HOME": "data", "XDG_RUNTIME_DIR": "run", "TMPDIR": "tmp"}
 
 
 @dataclass
@@ -74,16 +75,19 @@ class Served(ServedEngine):
 
 @contextmanager
 def served_engine(
-    *arguments: str, model: str = MODEL, env: dict[str, str] | None = None
+    *arguments: str, model: str | None = MODEL, env: dict[str, str] | None = None
 ) -> Iterator[Served]:
     """`engine serve MODEL ARGUMENTS` on a free port, with a folder of its own for what it stores;
     ended with SIGTERM, unless it has ended before.
     """
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
         folder = Path(name)
-        own = {"XDG_DATA_HOME": str(folder / "data"), "TMPDIR": str(folder / "tmp")}
-        os.mkdir(folder / "tmp")
-        with serve(model, *arguments, env=own | (env or {})) as started:
+        own: dict[str, str] = {}
+        for variable, part in OWN_FOLDERS.items():
+            own[variable] = str(folder / part)
+            os.mkdir(folder / part, mode=0o700)
+        words = arguments if model is None else (model, *arguments)
+        with serve(*words, env=own | (env or {})) as started:
             yield Served(started.process, started.url, started.log, folder)
 
 

@@ -78,7 +78,7 @@ class Leaver:
         if not self.stream:
             await asyncio.sleep(self.rng.uniform(0.1, 0.4))
             return
-        await read_head(reader, Reply(time.monotonic()))
+        await read_head(reader, Reply())
         for _ in range(self.rng.randint(1, 8)):
             await reader.readline()
 
