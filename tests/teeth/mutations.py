@@ -1,23 +1,9 @@
-"""Mistakes that the suite must notice: each breaks one invariant or guard on purpose.
+"""Mistakes in the runtime and in how faults are contained: one for each invariant and guard."""
 
-A mistake is a piece of a module's source and what stands there instead. `caught_by` is where it is
-noticed: the state machine, the random schedules, or a test by its node id.
-"""
+from tests.teeth.edge_mutations import EDGE
+from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
 
-from dataclasses import dataclass
-
-MACHINE = "machine"
-SCHEDULES = "schedules"
 RUNTIME = "engine.backends.custom.runtime"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    name: str
-    module: str
-    right: str
-    wrong: str
-    caught_by: str = MACHINE
 
 
 def runtime(name: str, module: str, right: str, wrong: str, caught_by: str = MACHINE) -> Mutation:
@@ -106,8 +92,8 @@ INVARIANTS = [
     runtime(
         "INV-11 a split forgets what is above it",
         "radix_cache",
-        "        upper.children[tuple(node.tokens[:size])] = node\n",
-        "        upper.children[tuple(upper.tokens[:size])] = node\n",
+        "        upper.children[node.tokens[:size].tobytes()] = node\n",
+        "        upper.children[upper.tokens[:size].tobytes()] = node\n",
     ),
     runtime(
         "INV-12 a match ends too soon",
@@ -142,6 +128,13 @@ INVARIANTS = [
         "while freed < count and node.blocks:",
     ),
     runtime(
+        "INV-14 a leaf that could not be published is never evicted",
+        "kv_cache",
+        "            self.radix.find_leaves()\n",
+        "",
+        f"{FAULTS}::test_blocks_of_a_sequence_that_could_not_publish_can_be_evicted",
+    ),
+    runtime(
         "INV-15 inserted again",
         "radix_cache",
         "            if child is None:\n                break\n",
@@ -168,8 +161,8 @@ INVARIANTS = [
     runtime(
         "INV-20 last come, first served",
         "waiting",
-        "insort(line, seq, key=lambda s: s.arrival)",
-        "insort(line, seq, key=lambda s: -s.arrival)",
+        "        insort(line, seq, key=lambda s: s.arrival)\n",
+        "        insort(line, seq, key=lambda s: -s.arrival)\n",
     ),
     runtime(
         "INV-20 INV-21 held for ever",
@@ -382,4 +375,4 @@ GUARDS = [
     ),
 ]
 
-MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS}
+MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE}

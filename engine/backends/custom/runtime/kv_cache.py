@@ -138,6 +138,7 @@ class KVCache:
             self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own, seq.tenant)
         except Exception:
             self.num_unpublished += 1
+            self.radix.find_leaves()
             log.exception("%d blocks could not be published", count)
 
     def _enforce_bounds(self) -> None:

@@ -162,6 +162,12 @@ class RadixCache:
                 expired.append(parent)
         return freed
 
+    def find_leaves(self) -> None:
+        """Look for what can be evicted in the whole tree. A leaf that was in use when room was made
+        is offered again when its user stores it; for a user that could not, this does it.
+        """
+        self._leaves.replace(each for each in self._nodes() if not each.children)
+
     def blocks(self) -> Iterator[int]:
         for node in self._nodes():
             yield from node.blocks
@@ -255,7 +261,7 @@ class RadixCache:
     def _push(self, node: Node) -> None:
         self._leaves.push(node)
         if len(self._leaves) > 64 + 4 * self.num_leaves:
-            self._leaves.replace(each for each in self._nodes() if not each.children)
+            self.find_leaves()
 
     def _is_evictable(self, key: Key, node: Node) -> bool:
         """It is a leaf, as valuable as when it was noted, that the tree alone holds at its tail."""
