@@ -17,13 +17,6 @@ LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIVEZ_INTERVAL_S = 0.02
 
 
-def p99(values: Sequence[float]) -> float:
-    """Between the ranks around it; NaN, which no limit holds, of too few values to have one."""
-    if len(values) < 2:
-        return float("nan")
-    return statistics.quantiles(values, n=100, method="inclusive")[98]
-
-
 def token_gaps(
     replies: Iterable[Reply], since: float = 0.0, until: float = math.inf
 ) -> list[float]:

@@ -84,16 +84,19 @@ class Served(ServedEngine):
 
 @contextmanager
 def served_engine(
-    *arguments: str, model: str = MODEL, env: dict[str, str] | None = None
+    *arguments: str,
+    model: str = MODEL,
+    env: dict[str, str] | None = None,
+    module: str = "engine.cli.main",
 ) -> Iterator[Served]:
     """`engine serve MODEL ARGUMENTS` on a free port, with a folder of its own for what it stores;
-    ended with SIGTERM, unless it has ended before.
+    ended with SIGTERM, unless it has ended before. `module`: what is run instead of `engine`.
     """
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
         folder = Path(name)
         own = {"XDG_DATA_HOME": str(folder / "data"), "TMPDIR": str(folder / "tmp")}
         os.mkdir(folder / "tmp")
-        with serve(model, *arguments, env=own | (env or {})) as started:
+        with serve(model, *arguments, env=own | (env or {}), module=module) as started:
             yield Served(started.process, started.url, started.log, folder)
 
 

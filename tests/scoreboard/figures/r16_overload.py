@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from benchmarks.prompts import words
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
 from tests.scoreboard.load_http import judge_all, post
-from tests.scoreboard.meters import p99
-from tests.scoreboard.served_engine import Served, served_engine
+from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import Reply, completion
 
 FACTOR = 10
@@ -104,7 +103,7 @@ async def _measure(run: Run, served: Served) -> Values:
     }
     return {
         "goodput_of_peak": flood.tokens_per_s / max(peaks),
-        "p99_of_429_ms": p99([reply.seconds for reply in refused]) * 1e3,
+        "p99_of_429_ms": percentile([reply.seconds for reply in refused], 0.99) * 1e3,
         "rss_growth": grown,
         "errors_other_than_429": len(run.failures),
     }
