@@ -18,6 +18,7 @@ from tests.scoreboard.streams import CHAT, COMPLETIONS, MODEL, Reply, completion
 SETTLE_S = 3.0  # a server imports what few need when it is ready
 SECONDS = 30.0
 NUM_STREAMS = 64
+START_APART_S = 0.05
 NUM_SENDERS = 4
 MEBIBYTE = 2**20
 
@@ -57,6 +58,7 @@ async def _measure(run: Run, served: Served, looks: Looks) -> Values:
     run.notes |= {
         "streams": len(streams),
         "probes": len(probes.seconds),
+        "slowest_livez_ms": round(max(probes.seconds) * 1e3, 1),
         "longest_without_processor_ms": round(max(look.late_s for look in seen) * 1e3, 1),
     }
     return {
@@ -67,11 +69,14 @@ async def _measure(run: Run, served: Served, looks: Looks) -> Values:
 
 
 async def _streams(served: Served, until: float) -> list[Reply]:
+    """Of different lengths, and begun one by one, so that they don't all begin again at once."""
+
     async def client(number: int) -> list[Reply]:
+        await asyncio.sleep(number * START_APART_S)
         replies = []
         while time.monotonic() < until:
-            prompt = f"{number}, {len(replies)}"
-            replies.append(await post(served, completion(prompt, max_tokens=32, stream=True)))
+            body = completion(f"{number}, {len(replies)}", max_tokens=64 + number, stream=True)
+            replies.append(await post(served, body))
         return replies
 
     everybody = await asyncio.gather(*(client(number) for number in range(NUM_STREAMS)))
