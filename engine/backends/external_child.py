@@ -79,7 +79,13 @@ class ExternalChild:
         assert mark is not None, "a child that nobody has waited for is there"
         record = RecordFile(ChildRecord(name, (mark,), folder))
         child = cls(process, ours, logs, record, grace_s)
-        order = {"argv": list(argv), "env": dict(env), "grace_s": grace_s}
+        order = {
+            "argv": list(argv),
+            "env": dict(env),
+            "grace_s": grace_s,
+            "record": str(record.path),
+            "folder": folder,
+        }
         with suppress(OSError):  # it has died: its end says so
             ours.sendall(json.dumps(order).encode() + b"\n")
         return child

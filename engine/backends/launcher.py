@@ -4,14 +4,16 @@
 parent holds. One line of JSON comes over it: what to run (its environment may be another
 interpreter's, so it is not this one's). When the parent ends, however it ends, the socket closes.
 On this, and on SIGTERM, the program is asked to end and given some time; then it and every
-descendant is killed, also those in other sessions. The same when the program ends by itself. The
-exit status is the program's, or 128 plus the signal that ended it.
+descendant is killed, also those in other sessions. The same when the program ends by itself. What
+the parent would have removed, had it lived, is removed then. The exit status is the program's, or
+128 plus the signal that ended it.
 """
 
 import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,6 +38,7 @@ class Launcher:
         self._deadline: float | None = None  # of a program that was asked to end
         self._status: int | None = None
         self._pid = 0
+        self.is_orphaned = False
 
     def run(self, argv: Sequence[str], env: Mapping[str, str]) -> int:
         adopt_orphans()
@@ -67,6 +70,7 @@ class Launcher:
             readable, _, _ = select.select(sources, [], [], left)
             if self._parent in readable:  # nothing more is ever sent: the parent is gone
                 sources.remove(self._parent)
+                self.is_orphaned = True
                 self._ask_to_end(min(self._grace_s, ORPHAN_GRACE_S))
             if wakes in readable:
                 wakes.recv(4096)
@@ -98,6 +102,14 @@ def kill_all(reap: Callable[[], None]) -> None:
     reap()
 
 
+def remove_leavings(record: str, folder: str) -> None:
+    """The file that told of this run, and the folder of its socket."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(record)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _dies_with(pid: int) -> Callable[[], None]:
     return lambda: die_with_parent(pid)
 
@@ -109,7 +121,11 @@ def main() -> None:
     if not told.endswith(b"\n"):
         sys.exit("the parent ended before it had told what to run")
     order = json.loads(told)
-    sys.exit(Launcher(parent, order["grace_s"]).run(order["argv"], order["env"]))
+    launcher = Launcher(parent, order["grace_s"])
+    status = launcher.run(order["argv"], order["env"])
+    if launcher.is_orphaned:
+        remove_leavings(order["record"], order["folder"])
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -100,9 +100,9 @@ class RecordFile:
         handle, name = tempfile.mkstemp("", ".", directory)
         self._file = os.fdopen(handle, "wb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._path = directory / f"{Path(name).name.lstrip('.')}{_SUFFIX}"
+        self.path = directory / f"{Path(name).name.lstrip('.')}{_SUFFIX}"
         self._write()
-        os.rename(name, self._path)
+        os.rename(name, self.path)
 
     @property
     def processes(self) -> tuple[ProcessMark, ...]:
@@ -116,7 +116,7 @@ class RecordFile:
             self._write()
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         self._file.close()
         _remove_folder(self._record.folder)
 

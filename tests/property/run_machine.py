@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.property.test_runtime_machine import RuntimeMachine
 
 RULES_PER_HISTORY = 60
-HISTORIES_AT_ONCE = 100
+HISTORIES_AT_ONCE = 25
 
 
 def run(steps: int, first_seed: int) -> dict:

@@ -24,7 +24,7 @@ from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.scheduler import ScheduledBatch, Scheduler
 from engine.backends.custom.runtime.seam import ModelRunner, RunnerSpec
 from engine.core import faults
 from engine.core.faults import Fault
@@ -40,6 +40,7 @@ TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 NUM_REQUESTS = 24  # different ones
 MOST_TURNS = 5000
 RETRIED = ("schedule", "forward", "sample", "wait", "publish")
+KINDS = ("batches", "chunks", "hits", "preemptions", "failures")  # what a schedule can meet
 Output = dict[int, tuple[int, ...]]  # by choice
 
 
@@ -74,11 +75,22 @@ class Engine:
         self.pool = BlockPool(shape.num_blocks + 1)
         self.kv = KVCache(self.pool, RadixCache(self.pool, size), size, sharing=shape.sharing)
         self.scheduler = Scheduler(self.kv, shape.max_slots)
+        self.seen: Counter[str] = Counter()
+        self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched_schedule
         self.channel = ListChannel()
         budget = StepBudget(shape.budget, shape.max_slots)
         self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, 1000)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
+
+    def _watched_schedule(self, budget: int, now: float) -> ScheduledBatch | None:
+        batch = self._schedule(budget, now)
+        if batch is not None:
+            self.seen["batches"] += len(batch.rows) > 1
+            self.seen["chunks"] += sum(
+                row.start + row.length < row.seq.num_prompt for row in batch.rows
+            )
+        return batch
 
     def turn(self) -> None:
         self._loop.turn(0.0)
@@ -209,6 +221,7 @@ def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
             seen["failures"] += plan.num_strikes
         engine.turn()
     engine.finish()
+    seen.update(engine.seen)
     seen["preemptions"] += engine.scheduler.num_preemptions
     seen["hits"] += engine.kv.num_hit
     return _count_mismatches(model, engine, asked, seen)
@@ -240,7 +253,8 @@ def run(name: str, num_schedules: int, seed: int) -> dict:
         "model": name,
         "schedules": num_schedules,
         "mismatches": mismatches,
-        **{key: seen[key] for key in ("compared", "hits", "preemptions", "failures")},
+        "compared": seen["compared"],
+        **{key: seen[key] for key in KINDS},
         "seconds": round(time.monotonic() - began, 1),
         "seed": seed,
         "first_failing": failing,

@@ -23,6 +23,7 @@ from tests.served import ServedEngine, serve
 
 MODEL = "smollm2-135m-instruct"
 IDLE_WITHIN_S = 30.0
+OWN_FOLDERS = {"XDG_DATA_HOME": "data", "XDG_RUNTIME_DIR": "run", "TMPDIR": "tmp"}
 
 
 @dataclass
@@ -40,18 +41,8 @@ class Served(ServedEngine):
         return host, int(port)
 
     def samples(self) -> dict[str, float]:
-        """One look at /metrics: each metric summed over its labels, and blocks by their state."""
-        found: dict[str, float] = {}
-        for line in self.get("/metrics").text.splitlines():
-            if line.startswith("#"):
-                continue
-            name, value = line.rsplit(" ", 1)
-            plain, _, labels = name.partition("{")
-            if plain == "engine_kv_blocks":
-                state = labels.partition('state="')[2].partition('"')[0]
-                plain = f"{state}_blocks"
-            found[plain] = found.get(plain, 0.0) + float(value)
-        return found
+        """One look at /metrics."""
+        return read_samples(self.get("/metrics").text)
 
     def admitted(self) -> int:
         """Requests that hold a place: what admission counts."""
@@ -85,7 +76,7 @@ class Served(ServedEngine):
 @contextmanager
 def served_engine(
     *arguments: str,
-    model: str = MODEL,
+    model: str | None = MODEL,
     env: dict[str, str] | None = None,
     module: str = "engine.cli.main",
 ) -> Iterator[Served]:
@@ -94,10 +85,28 @@ def served_engine(
     """
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
         folder = Path(name)
-        own = {"XDG_DATA_HOME": str(folder / "data"), "TMPDIR": str(folder / "tmp")}
-        os.mkdir(folder / "tmp")
-        with serve(model, *arguments, env=own | (env or {}), module=module) as started:
+        own: dict[str, str] = {}
+        for variable, part in OWN_FOLDERS.items():
+            own[variable] = str(folder / part)
+            os.mkdir(folder / part, mode=0o700)
+        words = arguments if model is None else (model, *arguments)
+        with serve(*words, env=own | (env or {}), module=module) as started:
             yield Served(started.process, started.url, started.log, folder)
+
+
+def read_samples(text: str) -> dict[str, float]:
+    """A page of metrics: each summed over its labels, and blocks by their state."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        name, value = line.rsplit(" ", 1)
+        plain, _, labels = name.partition("{")
+        if plain == "engine_kv_blocks":
+            state = labels.partition('state="')[2].partition('"')[0]
+            plain = f"{state}_blocks"
+        found[plain] = found.get(plain, 0.0) + float(value)
+    return found
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -10,7 +10,7 @@ ends a request is told apart: a whole answer, a well-formed failure, or neither 
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class MalformedError(Exception):
 class Reply:
     """What became of one request. Times are of the monotonic clock."""
 
-    began: float
+    began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     status: int = 0  # 0: no head of an answer came
     headers: dict[str, str] = field(default_factory=dict)
@@ -96,9 +96,12 @@ async def ask(
     *,
     headers: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
+    reply: Reply | None = None,
 ) -> Reply:
-    """One request on a connection of its own, read to its end and judged."""
-    reply = Reply(time.monotonic())
+    """One request on a connection of its own, read to its end and judged. `reply` is for callers
+    that watch it while it comes.
+    """
+    reply = Reply() if reply is None else reply
     try:
         async with asyncio.timeout(patience_s):
             reader, writer = await asyncio.open_connection(*server.address)
@@ -113,6 +116,25 @@ async def ask(
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         reply.problem = f"{type(error).__name__}: {error}"
     reply.ended = reply.ended or time.monotonic()
+    return reply
+
+
+async def all_begun(replies: Sequence[Reply], num_pieces: int = 2) -> None:
+    """Wait until of each so many pieces have come."""
+    while any(len(reply.times) < num_pieces for reply in replies):
+        assert not any(reply.ended for reply in replies), "one ended before all had begun"
+        await asyncio.sleep(0.01)
+
+
+async def look(server: HasAddress, path: str) -> Reply:
+    """A GET, cheap enough to be repeated every few milliseconds; not judged."""
+    reply = Reply()
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    try:
+        await read_reply(reader, reply)
+    finally:
+        writer.close()
     return reply
 
 
@@ -147,8 +169,7 @@ def judge(reply: Reply) -> None:
     elif reply.status == 200:
         for choice in json.loads(reply.body)["choices"]:
             _expect(choice["finish_reason"] is not None, "a choice without an end")
-            content = choice["text"] if "text" in choice else choice["message"]["content"]
-            reply.texts[choice["index"]] = content or ""
+            reply.texts[choice["index"]] = _said(choice, "message")
     else:
         _expect(reply.status >= 400, f"status {reply.status}")
         reply.error = _well_formed(json.loads(reply.body))
@@ -175,12 +196,20 @@ def _join_choices(reply: Reply, chunks: list[dict[str, Any]]) -> None:
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         index = choice["index"]
         _expect(index not in ended, f"choice {index} goes on after its end")
-        text = choice["text"] if "text" in choice else choice["delta"].get("content")
-        reply.texts[index] = reply.texts.get(index, "") + (text or "")
+        reply.texts[index] = reply.texts.get(index, "") + _said(choice, "delta")
         if choice["finish_reason"] is not None:
             ended.add(index)
     if reply.error is None:
         _expect(bool(ended) and ended == set(reply.texts), "[DONE] before every choice has ended")
+
+
+def _said(choice: dict[str, Any], part: str) -> str:
+    """Text, and what tools are to be called with."""
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice[part]
+    calls = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
+    return "".join(text for text in (message.get("content"), *calls) if text)
 
 
 def _well_formed(body: Any) -> dict[str, Any]:

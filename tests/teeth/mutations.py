@@ -1,23 +1,9 @@
-"""Mistakes that the suite must notice: each breaks one invariant or guard on purpose.
+"""Mistakes in the runtime and in how faults are contained: one for each invariant and guard."""
 
-A mistake is a piece of a module's source and what stands there instead. `caught_by` is where it is
-noticed: the state machine, the random schedules, or a test by its node id.
-"""
+from tests.teeth.edge_mutations import EDGE
+from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
 
-from dataclasses import dataclass
-
-MACHINE = "machine"
-SCHEDULES = "schedules"
 RUNTIME = "engine.backends.custom.runtime"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    name: str
-    module: str
-    right: str
-    wrong: str
-    caught_by: str = MACHINE
 
 
 def runtime(name: str, module: str, right: str, wrong: str, caught_by: str = MACHINE) -> Mutation:
@@ -346,4 +332,4 @@ GUARDS = [
     ),
 ]
 
-MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS}
+MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE}

@@ -1,4 +1,5 @@
-"""Makes one mistake of `mutations.py` in this process and runs what should notice it.
+"""Makes one mistake of `mutations.py`, in this process and in those that it starts, and runs what
+should notice it.
 
     python -m tests.teeth.run "INV-01 blocks leak"
 
@@ -8,11 +9,15 @@ Exit status: 0 noticed, 1 not noticed, 2 the source has changed and the mistake 
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.teeth.mutations import MACHINE, MUTATIONS, SCHEDULES, Mutation
+from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
+from tests.teeth.mutations import MUTATIONS
 
 NOTICED, UNNOTICED, STALE = 0, 1, 2
 NUM_STEPS = 15_000
@@ -74,9 +79,26 @@ def main(name: str) -> int:
     if not applies(mutation):
         print(f"{mutation.module} no longer has what {name!r} replaces; mend the list")
         return STALE
-    sys.meta_path.insert(0, _Finder(mutation))
+    install(mutation)
     logging.disable(logging.CRITICAL)
-    return NOTICED if is_noticed(mutation) else UNNOTICED
+    with tempfile.TemporaryDirectory() as folder:
+        hand_on(mutation, Path(folder))
+        return NOTICED if is_noticed(mutation) else UNNOTICED
+
+
+def install(mutation: Mutation) -> None:
+    sys.meta_path.insert(0, _Finder(mutation))
+
+
+def hand_on(mutation: Mutation, folder: Path) -> None:
+    """To every interpreter that is started from here: each runs this before anything else."""
+    lines = (
+        "from tests.teeth.mutations import MUTATIONS",
+        "from tests.teeth.run import install",
+        f"install(MUTATIONS[{mutation.name!r}])",
+    )
+    (folder / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(folder), os.getcwd()))
 
 
 if __name__ == "__main__":

@@ -186,3 +186,16 @@ def test_figures_are_reported_as_soon_as_there_is_nothing_left_to_do(depth):
         engine.loop.turn(0.0)
     reports = [m.stats for m in engine.channel.outbox if isinstance(m, Stats)]
     assert reports and reports[-1].generated_tokens == 1 and reports[-1].num_running == 0
+
+
+def test_figures_are_reported_when_the_last_request_is_aborted_between_steps(depth):
+    engine = ToyEngine(depth=depth)
+    engine.submit("a", (1, 2, 3), max_tokens=30)
+    engine.turn(3)
+    engine.loop._send_stats(force=True)
+    engine.channel.inbox.append(Abort("a"))
+    for _ in range(2):  # a step may still be in flight
+        engine.loop.turn(0.0)
+    reports = [each.stats for each in engine.channel.outbox if isinstance(each, Stats)]
+    assert reports[0].num_referenced_blocks > 0
+    assert (reports[-1].num_running, reports[-1].num_referenced_blocks) == (0, 0)

@@ -95,6 +95,13 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> "LLMatcher":
+        """Tried twice if it fails by no fault of the grammar: many may be waiting for it."""
+        try:
+            return self._compile_once(grammar)
+        except InferenceError:
+            return self._compile_once(grammar)
+
+    def _compile_once(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
         try:

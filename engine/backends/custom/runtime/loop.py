@@ -101,7 +101,7 @@ class EngineLoop:
         self._checked_step = 0
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
-        self._stats_step = 0  # the last step that was reported
+        self._reported = (0, 0, 0)  # steps, running, waiting
         self._num_schedule_failures = 0  # in a row
         self._patience_s = UNKNOWN_PATIENCE_S
         self.is_computing = False  # a call of the runner, which may be interrupted
@@ -330,13 +330,18 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        return self._stats_step != self._num_steps
+        """Something has happened since the last report; it need not have been a step."""
+        return self._reported != self._state
+
+    @property
+    def _state(self) -> tuple[int, int, int]:
+        return self._num_steps, self.scheduler.num_running, self.scheduler.num_waiting
 
     def _send_stats(self, force: bool) -> None:
         now = time.monotonic()
         if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
             self._stats_sent_at = now
-            self._stats_step = self._num_steps
+            self._reported = self._state
             self._channel.send(Stats(self.stats()))
 
     def describe(self) -> str:

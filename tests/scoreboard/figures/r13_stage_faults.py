@@ -1,0 +1,99 @@
+"""R13: every stage of a request's life fails once while eight requests are served together."""
+
+import asyncio
+from typing import Any
+
+from engine.core import faults
+from engine.core.faults import Fault
+from tests.scoreboard.figure import Run, Values, at_most, figure
+from tests.scoreboard.served_engine import MODEL, Served, served_engine
+from tests.scoreboard.streams import CHAT, Reply, ask
+
+NUM_CLIENTS = 8
+# A fault there costs nobody anything: it is repeated, or only costs a cache entry.
+HARMLESS = ("compile", "schedule", "forward", "sample", "wait", "publish")
+COSTS_ONE = (
+    *("validate", "template", "tokenize", "check_grammar", "submit", "intake"),
+    *("allocate", "update", "nonfinite", "detokenize", "parse", "format"),
+)
+# Which of the times that a stage is passed; eight grammars are one, checked and compiled once.
+MOMENTS = (2, 6)
+ONCE = ("check_grammar", "compile")
+
+
+def body(number: int) -> dict[str, Any]:
+    """A chat with a tool and a grammar, so that it passes every stage."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "note", "parameters": schema}}
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"{number}: say a number."}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_tokens": 6,
+        "temperature": 0,
+        "stream": number % 2 == 0,
+    }
+
+
+async def ask_all(served: Served) -> list[Reply]:
+    return await asyncio.gather(*(ask(served, body(n), CHAT) for n in range(NUM_CLIENTS)))
+
+
+def has_struck(served: Served, point: str, replies: list[Reply]) -> bool:
+    """An exception is in the log; a row that was marked is seen by what it cost."""
+    if point == "nonfinite":
+        return any(not reply.is_whole for reply in replies)
+    return any(f"a fault was planned at {point}" in line for line in served.log)
+
+
+class Tally:
+    def __init__(self, run: Run, expected: list[dict[int, str]]) -> None:
+        self._run = run
+        self._expected = expected
+        self.num_failed = self.num_changed = self.num_unstruck = 0
+
+    def try_stage(self, point: str, at: int) -> None:
+        fault = Fault(point, "mark" if point == "nonfinite" else "raise", at=at)
+        with served_engine(env=faults.environment(fault)) as served:
+            replies = asyncio.run(ask_all(served))
+            served.wait_until_idle()
+            struck = has_struck(served, point, replies)
+        self._run.cases += 1
+        failed = [reply for reply in replies if not reply.is_whole]
+        pairs = zip(replies, self._expected, strict=True)
+        changed = [reply for reply, text in pairs if reply.is_whole and reply.texts != text]
+        innocent = len(failed) - (point in COSTS_ONE)
+        if innocent > 0 or changed or not struck:
+            told = [reply.problem or reply.error for reply in failed]
+            self._run.fail(f"{point} at {at}: {told}, {len(changed)} changed, struck: {struck}")
+        self.num_failed += max(0, innocent)
+        self.num_changed += len(changed)
+        self.num_unstruck += not struck
+
+
+@figure(
+    "R13",
+    "an exception in each stage of eight requests that are served together",
+    minutes=3,
+    limits={
+        "innocent_failed": at_most(0),
+        "outputs_changed": at_most(0),
+        "stages_not_struck": at_most(0),
+    },
+    in_quick=False,
+)
+def stage_faults(run: Run) -> Values:
+    with served_engine() as served:
+        replies = asyncio.run(ask_all(served))
+    assert all(reply.is_whole for reply in replies), [reply.problem for reply in replies]
+    tally = Tally(run, [reply.texts for reply in replies])
+    for point in HARMLESS + COSTS_ONE:
+        for at in (1,) if point in ONCE else MOMENTS:
+            tally.try_stage(point, at)
+    run.notes["stages"] = len(HARMLESS + COSTS_ONE)
+    return {
+        "innocent_failed": tally.num_failed,
+        "outputs_changed": tally.num_changed,
+        "stages_not_struck": tally.num_unstruck,
+    }

@@ -1,0 +1,278 @@
+"""Mistakes at the server's edge: keys, limits, web pages, plugins, model files, fair shares."""
+
+from tests.teeth.mutation import Mutation
+
+AUTH = "engine.servers.auth"
+QUOTAS = "engine.servers.quotas"
+BODIES = "engine.servers.limits"
+GUARD = "engine.servers.guard"
+PLUGIN = "engine.plugins.host"
+EXAMINATION = "engine.core.utils.examination"
+CHILD = "engine.core.utils.examination_child"
+SHARES = "engine.backends.custom.runtime.fairness"
+
+AUTH_TESTS = "tests/security/test_http_auth.py"
+KEY_TESTS = "tests/security/test_keys.py"
+LIMIT_TESTS = "tests/security/test_http_limits.py"
+QUOTA_TESTS = "tests/unit/test_quotas.py"
+PLUGIN_TESTS = "tests/security/test_misbehaving_plugins.py"
+EXAMINATION_TESTS = "tests/security/test_examination.py"
+SHARE_TESTS = "tests/unit/test_fair_share.py"
+
+KEYS = [
+    Mutation(
+        "SEC-22 no key is needed",
+        AUTH,
+        "        if principal is None and route not in PUBLIC_ROUTES:\n",
+        "        if False:\n",
+        f"{AUTH_TESTS}::test_every_route_needs_the_key",
+    ),
+    Mutation(
+        "SEC-22 any key administers",
+        AUTH,
+        "        if principal is not None and route.startswith(ADMIN_PATH):\n",
+        "        if False:\n",
+        f"{KEY_TESTS}::test_administration_needs_its_own_key",
+    ),
+    Mutation(
+        "SEC-21 keys are compared byte by byte",
+        AUTH,
+        "                if hmac.compare_digest(presented, expected):\n",
+        "                if presented == expected:\n",
+        f"{AUTH_TESTS}::test_keys_are_compared_in_constant_time",
+    ),
+    Mutation(
+        "SEC-21 keys are guessed without a pause",
+        QUOTAS,
+        "        if window.used > self.max_per_minute:\n",
+        "        if False:\n",
+        f"{KEY_TESTS}::test_guessing_is_slowed_down_by_address",
+    ),
+    Mutation(
+        "SEC-21 keys are short",
+        "engine.core.key_file",
+        "KEY_BYTES = 32\n",
+        "KEY_BYTES = 12\n",
+        f"{KEY_TESTS}::test_a_key_is_long_told_once_and_never_written_down",
+    ),
+    Mutation(
+        "SEC-21 a keys file that others write is read",
+        "engine.core.key_file",
+        "        with open_private(path) as file:\n",
+        "        with open(path, 'rb') as file:\n",
+        f"{KEY_TESTS}::test_a_file_that_others_can_write_is_refused",
+    ),
+    Mutation(
+        "SEC-31 all tenants are one",
+        "engine.servers.keys",
+        '(f"tenant\\n{entry.tenant_name}".encode())',
+        '(b"tenant")',
+        f"{KEY_TESTS}::test_tenants_are_owners_and_namespaces",
+    ),
+]
+
+LIMITS = [
+    Mutation(
+        "limits: requests in a minute are not counted",
+        QUOTAS,
+        "        if window.used > limit:\n",
+        "        if False:\n",
+        f"{QUOTA_TESTS}::test_requests_in_a_minute",
+    ),
+    Mutation(
+        "limits: tokens in a minute are not counted",
+        QUOTAS,
+        "        if window.used > limit or window.used - tokens > limit - 1:\n",
+        "        if False:\n",
+        f"{QUOTA_TESTS}::test_tokens_are_charged_before_and_put_right_after",
+    ),
+    Mutation(
+        "limits: what was not used is not given back",
+        QUOTAS,
+        "        difference = num_tokens - self.num_charged\n",
+        "        difference = 0\n",
+        f"{QUOTA_TESTS}::test_tokens_are_charged_before_and_put_right_after",
+    ),
+    Mutation(
+        "limits: a place is not given back",
+        QUOTAS,
+        "        leases.remove(lease)\n",
+        "",
+        f"{QUOTA_TESTS}::test_every_path_gives_everything_back",
+    ),
+    Mutation(
+        "limits: one more at once",
+        QUOTAS,
+        "len(leases) >= limits.max_concurrent:",
+        "len(leases) > limits.max_concurrent:",
+        f"{QUOTA_TESTS}::test_requests_at_once_and_in_the_queue",
+    ),
+    Mutation(
+        "limits: the queue has no end",
+        QUOTAS,
+        "        if num_queued >= limits.max_queued:\n",
+        "        if False:\n",
+        f"{QUOTA_TESTS}::test_requests_at_once_and_in_the_queue",
+    ),
+    Mutation(
+        "SEC-03 a chunked body has no end",
+        BODIES,
+        "        if len(body) + len(chunk) > max_bytes:\n",
+        "        if False:\n",
+        f"{LIMIT_TESTS}::test_a_chunked_body_is_counted_as_it_arrives",
+    ),
+    Mutation(
+        "SEC-03 depth has no end",
+        BODIES,
+        "            if depth > MAX_DEPTH:\n",
+        "            if False:\n",
+        f"{LIMIT_TESTS}::test_depth_is_counted_outside_strings",
+    ),
+    Mutation(
+        "SEC-20 a head may take for ever",
+        "engine.servers.protocol",
+        "self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)",
+        "self.loop.call_later(3600, self.transport.close)",
+        f"{LIMIT_TESTS}::test_silent_and_slow_connections_are_closed",
+    ),
+]
+
+PAGES = [
+    Mutation(
+        "SEC-27 foreign pages may change things",
+        GUARD,
+        "        if all(self._is_friendly(origin, hosts) for origin in",
+        "        if True or all(self._is_friendly(origin, hosts) for origin in",
+        f"{AUTH_TESTS}::test_foreign_origins_may_not_change_anything",
+    ),
+    Mutation(
+        "SEC-27 any host name is ours",
+        GUARD,
+        "        if len(names) != 1:\n            return False\n",
+        "        return True\n",
+        f"{AUTH_TESTS}::test_host_names",
+    ),
+]
+
+PLUGINS = [
+    Mutation(
+        "FLT-23 a plugin that fails is kept",
+        PLUGIN,
+        "        if self._in_a_row.total() >= MAX_FAILURES and not self._is_off:\n",
+        "        if False:\n",
+        f"{PLUGIN_TESTS}::test_requests_pass_a_plugin_that_fails",
+    ),
+    Mutation(
+        "FLT-23 a plugin's failure is the request's",
+        PLUGIN,
+        "        except Exception as error:\n"
+        "            self._fail(hook, error)\n"
+        "            raise self.refusal() from None\n"
+        "        mistake",
+        "        except ZeroDivisionError:\n            raise\n        mistake",
+        f"{PLUGIN_TESTS}::test_requests_pass_a_plugin_that_fails",
+    ),
+    Mutation(
+        "FLT-23 a plugin may take for ever",
+        "engine.plugins.thread",
+        "        async with asyncio.timeout(timeout_s):\n",
+        "        async with asyncio.timeout(10):\n",
+        f"{PLUGIN_TESTS}::test_a_sleeping_plugin_does_not_hold_up_the_loop",
+    ),
+    Mutation(
+        "FLT-23 a plugin changes what it may not",
+        PLUGIN,
+        "        if mistake is not None:\n",
+        "        if False:\n",
+        f"{PLUGIN_TESTS}::test_a_change_that_is_not_allowed_is_a_failure",
+    ),
+    Mutation(
+        "FLT-23 a plugin's words are a client's words",
+        PLUGIN,
+        '        log.debug("plugin %s", self.name, exc_info=error)\n',
+        '        log.error("plugin %s", self.name, exc_info=error)\n',
+        f"{PLUGIN_TESTS}::test_a_failure_is_logged_without_the_clients_words",
+    ),
+]
+
+LED_ASTRAY = f"{EXAMINATION_TESTS}::test_a_parser_that_was_led_astray_harms_nobody"
+MODEL_FILES = [
+    Mutation(
+        "examination: a reader that died has read",
+        EXAMINATION,
+        "    if done.returncode != 0:\n",
+        "    if False:\n",
+        LED_ASTRAY,
+    ),
+    Mutation(
+        "examination: a changed file counts as read",
+        EXAMINATION,
+        "            return file.read(len(identity) + 1) == identity\n",
+        "            return bool(file.read(1))\n",
+        f"{EXAMINATION_TESTS}::test_a_file_is_examined_once_until_it_changes",
+    ),
+    Mutation(
+        "examination: memory has no end",
+        CHILD,
+        "        (resource.RLIMIT_AS, 2 * size + HEADROOM_BYTES),\n",
+        "",
+        LED_ASTRAY,
+    ),
+    Mutation(
+        "examination: processor time has no end",
+        CHILD,
+        "        (resource.RLIMIT_CPU, max_cpu_s),\n",
+        "        (resource.RLIMIT_CPU, 20),\n",
+        LED_ASTRAY,
+    ),
+    Mutation(
+        "examination: programs and connections are allowed",
+        CHILD,
+        "    sys.addaudithook(_refuse)\n",
+        "",
+        LED_ASTRAY,
+    ),
+]
+
+FAIR_SHARE = [
+    Mutation(
+        "fair share: nothing is charged",
+        SHARES,
+        "        self._given[seq.tenant] = before + _guess(seq)\n",
+        "        self._given[seq.tenant] = before\n",
+        f"{SHARE_TESTS}::test_a_flood_does_not_keep_others_waiting",
+    ),
+    Mutation(
+        "fair share: staying away saves up turns",
+        SHARES,
+        "        self._given[tenant] = max(self.given(tenant), self._clock)\n",
+        "        self._given[tenant] = self._given.get(tenant, 0)\n",
+        f"{SHARE_TESTS}::test_turns_are_not_saved_up_by_staying_away",
+    ),
+    Mutation(
+        "fair share: a guess is never put right",
+        SHARES,
+        "self.given(seq.tenant) + actual - _guess(seq)\n",
+        "self.given(seq.tenant)\n",
+        f"{SHARE_TESTS}::test_what_was_never_given_is_not_paid_for",
+    ),
+]
+
+TEXTS = [
+    Mutation(
+        "SEC-15 a template may take for ever",
+        "engine.core.utils.template_limits",
+        "            if left <= 0:\n",
+        "            if False:\n",
+        "tests/security/test_jinja.py::test_bombs_end_soon_and_small",
+    ),
+    Mutation(
+        "SEC-05 control tokens in a client's text are control tokens",
+        "engine.core.utils.chat_template",
+        "        if not self._mask:\n            return value\n",
+        "        if value is not None:\n            return value\n",
+        "tests/security/test_token_smuggling.py::test_content_cannot_close_its_turn",
+    ),
+]
+
+EDGE = KEYS + LIMITS + PAGES + PLUGINS + MODEL_FILES + FAIR_SHARE + TEXTS
