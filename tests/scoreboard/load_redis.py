@@ -144,13 +144,13 @@ class _StandIn:
         if command == b"DBSIZE":
             return b":%d\r\n" % len(self._counts)
         if command == b"GET":
-            text = b"%d" % self._counts[words[0]] if words[0] in self._counts else None
-            return b"$-1\r\n" if text is None else b"$%d\r\n%s\r\n" % (len(text), text)
+            text = b"%d" % self._counts.get(words[0], 0)
+            return b"$%d\r\n%s\r\n" % (len(text), text)
         if command in (b"EVAL", b"EVALSHA"):  # script, 1, name, seconds, amount
             self._counts[words[2]] = self._counts.get(words[2], 0) + int(words[4])
             return b":%d\r\n" % self._counts[words[2]]
         if command == b"HELLO":
-            return b"-ERR unknown command\r\n"
+            return b"%1\r\n+proto\r\n:3\r\n"
         return b"+OK\r\n"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import statistics
 import time
@@ -17,14 +18,14 @@ LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIVEZ_INTERVAL_S = 0.02
 
 
-def token_gaps(
-    replies: Iterable[Reply], since: float = 0.0, until: float = math.inf
-) -> list[float]:
-    """Seconds between the pieces of streams, of those that came between two moments."""
+def token_gaps(replies: Iterable[Reply], since: float, until: float) -> list[float]:
+    """Seconds between the tokens of streams, of those that came between two moments. The first
+    piece is left out: it may be the stream's opening, which does not wait for a token.
+    """
     return [
         later - earlier
         for reply in replies
-        for earlier, later in zip(reply.times, reply.times[1:], strict=False)
+        for earlier, later in itertools.pairwise(reply.times[1:])
         if since <= earlier and later <= until
     ]
 

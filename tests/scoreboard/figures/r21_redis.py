@@ -100,24 +100,26 @@ class _Measurement:
 
     async def _come_back(self, phase: str) -> None:
         self._redis.start()
-        began = time.monotonic()
-        reused = asyncio.create_task(self._until_reused(began))
-        await self._phase(phase)
+        reused = asyncio.create_task(self._until_reused())
+        await self._phase(phase, reused)
         self._reuse_s.append(await reused)
 
-    async def _until_reused(self, began: float) -> float:
+    async def _until_reused(self) -> float:
+        began = time.monotonic()
         while time.monotonic() - began < MOST_REUSE_S:
             if await asyncio.to_thread(self._redis.num_names) > 0:
                 return time.monotonic() - began
             await asyncio.sleep(0.1)
         return float("inf")
 
-    async def _phase(self, phase: str) -> None:
+    async def _phase(self, phase: str, reused: asyncio.Task[float] | None = None) -> None:
         until = time.monotonic() + PHASE_S
         clients = [
             asyncio.create_task(self._client(number, until)) for number in range(NUM_CLIENTS)
         ]
-        await asyncio.sleep(PHASE_S / 2)  # by then it is decided who counts
+        await asyncio.sleep(PHASE_S / 2)
+        if reused is not None:
+            await reused  # from then on it is Redis that counts
         await self._try_limit(phase)
         replies = [reply for each in await asyncio.gather(*clients) for reply in each]
         self._ttft[phase] = [reply.first_s for reply in replies]
