@@ -56,10 +56,13 @@ class ServedEngine:
 
 @contextmanager
 def serve(
-    *arguments: str, env: dict[str, str] | None = None, timeout_s: float = START_TIMEOUT_S
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    module: str = "engine.cli.main",
 ) -> Iterator[ServedEngine]:
     """`engine serve ARGUMENTS` on a free port, until the block ends."""
-    argv = [sys.executable, "-m", "engine.cli.main", "serve", *arguments, "--port", "0"]
+    argv = [sys.executable, "-m", module, "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
     )

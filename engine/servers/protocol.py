@@ -3,9 +3,13 @@ connections.
 
 Without these a client may send its headers for ever, one byte at a time or megabytes of them, and
 any number of silent connections pile up. A body has its deadline where it is read (`limits.py`).
+A server without a file left to open could not even import a module, so connections never take all
+that it may have open.
 """
 
 import asyncio
+import contextlib
+import resource
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,6 +19,27 @@ MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8_192
 MAX_CONNECTIONS = 1_024
+# Connections to other servers, the storage, the engine, and whatever is imported late.
+RESERVED_FILES = 512
+
+
+def raise_file_limit() -> None:
+    """Most systems let a program open 1,024 files unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # then there will be fewer connections
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_connections() -> int:
+    """What the files that may be open leave for them: a quarter at least."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(soft - RESERVED_FILES, soft // 4))
 
 
 class HeadTooLargeError(Exception):
@@ -31,7 +56,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > max_connections():
             self._oldest_idle().transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

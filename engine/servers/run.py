@@ -23,7 +23,7 @@ from engine.core.config import check_exposure
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
 from engine.servers.late_routes import LateRoutes
-from engine.servers.protocol import LimitedProtocol
+from engine.servers.protocol import LimitedProtocol, raise_file_limit
 from engine.servers.services import Services
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,7 @@ def run_server(
     on_progress: Callable[[str], None] | None = None,
 ) -> None:
     """Serve on the main thread until a signal ends it. Returns after an orderly end."""
+    raise_file_limit()
     server = HttpServer(app, sock, on_ready, on_progress)
 
     async def serve_with_signals() -> None:

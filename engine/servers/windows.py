@@ -117,9 +117,17 @@ class Windows:
 
 async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[int, int]:
     if amount == 0:
-        return int(await storage.get(changed)), int(await storage.get(read))
+        return _count(await storage.get(changed)), _count(await storage.get(read))
     now = await storage.incr(changed, 2 * WINDOW_S, amount)
-    return int(now), int(await storage.get(read))
+    return _count(now), _count(await storage.get(read))
+
+
+def _count(value: Any) -> int:
+    """Redis counts in 64 bits: what is more does not come from counting."""
+    count = int(value)
+    if not -(2**63) <= count < 2**63:
+        raise ValueError("not a count")
+    return count
 
 
 def _redis(url: SecretStr) -> Any:

@@ -76,10 +76,13 @@ class Served(ServedEngine):
 
 @contextmanager
 def served_engine(
-    *arguments: str, model: str | None = MODEL, env: dict[str, str] | None = None
+    *arguments: str,
+    model: str | None = MODEL,
+    env: dict[str, str] | None = None,
+    module: str = "engine.cli.main",
 ) -> Iterator[Served]:
     """`engine serve MODEL ARGUMENTS` on a free port, with a folder of its own for what it stores;
-    ended with SIGTERM, unless it has ended before.
+    ended with SIGTERM, unless it has ended before. `module`: what is run instead of `engine`.
     """
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
         folder = Path(name)
@@ -88,7 +91,7 @@ def served_engine(
             own[variable] = str(folder / part)
             os.mkdir(folder / part, mode=0o700)
         words = arguments if model is None else (model, *arguments)
-        with serve(*words, env=own | (env or {})) as started:
+        with serve(*words, env=own | (env or {}), module=module) as started:
             yield Served(started.process, started.url, started.log, folder)
 
 

@@ -3,6 +3,7 @@ SEC-06, SEC-20, SEC-26; T2).
 """
 
 import json
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -267,3 +268,25 @@ def test_the_oldest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) 
         assert backend.num_open == 1
         for connection in idle:
             connection.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "connections"),
+    [
+        (1024, 20_000, 1536, 1024),
+        (1024, resource.RLIM_INFINITY, 1536, 1024),
+        (1024, 1024, 1024, 512),
+        (256, 256, 256, 64),
+        (65_536, 65_536, 65_536, 1024),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1024),
+    ],
+)
+def test_connections_never_take_every_file(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int, connections: int
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
+    protocol.raise_file_limit()
+    assert limits[-1] == (raised, hard)
+    assert protocol.max_connections() == connections

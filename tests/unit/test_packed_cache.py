@@ -134,13 +134,26 @@ def test_another_plan_or_version_is_packed_again(
     assert not is_cached(matrices, vectors)
 
 
+def rewrite(path: Path, content: bytes) -> None:
+    """As a disk that fails does it: the file's times stay."""
+    status = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def flip(offset: int) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[offset] ^= 1
-        path.write_bytes(data)
+        rewrite(path, data)
 
     return damage
+
+
+def write_into(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(packed_file.HEADER_BYTES + 12345)
+        file.write(b"damage")
 
 
 def claim(num_bytes: int) -> Callable[[Path], None]:
@@ -149,8 +162,9 @@ def claim(num_bytes: int) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         data = path.read_bytes()
         key = data[8:40]
-        head = packed_file.Header(key, num_bytes, bytes(32)).encode()
-        path.write_bytes(head + data[packed_file.HEADER_BYTES :])
+        sealed_s = int(path.stat().st_mtime)
+        head = packed_file.Header(key, num_bytes, bytes(32), sealed_s).encode()
+        rewrite(path, head + data[packed_file.HEADER_BYTES :])
 
     return damage
 
@@ -180,6 +194,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "header digest": flip(packed_file.HEADER_BYTES - 1),
     "hostile size": claim(2**63),
     "size of nothing": claim(0),
+    "data": write_into,
     "text": lambda path: path.write_text("not a packed file"),
     "link": replace_by_link,
     "pipe": replace_by_pipe,
@@ -253,7 +268,8 @@ def test_the_file_used_least_recently_goes_first(tmp_path: Path, store: PackedCa
     bounded = PackedCache(store.directory, max_bytes=2 * size, free_share=1.0)
     for index, path in enumerate(models[:2]):
         load(path, bounded)
-        os.utime(next(store.directory.glob(f"model{index}-*")), (index, index))
+        kept = next(store.directory.glob(f"model{index}-*"))
+        os.utime(kept, ns=(index, kept.stat().st_mtime_ns))
     assert load(models[0], bounded).from_cache, "now the second is the older one"
     load(models[2], bounded)
     assert sorted(path.name[:6] for path in store.directory.iterdir()) == ["model0", "model2"]

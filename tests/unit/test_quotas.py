@@ -271,3 +271,21 @@ async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clo
     with pytest.raises(RateLimitError):
         await quotas.enter(who, 0, {})
     assert broken.num_calls == 1
+
+
+@pytest.mark.parametrize("answer", [b"hello", None, [1], 10**24, -(10**24)])
+async def test_a_redis_that_talks_nonsense_is_not_believed(clock: Clock, answer: object) -> None:
+    class Nonsense:
+        async def incr(self, *args: object) -> object:
+            return answer
+
+        get = incr
+
+    quotas = Quotas(LimitsSettings(requests_per_minute=3))
+    await quotas.windows.prepare()
+    quotas.windows._redis = Nonsense()
+    who = Principal("t", limits=KeyLimits())
+    for _ in range(3):
+        assert await quotas.enter(who, 0, {}) is not None
+    with pytest.raises(RateLimitError):
+        await quotas.enter(who, 0, {})

@@ -1,6 +1,8 @@
 """Tokenizers from GGUF metadata and from directories: what they add, what they refuse."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,16 @@ def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:
     rendered = RenderedPrompt((1, "user\nhi", 2, "\n"))
     expected = [1, *byte_level.encode("user\nhi"), 2, *byte_level.encode("\n")]
     assert byte_level.encode_rendered(rendered) == expected
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_level: Tokenizer) -> None:
+    encoding = threading.Thread(target=byte_level.encode, args=("ab ba " * 200_000,))
+    num_turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 5
 
 
 def test_lone_surrogate_is_the_clients_mistake(byte_level: Tokenizer) -> None:

@@ -216,8 +216,8 @@ class CustomBackend(InferenceBackend):
             most = ready.max_seq_len if limit < 0 else limit
             prompts = [text.cut_prompt(prompt, most) for prompt in prompts]
         for prompt in prompts:
-            check_prompt(prompt, text.config.vocab_size, "input")
             check_input(len(prompt), ready.max_seq_len)
+            check_prompt(prompt, text.config.vocab_size, "input")
         requests = [
             GenerateRequest(
                 request_id=f"{request.request_id}-{index}",
@@ -268,9 +268,10 @@ class CustomBackend(InferenceBackend):
         if context.truncate_prompt_tokens is not None:
             prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
         prompt, params = prepared.token_ids, context.params
+        # Its length first, so that no id of a prompt that is far too long is looked at.
+        check_context(len(prompt), params.max_tokens, ready.max_seq_len, prepared.param)
         check_prompt(prompt, text.config.vocab_size, prepared.param)
         check_params(params, text.config.vocab_size)
-        check_context(len(prompt), params.max_tokens, ready.max_seq_len, prepared.param)
         if prepared.checked_grammar is not None:
             faults.hit("check_grammar", prepared.checked_grammar)
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)

@@ -6,6 +6,7 @@ own control tokens are already ids, reaches them. A `Tokenizer` does not change 
 and threads may share it.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from engine.core.errors import InvalidRequestError
 from engine.core.utils.tokenizer_json import parts_from_directory
 from engine.core.utils.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.utils.tokenizer_tables import TokenizerTables, parts_from_tables
+
+# Read by the library for each batch. Ours have one text: its threads would have nothing to share.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Text exactly as it stands: nothing is added, and control tokens in it are just text."""
         try:
-            return self._engine.encode(text, add_special_tokens=False).ids
+            # For a single text the library would hold the interpreter from beginning to end.
+            return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:  # how the library says that the text is not valid Unicode
             raise InvalidRequestError(
                 "The text holds half of a surrogate pair, which is not Unicode; send whole "

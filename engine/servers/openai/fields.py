@@ -107,9 +107,9 @@ def _parse_truncation(value: Any) -> int | None:
 
 
 def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in value
-    )
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= MAX_TOKEN_ID)
 
 
 def _parse_prompts(value: Any) -> tuple[Prompt, ...]:

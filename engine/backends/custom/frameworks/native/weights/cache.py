@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -62,7 +63,8 @@ class PackedCache:
         try:
             arena = map_packed(path, key, num_bytes)
             with suppress(OSError):  # a read-only disk
-                os.utime(path)  # files used last are removed last
+                # Files used last are removed last. The time of change is the file's seal.
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return None
         except (OSError, PackedFileError) as error:
@@ -92,7 +94,7 @@ class PackedCache:
         others = []
         for file in self.directory.glob(f"*{SUFFIX}"):
             if file != path and (status := _status(file)) is not None:
-                others.append((status.st_mtime_ns, status.st_size, file))
+                others.append((status.st_atime_ns, status.st_size, file))
         total = size + sum(num_bytes for _, num_bytes, _ in others)
         for _, num_bytes, file in sorted(others):
             if total <= self.max_bytes:

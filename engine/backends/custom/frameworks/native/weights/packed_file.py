@@ -1,7 +1,8 @@
 """One file of packed weights: a page of header, then the arena as it lies in memory.
 
 The header's last bytes are a digest of the rest of it. A file counts only if that digest, the key
-and the file's size are right; the digest of the data is there for `verify`, which reads all of it.
+and the file's size are right, and if its time of change is the one in the header: whatever writes
+to it later changes that. The digest of the data is there for `verify`, which reads all of it.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,8 +23,8 @@ from engine.core import faults
 from engine.core.utils.private_files import PART_SUFFIX, open_private
 
 HEADER_BYTES = 4096
-_MAGIC = b"ENGPACK1"
-_FIELDS = struct.Struct("<8s32sQ32s")  # magic, key, bytes of data, digest of data
+_MAGIC = b"ENGPACK2"
+_FIELDS = struct.Struct("<8s32sQ32sQ")  # magic, key, bytes of data, digest of data, time of change
 _DIGEST_BYTES = 32
 _CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -36,9 +38,10 @@ class Header:
     key: bytes
     num_bytes: int
     data_digest: bytes
+    sealed_s: int  # whole seconds, and even, which every file system can keep
 
     def encode(self) -> bytes:
-        fields = _FIELDS.pack(_MAGIC, self.key, self.num_bytes, self.data_digest)
+        fields = _FIELDS.pack(_MAGIC, self.key, self.num_bytes, self.data_digest, self.sealed_s)
         page = fields.ljust(HEADER_BYTES - _DIGEST_BYTES, b"\0")
         return page + hashlib.sha256(page).digest()
 
@@ -77,8 +80,11 @@ def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
                 digest.update(chunk)
                 _write_all(file, chunk)
             file.seek(0)
-            _write_all(file, memoryview(Header(key, arena.size, digest.digest()).encode()))
+            sealed_s = int(time.time()) & ~1
+            header = Header(key, arena.size, digest.digest(), sealed_s)
+            _write_all(file, memoryview(header.encode()))
             os.fsync(file.fileno())
+            os.utime(file.fileno(), (sealed_s, sealed_s))
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -97,7 +103,10 @@ def _read_header(file: BinaryIO) -> Header:
     body = page[:-_DIGEST_BYTES]
     if hashlib.sha256(body).digest() != page[-_DIGEST_BYTES:]:
         raise PackedFileError("its header is damaged")
-    _, key, num_bytes, data_digest = _FIELDS.unpack_from(body)
-    if os.fstat(file.fileno()).st_size != HEADER_BYTES + num_bytes:
+    header = Header(*_FIELDS.unpack_from(body)[1:])
+    status = os.fstat(file.fileno())
+    if status.st_size != HEADER_BYTES + header.num_bytes:
         raise PackedFileError("its size is not what its header says")
-    return Header(key, num_bytes, data_digest)
+    if status.st_mtime_ns != header.sealed_s * 10**9:
+        raise PackedFileError("something has written to it")
+    return header

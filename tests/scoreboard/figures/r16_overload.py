@@ -1,0 +1,139 @@
+"""Ten times as many requests as the server can answer, for a minute.
+
+As many clients as it admits keep it busy, each asking again when it has its answer: what is
+answered then is the peak, taken before and after, of which the higher counts. In between, requests
+arrive ten times as fast, each from a client of its own that does not come back when it is refused.
+Answers differ in length, so that they don't end all at once.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from benchmarks.prompts import words
+from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
+from tests.scoreboard.load_http import judge_all, post
+from tests.scoreboard.served_engine import Served, percentile, served_engine
+from tests.scoreboard.streams import Reply, completion
+
+FACTOR = 10
+PROMPT_WORDS = 16
+TOKENS = range(16, 49)
+MAX_ADMITTED = 128
+SETTLE_S = 10.0  # until the queue is as long as it gets
+PEAK_S = 20.0
+OVERLOAD_S = 60.0
+
+
+@dataclass
+class Window:
+    """Requests that ended between two moments: their replies, and the tokens of answers."""
+
+    began: float
+    ended: float
+    replies: list[Reply] = field(default_factory=list)
+    num_answers: int = 0
+    num_tokens: int = 0
+
+    def note(self, reply: Reply, num_tokens: int) -> None:
+        if self.began <= reply.ended < self.ended:
+            self.replies.append(reply)
+            if reply.status == 200:
+                self.num_answers += 1
+                self.num_tokens += num_tokens
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+Request = Callable[[Window, str], Awaitable[None]]
+
+
+@figure(
+    "R16",
+    "ten times the requests that can be answered, for 60 s",
+    minutes=2.5,
+    limits={
+        "goodput_of_peak": at_least(0.9),
+        "p99_of_429_ms": at_most(50),
+        "rss_growth": at_most(0.1),
+        "errors_other_than_429": at_most(0),
+    },
+    in_quick=False,
+)
+def overload(run: Run) -> Values:
+    limit = {"LLM_ENGINE_SERVER__MAX_CONCURRENT_REQUESTS": str(MAX_ADMITTED)}
+    with served_engine("--log-level", "warning", env=limit) as served:
+        return asyncio.run(_measure(run, served))
+
+
+async def _measure(run: Run, served: Served) -> Values:
+    text, lengths = words(PROMPT_WORDS, run.seed), run.random("lengths")
+
+    async def request(window: Window, name: str) -> None:
+        num_tokens = lengths.choice(TOKENS)
+        body = completion(f"{name}: {text}", max_tokens=num_tokens, stream=True)
+        window.note(await post(served, body), num_tokens)
+
+    before = await _peak(request)
+    memory = served.rss_bytes()
+    flood = await _flood(request, FACTOR * before.num_answers / before.seconds)
+    grown = served.rss_bytes() / memory - 1
+    after = await _peak(request)
+    served.wait_until_idle()
+    judge_all([*before.replies, *flood.replies, *after.replies])
+    refused = [reply for reply in flood.replies if reply.status == 429]
+    run.cases = len(flood.replies)
+    for reply in (*before.replies, *flood.replies, *after.replies):
+        if not reply.is_whole and not (reply.status == 429 and reply.is_well_formed):
+            run.fail(str(reply.problem or reply.error))
+        elif reply.status == 429 and "retry-after" not in reply.headers:
+            run.fail("a 429 without Retry-After")
+    peaks = [before.tokens_per_s, after.tokens_per_s]
+    run.notes |= {
+        "peak_tokens_per_s": [round(peak) for peak in peaks],
+        "offered_requests_per_s": round(len(flood.replies) / flood.seconds, 1),
+        "answered_requests_per_s": round(flood.num_answers / flood.seconds, 1),
+    }
+    return {
+        "goodput_of_peak": flood.tokens_per_s / max(peaks),
+        "p99_of_429_ms": percentile([reply.seconds for reply in refused], 0.99) * 1e3,
+        "rss_growth": grown,
+        "errors_other_than_429": len(run.failures),
+    }
+
+
+async def _peak(request: Request) -> Window:
+    """As many clients as are admitted."""
+    began = time.monotonic() + SETTLE_S
+    window = Window(began, began + PEAK_S)
+
+    async def client(number: int) -> None:
+        while time.monotonic() < window.ended:
+            await request(window, f"{number} at {time.monotonic()}")
+
+    await asyncio.gather(*(client(number) for number in range(MAX_ADMITTED)))
+    return window
+
+
+async def _flood(request: Request, per_s: float) -> Window:
+    """Arrivals at a steady rate, whatever becomes of them."""
+    started = time.monotonic()
+    window = Window(started + SETTLE_S, started + SETTLE_S + OVERLOAD_S)
+    asked: set[asyncio.Task[None]] = set()
+    number = 0
+    while (now := time.monotonic()) < window.ended:
+        while number < (now - started) * per_s:
+            number += 1
+            task = asyncio.create_task(request(window, f"number {number}"))
+            asked.add(task)
+            task.add_done_callback(asked.discard)
+        await asyncio.sleep(0.005)
+    await asyncio.gather(*asked)
+    return window

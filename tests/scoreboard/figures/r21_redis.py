@@ -1,0 +1,152 @@
+"""The Redis that limits are counted in is killed, comes back, is frozen, answers nonsense, and is
+back again, all under load.
+
+Somebody whose limits are never reached must not notice: every request is answered, with the same
+text, hardly later. Somebody with a limit is held to it in each of these times, by Redis's counts or
+by the server's own. Reuse is measured until a Redis that began empty has counts again.
+"""
+
+import asyncio
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from engine.core.key_file import add_key
+from tests.scoreboard.figure import Run, Values, at_most, figure
+from tests.scoreboard.load_http import judge_all, post
+from tests.scoreboard.load_redis import PROGRAM, RedisProcess, nonsense, redis
+from tests.scoreboard.served_engine import Served, percentile, served_engine
+from tests.scoreboard.streams import Reply, completion
+
+PHASE_S = 15.0  # Redis is tried again every five seconds
+NUM_CLIENTS = 4
+LIMIT = 5  # requests in a minute
+NUM_ASKED = 8
+MOST_REUSE_S = 60.0
+PHASES = ("well", "killed", "back", "frozen", "nonsense", "back again")
+PROMPTS = ("The sky is", "Two and two are", "In the beginning", "My name is", "Once upon a time")
+
+
+@figure(
+    "R21",
+    "Redis killed, frozen, talking nonsense, and back",
+    minutes=2,
+    limits={
+        "failed_requests": at_most(0),
+        "added_p99_ttft_ms": at_most(250),
+        "wrong_outputs": at_most(0),
+        "wrong_limits": at_most(0),
+        "time_to_reuse_s": at_most(30),
+    },
+    in_quick=False,
+)
+def broken_redis(run: Run) -> Values:
+    with tempfile.TemporaryDirectory(prefix="scoreboard-") as name, redis(Path(name)) as counts:
+        keys = Path(name) / "keys.json"
+        free = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9}
+        limited = {"requests_per_minute": LIMIT}
+        known = {"free": add_key(keys, "free", limits=free)[0]} | {
+            phase: add_key(keys, phase.replace(" ", "-"), limits=limited)[0] for phase in PHASES
+        }
+        env = {
+            "LLM_ENGINE_SERVER__KEYS_FILE": str(keys),
+            "LLM_ENGINE_LIMITS__REDIS_URL": counts.url,
+        }
+        with served_engine("--log-level", "error", env=env) as served:
+            return asyncio.run(_Measurement(run, served, counts, known).take())
+
+
+class _Measurement:
+    def __init__(
+        self, run: Run, served: Served, counts: RedisProcess, keys: dict[str, str]
+    ) -> None:
+        self._run = run
+        self._served = served
+        self._redis = counts
+        self._keys = keys
+        self._expected: dict[str, str] = {}
+        self._ttft: dict[str, list[float]] = {}
+        self._wrong_outputs = 0
+        self._wrong_limits = 0
+        self._reuse_s: list[float] = []
+
+    async def take(self) -> Values:
+        await self._phase("well")
+        self._redis.kill()
+        await self._phase("killed")
+        await self._come_back("back")
+        self._redis.signal(signal.SIGSTOP)
+        await self._phase("frozen")
+        self._redis.signal(signal.SIGCONT)
+        self._redis.kill()
+        with nonsense(self._redis.port, self._run.seed) as asked:
+            await self._phase("nonsense")
+        await self._come_back("back again")
+        if asked[0] == 0:
+            self._run.fail("nobody asked the one that talks nonsense")
+        p99 = {phase: percentile(times, 0.99) for phase, times in self._ttft.items()}
+        self._run.notes |= {
+            "redis": "the real one" if PROGRAM else "a stand-in",
+            "p99_ttft_ms": {phase: round(seconds * 1e3, 1) for phase, seconds in p99.items()},
+        }
+        return {
+            "failed_requests": len(self._run.failures),
+            "added_p99_ttft_ms": (max(p99.values()) - p99["well"]) * 1e3,
+            "wrong_outputs": self._wrong_outputs,
+            "wrong_limits": self._wrong_limits,
+            "time_to_reuse_s": max(self._reuse_s),
+        }
+
+    async def _come_back(self, phase: str) -> None:
+        self._redis.start()
+        reused = asyncio.create_task(self._until_reused())
+        await self._phase(phase, reused)
+        self._reuse_s.append(await reused)
+
+    async def _until_reused(self) -> float:
+        began = time.monotonic()
+        while time.monotonic() - began < MOST_REUSE_S:
+            if await asyncio.to_thread(self._redis.num_names) > 0:
+                return time.monotonic() - began
+            await asyncio.sleep(0.1)
+        return float("inf")
+
+    async def _phase(self, phase: str, reused: asyncio.Task[float] | None = None) -> None:
+        until = time.monotonic() + PHASE_S
+        clients = [
+            asyncio.create_task(self._client(number, until)) for number in range(NUM_CLIENTS)
+        ]
+        await asyncio.sleep(PHASE_S / 2)
+        if reused is not None:
+            await reused  # from then on it is Redis that counts
+        await self._try_limit(phase)
+        replies = [reply for each in await asyncio.gather(*clients) for reply in each]
+        self._ttft[phase] = [reply.first_s for reply in replies]
+
+    async def _try_limit(self, phase: str) -> None:
+        statuses = [(await self._ask(phase, PROMPTS[0])).status for _ in range(NUM_ASKED)]
+        self._run.cases += NUM_ASKED
+        if statuses != [200] * LIMIT + [429] * (NUM_ASKED - LIMIT):
+            self._wrong_limits += 1
+            self._run.notes[f"statuses_while_{phase}"] = statuses
+
+    async def _client(self, number: int, until: float) -> list[Reply]:
+        replies = []
+        while time.monotonic() < until:
+            prompt = PROMPTS[(number + len(replies)) % len(PROMPTS)]
+            reply = await self._ask("free", prompt)
+            replies.append(reply)
+            self._run.cases += 1
+            judge_all([reply])
+            if not reply.is_whole:
+                self._run.fail(f"{reply.status} {reply.problem or reply.error}")
+            elif self._expected.setdefault(prompt, reply.texts[0]) != reply.texts[0]:
+                self._wrong_outputs += 1
+        return replies
+
+    async def _ask(self, key: str, prompt: str) -> Reply:
+        body = completion(prompt, max_tokens=8, stream=True)
+        return await post(
+            self._served, body, headers={"Authorization": f"Bearer {self._keys[key]}"}
+        )
