@@ -125,6 +125,15 @@ def test_vocabularies_of_another_shape(tmp_path: Path) -> None:
     refused("malformed", model=original["model"] | {"vocab": vocab})
 
 
+def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    pair = write_directory(tmp_path / "pair", chat_template='{{ "\U0001f642" }}')
+    assert "\\ud83d" in (pair / "tokenizer_config.json").read_text()
+    assert Tokenizer.from_directory(pair).chat_template == '{{ "\U0001f642" }}'
+    half = write_directory(tmp_path / "half", chat_template='{{ "\ud83d" }}')
+    with pytest.raises(ModelFormatError, match="surrogates not allowed"):
+        Tokenizer.from_directory(half)
+
+
 def test_template_file_that_is_no_text(tmp_path: Path) -> None:
     directory = write_directory(tmp_path)
     (directory / "chat_template.jinja").write_bytes(b"\xff")

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from engine.core.errors import ModelFormatError
+from engine.core.utils.json_text import check_characters
 from engine.core.utils.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
@@ -72,8 +73,10 @@ def _read_text(path: Path) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
+    text = _read_text(path)
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(text)
+        check_characters(text, value)
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
