@@ -23,6 +23,7 @@ class Number:
     path: str
     place: tuple[str | int, ...]  # an integer stands for a list's only member
     schema: dict[str, Any]
+    whole: dict[str, Any]  # the schema of the body that it is part of, or of the parameter
     in_query: bool = False
 
     @property
@@ -31,8 +32,8 @@ class Number:
         keys = self.schema.keys()
         return bool(keys & {"const", "enum"}) or bool(keys & low and keys & high)
 
-    def values(self) -> Iterator[tuple[str, bool]]:
-        """JSON texts, each with whether it is within the bounds."""
+    def values(self) -> Iterator[str]:
+        """JSON texts."""
         edges: set[float] = {*WHOLE}
         if "minimum" in self.schema:
             edges |= {self.schema["minimum"], self.schema["minimum"] - 1}
@@ -40,10 +41,16 @@ class Number:
             edges |= {self.schema["maximum"], self.schema["maximum"] + 1}
         if self.schema["type"] == "integer":
             edges |= {1.5}
-        check = jsonschema.Draft202012Validator(self.schema)
-        for edge in sorted(edges):
-            yield json.dumps(edge), check.is_valid(edge)
-        yield from ((text, False) for text in NEVER if not (self.in_query and text == '"1"'))
+        yield from map(json.dumps, sorted(edges))
+        yield from (text for text in NEVER if not (self.in_query and text == '"1"'))
+
+    def allows(self, body: bytes) -> bool:
+        """Whether a body, or a parameter, is what the server's description asks for."""
+        try:
+            value = json.loads(body, parse_constant=_refuse)
+        except ValueError:
+            return False
+        return jsonschema.Draft202012Validator(self.whole).is_valid(value)
 
     def body(self, least: dict[str, Any], text: str) -> bytes:
         """`least` with the value in its place."""
@@ -58,13 +65,19 @@ def numbers_of(description: dict[str, Any]) -> Iterator[Number]:
     for path, operations in description["paths"].items():
         for method, operation in operations.items():
             for each in operation.get("parameters", ()):
-                for place, schema in _numbers(description, each["schema"], (each["name"],)):
-                    yield Number(method, path, place, schema, in_query=True)
+                whole = each["schema"]
+                for place, schema in _numbers(description, whole, (each["name"],)):
+                    yield Number(method, path, place, schema, whole, in_query=True)
             content = operation.get("requestBody", {}).get("content", {})
             if "application/json" in content:
-                schema = content["application/json"]["schema"]
-                for place, found in _numbers(description, schema, ()):
-                    yield Number(method, path, place, found)
+                whole = content["application/json"]["schema"]
+                for place, schema in _numbers(description, whole, ()):
+                    everything = whole | {"components": description["components"]}
+                    yield Number(method, path, place, schema, everything)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _numbers(
