@@ -109,6 +109,8 @@ def serve(
 
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
+    from engine.core.config import check_exposure, check_references
+
     # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     faults.arm()
@@ -116,6 +118,8 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     process = EngineProcess()  # it gets ready while this process does
     try:
         loaded = load_cli_settings(config, flags)
+        check_exposure(loaded.settings)
+        check_references(loaded.settings)
 
         def reread() -> "Settings":
             return load_cli_settings(config, flags).settings

@@ -139,6 +139,25 @@ def check_exposure(settings: Settings) -> None:
             )
 
 
+def check_references(settings: Settings) -> None:
+    """Refuse, before anything is loaded, names of what will be needed once everything is."""
+    server, storage, warm_file = settings.server, settings.storage, settings.cache.warm_file
+    if server.keys_file is not None:
+        from engine.core.key_file import read_keys  # few servers have one
+
+        read_keys(server.keys_file)
+    if storage.path is not None and storage.directory.exists() and not storage.directory.is_dir():
+        raise ConfigError(f"storage.path: {storage.path} is not a directory", param="storage.path")
+    if warm_file is not None and not warm_file.expanduser().is_file():
+        raise ConfigError(f"cache.warm_file: there is no file {warm_file}", param="cache.warm_file")
+    if settings.tables.plugins:
+        from engine.core.registry.plugin_registry import plugin_class
+
+        for name, table in settings.tables.plugins.items():
+            if table.enabled:
+                plugin_class(name)
+
+
 def variable_names() -> dict[str, str]:
     """Every environment variable that sets something, with its `section.key`."""
     systematic = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in setting_keys()}

@@ -106,6 +106,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         assemble([entry("k", ARRAY, array(STRING, 2**62))]),
         f"array 'k' of {2**62} strings",
     ),
+    "arrays of a million strings": (
+        assemble([entry(f"k{n}", ARRAY, array(STRING, 2**19, bytes(2**22))) for n in range(3)]),
+        "1572864 strings in arrays is more than the limit",
+    ),
     "array string beyond the file": (
         assemble([entry("k", ARRAY, array(STRING, 2, text("ok") + u64(99)))]),
         "truncated: a string of array 'k'",

@@ -131,6 +131,9 @@ def test_config_files_are_bounded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": 1, "a": 2}')
     with pytest.raises(ModelFormatError, match="'a' appears more than once"):
         read_json(tmp_path, "config.json")
+    (tmp_path / "config.json").write_text(r'{"a": "\ud800"}')
+    with pytest.raises(ModelFormatError, match="surrogates not allowed"):
+        read_json(tmp_path, "config.json")
     with pytest.raises(ModelError, match="cannot read"):
         read_json(tmp_path, "absent.json")
 

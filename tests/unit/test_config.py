@@ -9,6 +9,7 @@ from engine.core.config import (
     SHORT_VARIABLES,
     Settings,
     check_exposure,
+    check_references,
     is_loopback,
     load_settings,
     variable_names,
@@ -302,3 +303,17 @@ def test_cors_for_every_site_needs_a_key() -> None:
     named = load_settings(None, flags | {"server.cors_origins": ["https://a.example"]}).settings
     check_exposure(named)
     assert named.server.allowed_origins == ("https://a.example",)
+
+
+def test_files_are_looked_at_before_anything_is_loaded(tmp_path: Path) -> None:
+    missing, file = str(tmp_path / "absent"), tmp_path / "file"
+    file.write_text("x")
+    for flags, word in (
+        ({"server.keys_file": missing}, "absent"),
+        ({"cache.warm_file": missing}, "cache.warm_file"),
+        ({"storage.path": str(file)}, "storage.path"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            check_references(load_settings(None, flags).settings)
+    flags = {"storage.path": missing, "cache.warm_file": str(file)}
+    check_references(load_settings(None, flags).settings)

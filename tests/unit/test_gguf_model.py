@@ -113,26 +113,27 @@ def test_places_without_a_model(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"llama.block_count": 1}, r"llama model of 1 layers.*blk\.1\."),
-        ({"llama.block_count": 3}, r"missing: layers\.2\.attn\.q\.weight.* and 6 more"),
-        ({"llama.embedding_length": 32}, r"'token_embd\.weight' has shape \[40, 64\].*\[40, 32\]"),
-        ({"llama.vocab_size": 41}, r"tokenizer\.ggml\.tokens has 40 entries for .* 41"),
-        ({"llama.attention.head_count": 0}, "num_heads >= 1"),
-        ({"llama.attention.head_count_kv": 3}, "num_kv_heads divides num_heads"),
-        ({"llama.attention.head_count_kv": 0}, "num_kv_heads >= 1"),
-        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "norm_eps"),
-        ({"llama.rope.freq_base": 0.0}, "rotary theta must be above 0"),
-        ({"llama.rope.freq_base": float("nan")}, "rotary theta must be above 0"),
-        ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count"),
-        ({"llama.rope.scaling.type": "longrope"}, r"llama\.rope\.scaling\.type.*longrope"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count.*experts"),
-        ({"llama.context_length": None}, r"lacks the required key 'llama\.context_length'"),
-        ({"llama.block_count": "two"}, r"'llama\.block_count' must be int, found str"),
-    ],
-)
+# Metadata that the tensors contradict, with the reason that is given.
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"llama.block_count": 1}, r"llama model of 1 layers.*blk\.1\."),
+    ({"llama.block_count": 3}, r"missing: layers\.2\.attn\.q\.weight.* and 6 more"),
+    ({"llama.embedding_length": 32}, r"'token_embd\.weight' has shape \[40, 64\].*\[40, 32\]"),
+    ({"llama.vocab_size": 41}, r"tokenizer\.ggml\.tokens has 40 entries for .* 41"),
+    ({"llama.attention.head_count": 0}, "num_heads >= 1"),
+    ({"llama.attention.head_count_kv": 3}, "num_kv_heads divides num_heads"),
+    ({"llama.attention.head_count_kv": 0}, "num_kv_heads >= 1"),
+    ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "norm_eps"),
+    ({"llama.rope.freq_base": 0.0}, "rotary theta must be above 0"),
+    ({"llama.rope.freq_base": float("nan")}, "freq_base.* finite"),
+    ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count"),
+    ({"llama.rope.scaling.type": "longrope"}, r"llama\.rope\.scaling\.type.*longrope"),
+    ({"llama.expert_count": 8}, r"llama\.expert_count.*experts"),
+    ({"llama.context_length": None}, r"lacks the required key 'llama\.context_length'"),
+    ({"llama.block_count": "two"}, r"'llama\.block_count' must be int, found str"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), CONTRADICTIONS)
 def test_metadata_that_contradicts_the_tensors(
     tmp_path: Path, extra: dict[str, Any], message: str
 ) -> None:

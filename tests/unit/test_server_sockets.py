@@ -315,3 +315,9 @@ def test_openai_client_meets_the_limits() -> None:
         assert limited.value.response.headers["retry-after"] == "1"
         running.close()
         wait_until(lambda: backend.num_open == 0)
+
+
+def test_connections_send_at_once() -> None:
+    """asyncio sets TCP_NODELAY for sockets whose protocol is named, and for no others."""
+    with bind_socket(make_settings(server={"port": 0})) as sock:
+        assert sock.proto == socket.IPPROTO_TCP

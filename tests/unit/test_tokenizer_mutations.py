@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.core.errors import ModelFormatError
@@ -91,4 +92,50 @@ def test_affixes_are_refused_before_the_library_sees_them(tmp_path: Path) -> Non
     spec["model"]["continuing_subword_prefix"] = "x"
     (directory / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(ModelFormatError, match="affixes"):
+        Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("key", ["model", "add_bos_token", "add_space_prefix"])
+def test_arrays_where_one_value_belongs(key: str) -> None:
+    for values in (np.zeros(0), np.arange(3)):
+        with pytest.raises(ModelFormatError, match=f"tokenizer.ggml.{key}"):
+            Tokenizer.from_gguf(sentencepiece_metadata(**{key: values}))
+
+
+def test_vocabularies_of_another_shape(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path)
+    original = json.loads((directory / "tokenizer.json").read_text())
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}
+
+    def refused(words: str, **changes: Any) -> None:
+        (directory / "tokenizer.json").write_text(json.dumps(original | changes))
+        with pytest.raises(ModelFormatError, match=words):
+            Tokenizer.from_directory(directory)
+
+    for entry in (5, "ab", ["a"], ["a", 1, 2], [{}, 0.0], ["a", "b"]):
+        model = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], entry]}
+        refused("pieces with their scores", model=model, decoder=metaspace, added_tokens=[])
+    processor = copy.deepcopy(original["post_processor"])
+    processor["special_tokens"]["<|endoftext|>"]["ids"] = [5000]
+    refused("post_processor adds id 5000", post_processor=processor)
+    # A table would have as many rows as the largest id.
+    far = original["added_tokens"][0] | {"id": 2**23}
+    refused("malformed", added_tokens=[far])
+    vocab = original["model"]["vocab"] | {"far": 2**23}
+    refused("malformed", model=original["model"] | {"vocab": vocab})
+
+
+def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    pair = write_directory(tmp_path / "pair", chat_template='{{ "\U0001f642" }}')
+    assert "\\ud83d" in (pair / "tokenizer_config.json").read_text()
+    assert Tokenizer.from_directory(pair).chat_template == '{{ "\U0001f642" }}'
+    half = write_directory(tmp_path / "half", chat_template='{{ "\ud83d" }}')
+    with pytest.raises(ModelFormatError, match="surrogates not allowed"):
+        Tokenizer.from_directory(half)
+
+
+def test_template_file_that_is_no_text(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path)
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelFormatError, match="not valid UTF-8"):
         Tokenizer.from_directory(directory)

@@ -22,7 +22,9 @@ _TYPES: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, in
 
 
 def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
-    kind = metadata.get(_PREFIX + "model")
+    if not isinstance(metadata.get(_PREFIX + "model"), str):
+        raise ModelFormatError("tokenizer.ggml.model is missing, or no text.")
+    kind = metadata[_PREFIX + "model"]
     pieces = _array(metadata, "tokens", str)
     if not pieces:
         raise ModelFormatError(
@@ -97,7 +99,10 @@ def _array(
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    return bool(metadata.get(_PREFIX + name, default))
+    value = metadata.get(_PREFIX + name, default)
+    if not isinstance(value, (bool, int)):
+        raise ModelFormatError(f"tokenizer.ggml.{name} is neither true nor false.")
+    return bool(value)
 
 
 def _id(metadata: Mapping[str, Any], name: str, pieces: Sequence[str]) -> int | None:

@@ -12,11 +12,13 @@ from typing import Any
 import tokenizers
 
 from engine.core.errors import ModelFormatError
+from engine.core.utils.json_text import check_characters
 from engine.core.utils.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
 _CONTINUES = "##"  # what WordPiece writes before a piece that continues a word
 _MAX_WORD = 1000
+_MAX_IDS = 1 << 21  # ten times what large vocabularies have; a table has a row for each
 # Encoded once at load, so that a file the library cannot cope with is refused there.
 _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
 
@@ -37,7 +39,7 @@ def parts_from_directory(path: Path) -> TokenizerParts:
     engine = _hide_specials(spec, added, specials, path)
     bos_id = _find(settings, "bos_token", pieces, specials)
     eos_id = _find(settings, "eos_token", pieces, specials)
-    first, last = _ends_of_prompt(engine)
+    first, last = _ends_of_prompt(engine, len(pieces), path)
     engine.post_processor = None
     bos_id = first if bos_id is None else bos_id
     eos_id = last if eos_id is None else eos_id
@@ -59,13 +61,22 @@ def parts_from_directory(path: Path) -> TokenizerParts:
     )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _read_text(path: Path) -> str:
     if path.stat().st_size > _MAX_BYTES:
         raise ModelFormatError(f"{path} is larger than {_MAX_BYTES >> 20} MiB.")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path} is not valid UTF-8: {error}.") from error
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+        check_characters(text, value)
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
@@ -123,7 +134,7 @@ def _added_tokens(spec: dict[str, Any], path: Path) -> list[dict[str, Any]]:
             or not isinstance(token.get("id"), int)
             or not isinstance(token.get("content"), str)
             or not isinstance(token.get("special"), bool)
-            or not 0 <= token["id"] < 1 << 24
+            or not 0 <= token["id"] < _MAX_IDS
             or token["id"] in seen
         ):
             raise ModelFormatError(
@@ -156,19 +167,32 @@ def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
         # The library slices pieces by the affix's length, even within a character.
         raise ModelFormatError(f"{path / 'tokenizer.json'}: affixes in model are not supported.")
     if isinstance(vocab, list):  # Unigram: the position is the id
-        vocab = {entry[0]: i for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+        if not all(map(_is_scored_piece, vocab)):
+            raise ModelFormatError(
+                f"{path / 'tokenizer.json'}: a Unigram vocabulary lists pieces with their scores."
+            )
+        vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
         if len(vocab) != len(model["vocab"]):  # type: ignore[index]
             raise ModelFormatError(
                 f"{path / 'tokenizer.json'}: the vocabulary holds a piece twice."
             )
     if not isinstance(vocab, dict) or not all(
-        isinstance(piece, str) and isinstance(i, int) and 0 <= i < 1 << 24
+        isinstance(piece, str) and isinstance(i, int) and 0 <= i < _MAX_IDS
         for piece, i in vocab.items()
     ):
         raise ModelFormatError(f"{path / 'tokenizer.json'}: model.vocab is missing or malformed.")
     if len(set(vocab.values())) != len(vocab):
         raise ModelFormatError(f"{path / 'tokenizer.json'}: two pieces share one id.")
     return vocab
+
+
+def _is_scored_piece(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+        and isinstance(entry[1], (int, float))
+    )
 
 
 def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tuple[str, ...]:
@@ -231,10 +255,18 @@ def _build(spec: str, path: Path) -> tokenizers.Tokenizer:
     return engine
 
 
-def _ends_of_prompt(engine: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
+def _ends_of_prompt(
+    engine: tokenizers.Tokenizer, vocab_size: int, path: Path
+) -> tuple[int | None, int | None]:
     """What the post-processor puts before and after a text, if anything."""
     bare = engine.encode("a", add_special_tokens=False).ids
     full = engine.encode("a", add_special_tokens=True).ids
+    if max(full, default=0) >= vocab_size:
+        # It states ids of its own, which nothing compares with the vocabulary.
+        raise ModelFormatError(
+            f"{path / 'tokenizer.json'}: post_processor adds id {max(full)}, outside the "
+            f"vocabulary of {vocab_size} pieces."
+        )
     if len(full) == len(bare):
         return None, None
     starts = full[0] if full[: len(bare)] != bare else None
@@ -267,7 +299,7 @@ def _generation_ends(path: Path, vocab_size: int) -> list[int]:
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     separate = path / "chat_template.jinja"
     if separate.is_file():
-        return separate.read_text(encoding="utf-8")
+        return _read_text(separate)
     value = settings.get("chat_template")
     if isinstance(value, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}

@@ -208,7 +208,12 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-100, le=100)]  # lower runs first
 EndUser = Annotated[str, Field(max_length=512)]
-TopK = Annotated[int, Field(ge=0, le=MAX_TOKENS), BeforeValidator(_off_if_negative)]
+TopK = Annotated[
+    int,
+    Field(ge=0, le=MAX_TOKENS),
+    BeforeValidator(_off_if_negative),
+    WithJsonSchema({"type": "integer", "minimum": -1, "maximum": MAX_TOKENS}),
+]
 
 LogitBias = Annotated[dict[int, float], *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA))]
 StopStrings = Annotated[

@@ -4,6 +4,7 @@ One file per family builds a `ModelConfig` from a Hugging Face `config.json` or 
 and lists the weights it needs. Frameworks read these and nothing else; no tensor is touched here.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -142,13 +143,20 @@ class Reader:
             if default is _MISSING:
                 raise ModelFormatError(f"{self._where} lacks the required key '{key}'")
             return default  # type: ignore[no-any-return]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = self._finite(value, key)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelFormatError(
                 f"{self._where}: key '{key}' must be {kind.__name__}, found {type(value).__name__}"
             )
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ModelFormatError(f"{self._where}: key '{key}' must fit into 64 bits")
         return value
+
+    def _finite(self, value: float, key: str) -> float:
+        if not abs(value) <= sys.float_info.max:
+            raise ModelFormatError(f"{self._where}: key '{key}' must be a finite number")
+        return float(value)
 
 
 def check_config(config: ModelConfig) -> ModelConfig:

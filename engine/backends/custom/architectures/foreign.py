@@ -47,7 +47,7 @@ def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
 
 def refuse_unsupported_gguf(metadata: Mapping[str, Any]) -> None:
     key = f"{metadata.get('general.architecture')}.expert_count"
-    if metadata.get(key):
+    if Reader(metadata, "GGUF metadata").read(int, key, default=0):
         raise ModelFormatError(f"GGUF metadata: key '{key}': mixtures of experts are not supported")
 
 

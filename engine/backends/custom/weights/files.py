@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, ModelFormatError
+from engine.core.utils.json_text import check_characters
 
 CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".h5")
 _MAX_JSON_BYTES = 16 * 1024 * 1024
@@ -111,7 +112,9 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
         return result
 
     try:
-        parsed = json.loads(text, object_pairs_hook=unique)
+        decoded = text.decode("utf-8-sig")
+        parsed = json.loads(decoded, object_pairs_hook=unique)
+        check_characters(decoded, parsed)
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(parsed, dict):

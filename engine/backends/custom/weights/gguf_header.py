@@ -20,6 +20,9 @@ from engine.core.errors import ModelFormatError
 MAX_RECORDS = 65_536  # tensors, and metadata entries
 MAX_KEY_BYTES = 65_535
 MAX_STRING_BYTES = 16 * 1024 * 1024
+# In arrays, of all metadata together. Large vocabularies have 800,000 pieces and merges; a string
+# takes six times the memory that a short one takes in the file.
+MAX_STRINGS = 1 << 20
 MAX_NAME_BYTES = 63
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
@@ -101,6 +104,7 @@ class _Cursor:
         self._buffer = buffer
         self._name = name
         self._size = len(buffer)
+        self._num_strings = 0
         self.position = 0
 
     @property
@@ -150,6 +154,8 @@ class _Cursor:
         Only the end of the file is checked for each; the limit on one string can't be broken by an
         array that is shorter than it as a whole.
         """
+        self._num_strings += count
+        self.count("strings in arrays", MAX_STRINGS, self._num_strings)
         buffer, size, position = self._buffer, self._size, self.position
         read_length = _U64.unpack_from
         result: list[str] = []

@@ -1,0 +1,13 @@
+"""R01: damaged GGUF files are refused by a typed error, soon and within little memory, or read."""
+
+from tests.scoreboard import mutations_pool
+from tests.scoreboard.figure import Run, Values, figure
+
+
+def again(seed: int) -> None:
+    mutations_pool.again("gguf", seed)
+
+
+@figure("R01", "mutated GGUF files", minutes=3, limits=mutations_pool.LIMITS, case=again)
+def mutated_gguf(run: Run) -> Values:
+    return mutations_pool.measure(run, "gguf", run.share(10_000, quick=60))

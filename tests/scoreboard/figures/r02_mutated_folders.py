@@ -1,0 +1,21 @@
+"""R02: damaged safetensors, tokenizers and configurations are refused by a typed error, soon and
+within little memory, or read.
+"""
+
+from tests.scoreboard import mutations_pool
+from tests.scoreboard.figure import Run, Values, figure
+
+
+def again(seed: int) -> None:
+    mutations_pool.again("folder", seed)
+
+
+@figure(
+    "R02",
+    "mutated safetensors, tokenizer and configuration files",
+    minutes=4,
+    limits=mutations_pool.LIMITS,
+    case=again,
+)
+def mutated_folders(run: Run) -> Values:
+    return mutations_pool.measure(run, "folder", run.share(10_000, quick=60))

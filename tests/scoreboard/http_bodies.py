@@ -1,0 +1,42 @@
+"""The least that each route can be asked for, so that a figure can change one thing about it."""
+
+from typing import Any
+
+MESSAGES = [{"role": "user", "content": "say hello"}]
+
+
+def least_bodies(model: str) -> dict[str, dict[str, Any]]:
+    """By path. None of them takes long to answer."""
+    texts = {"model": model, "query": "a", "documents": ["b", "c"]}
+    return {
+        "/detokenize": {"tokens": [1, 2]},
+        "/generate": {"prompt": "a", "max_tokens": 1},
+        "/rerank": texts,
+        "/tokenize": {"prompt": "a"},
+        "/v1/admin/cache/flush": {},
+        "/v1/admin/cache/warm": {"prompts": ["a"]},
+        "/v1/admin/drain": {},
+        "/v1/admin/keys": {"name": "somebody"},
+        "/v1/admin/keys/{name}/limits": {},
+        "/v1/admin/limits": {},
+        "/v1/admin/log-level": {"level": "info"},
+        "/v1/admin/models/load": {"model": "absent"},
+        "/v1/admin/models/remove": {"id": "absent"},
+        "/v1/admin/models/unload": {"id": "absent"},
+        "/v1/admin/reload": {},
+        "/v1/admin/undrain": {},
+        "/v1/batches": {
+            "input_file_id": "file-absent",
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        },
+        "/v1/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/completions": {"model": model, "prompt": "a", "max_tokens": 1},
+        "/v1/embeddings": {"model": model, "input": "a"},
+        "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
+        "/v1/rerank": texts,
+        "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},
+        "/v1/responses/input_tokens": {"model": model, "input": "a"},
+        "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
+    }

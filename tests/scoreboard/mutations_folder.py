@@ -1,0 +1,227 @@
+"""Damaged model folders: safetensors, their index, configuration, tokenizer, and the small files
+beside them. One or two files of a sound folder are changed, as what they are or as mere bytes.
+"""
+
+import copy
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from engine.backends.custom.architectures.base import ModelConfig
+from tests import checkpoint_folders, safetensors_files, tokenizer_files
+from tests.gguf_files import random_weights, tiny_config
+from tests.safetensors_files import assemble, file_bytes, hf_layout
+from tests.scoreboard.mutations_bytes import EDGES, damaged
+from tests.scoreboard.mutations_json import JUNK, damage
+from tests.scoreboard.mutations_reading import read_model as read
+from tests.security.test_jinja import BOMBS
+from tests.unit import test_encoder_files, test_encoder_tokenizer
+from tests.unit.test_tokenizer_mutations import JUNK as TOKENIZER_JUNK
+
+__all__ = ["read", "sound_files", "write"]
+
+Files = dict[str, bytes]
+WEIGHTS = "model.safetensors"
+_HEADER_JUNK = (*JUNK, *EDGES, "F32", "F16", "BF16", "F64", "I64", "U8", "F4", [0], [0, 0])
+_TEMPLATES = [bomb.encode() for bomb in BOMBS.values() if len(bomb) < 1000]
+_changed: set[Path] = set()  # files that the case before left damaged
+
+
+def _byte_level(folder: Path) -> None:
+    checkpoint_folders.write_hf(folder, "llama", num_layers=1)
+
+
+def _in_shards(folder: Path) -> None:
+    """Two files with an index, and the template in a file of its own."""
+    checkpoint_folders.write_hf(folder, "qwen3", num_layers=1)
+    tensors = _tensors(tiny_config("qwen3", num_layers=1, vocab_size=_vocab_size(folder)))
+    half = len(tensors) // 2
+    shards = {"one.safetensors": dict(list(tensors.items())[:half])}
+    shards["two.safetensors"] = dict(list(tensors.items())[half:])
+    for name, stored in shards.items():
+        (folder / name).write_bytes(file_bytes(stored))
+    places = {tensor: name for name, stored in shards.items() for tensor in stored}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / WEIGHTS).unlink()
+    (folder / "chat_template.jinja").write_text(tokenizer_files.TEMPLATE)
+
+
+def _unigram(folder: Path) -> None:
+    engine = tokenizers.Tokenizer(models.Unigram())
+    engine.pre_tokenizer = pre_tokenizers.Metaspace()
+    engine.decoder = decoders.Metaspace()
+    engine.train_from_iterator(
+        tokenizer_files.CORPUS,
+        trainers.UnigramTrainer(
+            vocab_size=300, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        ),
+    )
+    engine.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    config = tiny_config("qwen2", num_layers=1, vocab_size=engine.get_vocab_size())
+    safetensors_files.write_model(folder, config, _tensors(config))
+
+
+def _encoder(folder: Path) -> None:
+    config = test_encoder_files.config_of()
+    (folder / "config.json").write_text(json.dumps(test_encoder_files.CONFIG))
+    (folder / WEIGHTS).write_bytes(file_bytes(_tensors(config)))
+    test_encoder_tokenizer.write(folder)
+    test_encoder_files.write(folder, pooling_mode="cls")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
+
+
+def _tensors(config: ModelConfig) -> safetensors_files.Arrays:
+    return hf_layout(config, random_weights(config))
+
+
+def _vocab_size(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+@cache
+def _sound() -> tuple[Files, ...]:
+    made = []
+    for build in (_byte_level, _in_shards, _unigram, _encoder):
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            build(folder)
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            made.append({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+    return tuple(made)
+
+
+def sound_files(folder: Path) -> Iterator[Path]:
+    for number, files in enumerate(_sound()):
+        for name, content in files.items():
+            path = folder / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        yield folder / str(number)
+
+
+def write(seed: int, folder: Path) -> Path:
+    """Into the folders that `sound_files` made, of which all are sound but for one."""
+    for path in _changed:
+        number, _, name = path.relative_to(folder).as_posix().partition("/")
+        if name in _sound()[int(number)]:
+            path.write_bytes(_sound()[int(number)][name])
+        else:
+            path.unlink(missing_ok=True)
+    _changed.clear()
+    rng = random.Random(seed)
+    number = rng.randrange(len(_sound()))
+    files = _sound()[number]
+    for name in rng.sample(list(files), rng.choice((1, 1, 1, 2))):
+        path = folder / str(number) / name
+        _changed.add(path)
+        content = _damaged_file(rng, name, files[name])
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+    return folder / str(number)
+
+
+def _damaged_file(rng: random.Random, name: str, content: bytes) -> bytes | None:
+    way = rng.random()
+    if way < 0.02:
+        return None
+    if way < 0.06:  # another model's file of that name, if there is one
+        return rng.choice([files.get(name, content) for files in _sound()])
+    if way < 0.3:
+        return damaged(rng, content, min(len(content), 4096))
+    if name.endswith(".safetensors"):
+        return _damaged_weights(rng, content)
+    if name.endswith(".jinja"):
+        return rng.choice((*_TEMPLATES, b"\xff\xfe", b"{{" * 20_000, b"x" * 300_000))
+    if way < 0.34:
+        return rng.choice(_STRANGE)
+    junk = (*JUNK, *TOKENIZER_JUNK) if name == "tokenizer.json" else JUNK
+    value = json.loads(content)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        damage(rng, value, junk)
+    return json.dumps(value).encode()
+
+
+_STRANGE = (
+    *(b"", b"null", b"[]", b"{}", b'"x"', b"{" * 100_000, b"[" * 100_000, b'{"a":' * 100_000),
+    *(b'{"a": 1, "a": 2}', b"\xef\xbb\xbf{}", b'{"a": ' + b"9" * 5000 + b"}", b"\x80\x04\x95" * 9),
+)
+
+
+def _damaged_weights(rng: random.Random, content: bytes) -> bytes:
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        header, data = rng.choice(_CHANGES)(rng, header, data)
+    stated = None
+    if rng.random() < 0.1:
+        stated = rng.choice((*EDGES, length - 1, length + 1))
+    return assemble(header, data, stated)
+
+
+Header = dict[str, Any]
+
+
+def _change_header(rng: random.Random, header: Header, data: bytes) -> tuple[Header, bytes]:
+    changed = copy.deepcopy(header)
+    damage(rng, changed, _HEADER_JUNK)
+    return changed, data
+
+
+def _change_entry(rng: random.Random, header: Header, data: bytes) -> tuple[Header, bytes]:
+    names = [name for name, entry in header.items() if isinstance(entry, dict)]
+    if not names:
+        return header, data
+    name = rng.choice(names)
+    entry = dict(header[name])
+    match rng.randrange(4):
+        case 0:
+            entry["dtype"] = rng.choice(("F16", "BF16", "F64", "I8", "F4", "F8_E4M3", "C64", "X"))
+        case 1:
+            entry["shape"] = [2 ** rng.randrange(40) for _ in range(rng.randrange(10))]
+        case 2:
+            begin, end = rng.choice(EDGES), rng.choice(EDGES)
+            entry["data_offsets"] = [begin, end]
+        case 3:
+            entry["shape"] = entry.get("shape", [1])[::-1]
+    return header | {name: entry}, data
+
+
+def _rename(rng: random.Random, header: Header, data: bytes) -> tuple[Header, bytes]:
+    """One tensor under another's name, more of them, or fewer."""
+    names = list(header)
+    if not names:
+        return header, data
+    name, other = rng.choice(names), rng.choice(names)
+    match rng.randrange(3):
+        case 0:
+            return {key: value for key, value in header.items() if key != name}, data
+        case 1:
+            return header | {name: header[other], other: header[name]}, data
+        case _:
+            empty = {"dtype": "F32", "shape": [0], "data_offsets": [len(data), len(data)]}
+            more = {f"extra{n}": empty for n in range(rng.choice((1, 5000)))}
+            return header | more, data
+
+
+def _change_data(rng: random.Random, header: Header, data: bytes) -> tuple[Header, bytes]:
+    at = rng.randrange(len(data) + 1)
+    nan = struct.pack("<f", float("nan"))
+    return header, rng.choice(
+        (data[:at], data + data[:at], b"\xff" * len(data), data[:at] + nan + data[at + 4 :])
+    )
+
+
+_CHANGES: tuple[Callable[[random.Random, Header, bytes], tuple[Header, bytes]], ...] = (
+    *(_change_header, _change_header, _change_entry, _change_entry, _rename, _change_data),
+)

@@ -1,0 +1,25 @@
+"""What a server does with a model file that it was given: all of it, on a small scale."""
+
+import contextlib
+from pathlib import Path
+
+from engine.backends.custom.text import parse_text
+from engine.backends.custom.weights.model import open_model
+from engine.core.errors import InvalidRequestError
+
+MESSAGES = [{"role": "user", "content": "Hello, is it 3 o'clock? 🙂"}]
+
+
+def read_model(path: Path) -> None:
+    source = open_model(path)
+    try:
+        text, _ = parse_text(source)
+        for weight in source.weights.values():
+            assert weight.tensor.raw().size == weight.tensor.nbytes
+            assert weight.numpy().shape == weight.spec.shape
+        ids = text.encode_prompt(MESSAGES[0]["content"])
+        assert all(0 <= each < text.tokenizer.vocab_size for each in ids)
+        with contextlib.suppress(InvalidRequestError):  # a template that is no good for this
+            text.template.render(MESSAGES, text.tokenizer.specials)
+    finally:
+        source.close()
