@@ -1,10 +1,15 @@
 """The JAX framework's entry. Importing it does not import JAX; its functions do."""
 
+from dataclasses import replace
+
 from engine.backends.custom.memory import MemoryNeeds, dense_needs, on_gpu
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
+
+# XLA writes its whole KV pool at the start; this much holds tens of a small model's conversations.
+USUAL_POOL_BYTES = 512 * 2**20
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
@@ -18,7 +23,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     """What the weights and a token's keys and values take."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
-        return needs
+        return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
     return on_gpu(needs, source.config, options, device)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from engine.backends.custom.frameworks.jax.execution.packing import Shape, Words, pack, padded
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
-MIN_ROWS = 8  # but for a lone row, which has a program of its own
+MIN_ROWS = 8  # but for one or two, which have a program of their own
+FEW_ROWS = 2  # not one: XLA copies a whole cache that a single row is written to
 MIN_PROMPT_TOKENS = 32
 TILE = 32  # queries of a prompt that attention takes at once
 MIN_TABLE_TOKENS = 2048
@@ -53,7 +54,7 @@ def step_shapes(bucket: Bucket) -> list[Shape]:
 
 
 def padded_rows(count: int) -> int:
-    return 1 if count == 1 else _doubled(MIN_ROWS, count)
+    return FEW_ROWS if count <= FEW_ROWS else _doubled(MIN_ROWS, count)
 
 
 def _doubled(size: int, count: int) -> int:

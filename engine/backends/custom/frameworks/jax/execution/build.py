@@ -2,18 +2,18 @@
 
 import logging
 import re
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import psutil
+from jax.typing import ArrayLike
 
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
 from engine.backends.custom.frameworks.jax.execution.sharding import (
+    home,
     make_mesh,
     param_spec,
-    put,
 )
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig
@@ -22,6 +22,8 @@ from engine.core.errors import ConfigError
 from engine.core.utils.model_store import store_directory
 
 log = logging.getLogger(__name__)
+# It tells of every kind of device that this machine does not have.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 DEVICE = re.compile(r"(?P<platform>cpu|cuda)(?::(?P<first>\d+)(?:-(?P<last>\d+))?)?")
@@ -49,10 +51,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
     devices = _devices(config.device)
     mesh = make_mesh(devices, source.config)
     model = build_model(source.config, source.weights, config.max_seq_len)
-    place = partial(put, mesh=mesh, device=devices[0])
-    params = load_params(
-        source.weights, DTYPES[config.dtype], lambda name, value: place(value, param_spec(name))
-    )
+
+    def place(name: str, value: ArrayLike) -> jax.Array:
+        return jax.device_put(value, home(param_spec(name), mesh, devices[0]))
+
+    params = load_params(source.weights, DTYPES[config.dtype], place)
     return JAXRunner(model, params, config, devices[0], mesh)
 
 

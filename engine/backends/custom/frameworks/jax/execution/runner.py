@@ -28,7 +28,7 @@ from engine.backends.custom.frameworks.jax.execution.sampler import (
     Sampled,
     sample,
 )
-from engine.backends.custom.frameworks.jax.execution.sharding import CACHE_SPEC, put
+from engine.backends.custom.frameworks.jax.execution.sharding import CACHE_SPEC, home
 from engine.backends.custom.frameworks.jax.execution.step import StepProgram, forward
 from engine.backends.custom.frameworks.jax.kernels.attention import attention_backend
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
@@ -113,13 +113,14 @@ class JAXRunner:
             target_step_s=TARGET_GPU_STEP_S if on_gpu else None,
         )
         self._params = params
-        self._put = partial(put, mesh=mesh, device=device)
+        self._pages_home = home(CACHE_SPEC, mesh, device)
+        self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         dtype = params["norm"]["weight"].dtype
         self._caches = [self._pages(model, dtype) for _ in range(model.config.num_layers)]
-        self._last_token = self._put(np.zeros(config.max_slots, np.int32), P())
+        self._last_token = jnp.zeros(config.max_slots, jnp.int32, device=self._home)
         self._counts: Array | None = None  # (max_slots, V), made for the first row with penalties
-        self._words = self._put(token_words(model.config.vocab_size), P())
+        self._words = jax.device_put(token_words(model.config.vocab_size), self._home)
         num_slots = config.num_blocks * config.block_size
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, attention, config.block_size, mesh)
@@ -175,13 +176,13 @@ class JAXRunner:
         """A layer's keys and values: zeros, since NaN would show through a mask."""
         num_slots = self._spec.num_blocks * self._spec.block_size
         shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
-        return self._put(np.zeros(shape, dtype), CACHE_SPEC)
+        return jnp.zeros(shape, dtype, device=self._pages_home)
 
     def _histories(self, sampling: SamplingInputs) -> Array:
         """The slots' counts, with the histories that came with the step."""
         counts, size = self._counts, self._spec.vocab_size
         if counts is None:
-            counts = self._put(np.zeros((self._spec.max_slots, size), np.int32), P())
+            counts = jnp.zeros((self._spec.max_slots, size), jnp.int32, device=self._home)
         for index, slot in enumerate(sampling.history_slots):
             start, end = sampling.history_start[index : index + 2]
             middle = start + sampling.history_num_prompt[index]
