@@ -13,6 +13,7 @@ _BACKENDS = Registry(
     builtin={
         "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
+        "tinygrad": "engine.backends.custom.frameworks.backends:TinygradBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
     },
     group="engine.backends",
