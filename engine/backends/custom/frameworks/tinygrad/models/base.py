@@ -38,9 +38,7 @@ class Model:
     rotary: tuple[F32, F32] | None
 
 
-def block(
-    model: Model, layer: int, x: Tensor, turn: Rotation | None, attend: Attend
-) -> Tensor:
+def block(model: Model, layer: int, x: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
     """Attention, then feed-forward, each on a normalised copy of the stream."""
     config, family, params = model.config, model.family, model.params["layers"][layer]
     normed = family.norm(params["attn_norm"], x, config.norm_eps)
