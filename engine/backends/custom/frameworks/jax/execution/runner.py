@@ -69,7 +69,9 @@ class JAXPendingTokens:
     sampling: SamplingInputs
 
     def wait(self) -> StepOutput:
-        finite = np.logical_and.reduceat(np.asarray(self.finite), self.query_start[:-1])
+        # Behind the last row's tokens there is padding, of which nothing is known.
+        of_tokens = np.asarray(self.finite)[: self.query_start[-1]]
+        finite = np.logical_and.reduceat(of_tokens, self.query_start[:-1])
         sampled, count = self.sampled, len(self.sampling.slots)
         if sampled is None:
             return StepOutput(np.empty(0, np.int32), finite)
@@ -118,7 +120,8 @@ class JAXRunner:
         self._last_token = self._put(np.zeros(config.max_slots, np.int32), P())
         self._counts: Array | None = None  # (max_slots, V), made for the first row with penalties
         self._words = self._put(token_words(model.config.vocab_size), P())
-        attention = attention_backend(config.attention, model.config, device.platform)
+        num_slots = config.num_blocks * config.block_size
+        attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, attention, config.block_size, mesh)
 
     @property

@@ -22,10 +22,13 @@ class AttentionBackend(Protocol):
         ...
 
 
+MAX_OFFSET = 2**31 - 1  # the kernel counts a layer's values in 32 bits
 ATTENTION: dict[str, AttentionBackend] = {"xla": xla_attention, "pallas": pallas_attention}
 
 
-def attention_backend(name: str, config: ModelConfig, platform: str) -> AttentionBackend:
+def attention_backend(
+    name: str, config: ModelConfig, platform: str, num_slots: int
+) -> AttentionBackend:
     """ "auto": Pallas on a GPU for the heads that it can do, else plain XLA."""
     chosen = name
     if name == "auto":
@@ -34,5 +37,11 @@ def attention_backend(name: str, config: ModelConfig, platform: str) -> Attentio
     if chosen not in ATTENTION:
         raise ConfigError(
             f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
+        )
+    most = MAX_OFFSET // (2 * config.num_kv_heads * config.head_dim)
+    if chosen == "pallas" and num_slots > most:
+        raise ConfigError(
+            f"a KV cache of {num_slots:,} tokens is more than the {most:,} that the kernel can "
+            "address; give it less with performance.memory_pool_size_mb"
         )
     return ATTENTION[chosen]

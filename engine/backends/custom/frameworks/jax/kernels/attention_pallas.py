@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
-from engine.backends.custom.frameworks.jax.layers.linear import PRECISION
+from engine.backends.custom.frameworks.jax.layers.linear import precision
 
 CHUNK = 64  # positions of the context at a time
 MIN_DOT = 16  # rows that a tensor core multiplies, at least
@@ -103,4 +103,4 @@ def _attend(
 
 
 def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, precision=PRECISION, preferred_element_type=jnp.float32)
+    return jnp.dot(a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)

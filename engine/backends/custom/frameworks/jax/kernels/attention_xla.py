@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
-from engine.backends.custom.frameworks.jax.layers.linear import PRECISION
+from engine.backends.custom.frameworks.jax.layers.linear import precision
 
 CHUNK = 128  # positions that are gathered at once, at least a block
 GROUP = 8  # rows of one query that go together
@@ -89,7 +89,7 @@ def _attend(
             "gkqnh,gckh->gkqnc",
             grouped,
             keys,
-            precision=PRECISION,
+            precision=precision(q.dtype),
             preferred_element_type=jnp.float32,
         )
         scores = jnp.where(visible[:, None, :, None], scores, HIDDEN)
@@ -99,7 +99,7 @@ def _attend(
             "gkqnc,gckh->gkqnh",
             weights.astype(values.dtype),
             values,
-            precision=PRECISION,
+            precision=precision(q.dtype),
             preferred_element_type=jnp.float32,
         )
         return higher, total * fading + weights.sum(axis=-1), mixed * fading[..., None] + added

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.jax.layers.linear import PRECISION, Params, linear
+from engine.backends.custom.frameworks.jax.layers.linear import Params, linear, precision
 from engine.backends.custom.frameworks.jax.layers.norm import rms_norm
 from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 
@@ -29,8 +29,9 @@ def causal_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
     """One whole sequence attends to itself: (T, N, H). Differentiable."""
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
+    exact = precision(q.dtype)
     scores = jnp.einsum(
-        "tkgh,skh->kgts", grouped, k, precision=PRECISION, preferred_element_type=jnp.float32
+        "tkgh,skh->kgts", grouped, k, precision=exact, preferred_element_type=jnp.float32
     )
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     visible = distance >= 0
@@ -38,4 +39,4 @@ def causal_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
         visible &= distance < window
     scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("kgts,skh->tkgh", weights, v, precision=PRECISION).reshape(q.shape)
+    return jnp.einsum("kgts,skh->tkgh", weights, v, precision=exact).reshape(q.shape)

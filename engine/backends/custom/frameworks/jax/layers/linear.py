@@ -7,12 +7,14 @@ from jax import Array
 
 Params = dict  # names to arrays or to further ones: the pytree of a part of the model
 
-# Float32 stays float32 on a GPU, too, where tensor cores would shorten it.
-PRECISION = "highest"
+
+def precision(dtype: jnp.dtype) -> str:
+    """Float32 stays float32 on a GPU, too, where tensor cores would shorten it."""
+    return "highest" if dtype == jnp.float32 else "default"
 
 
 def linear(params: Params, x: Array) -> Array:
-    y = jnp.einsum("...i,oi->...o", x, params["weight"], precision=PRECISION)
+    y = jnp.einsum("...i,oi->...o", x, params["weight"], precision=precision(x.dtype))
     return y + params["bias"] if "bias" in params else y
 
 
