@@ -1,4 +1,5 @@
-# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu), PYTHON.
+# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu), PYTHON,
+# VLLM_PYTHON and VLLM_MODEL (for test-vllm: an interpreter that has vLLM, and a checkpoint for it).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 MODEL ?= smollm2-135m-instruct
@@ -7,11 +8,11 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 LEVELS := unit native kernels property security parity e2e
-CODE := engine tests benchmarks
+CODE := engine tests benchmarks examples
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-slow test-gpu test-native lint format bench clean
+.PHONY: help serve clang test test-slow test-gpu test-native test-vllm nightly lint format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,7 +28,7 @@ test: $(VENV)/.dev clang ## Run every test that is quick
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; for level in $(LEVELS); do \
 		printf '\n==> tests/%s\n' "$$level"; \
-		case $$level in security) jobs='-n 2 --dist loadfile';; kernels) jobs='-n 2';; *) jobs=;; esac; \
+		case $$level in kernels) jobs='-n 2';; native) jobs=;; *) jobs='-n 2 --dist loadfile';; esac; \
 		$(BIN)/python -m pytest $$jobs "tests/$$level" || failed="$$failed $$level"; \
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
@@ -43,6 +44,20 @@ test-slow: $(VENV)/.dev clang ## Run the long tests
 
 test-gpu: $(VENV)/.dev ## Run all that needs a GPU: tests, correctness, speed (ARGS="--models llama-1b")
 	@$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
+
+# Unless told of an environment, it builds one: some gigabytes, and minutes.
+VLLM := .vllm
+VLLM_PYTHON ?= $(VLLM)/bin/python
+VLLM_MODEL ?= $(VLLM)/smollm2-135m-hf
+test-vllm: $(VENV)/.dev ## Test vLLM itself, on a CPU, behind our server (VLLM_PYTHON=/path/to/python)
+	@$(BIN)/engine pull $(MODEL)
+	@if [ ! -x $(VLLM_PYTHON) ] || [ ! -d $(VLLM_MODEL) ]; then \
+		printf '\n==> Building %s\n' $(VLLM); $(BIN)/python -m tests.vllm_environment $(VLLM) $(MODEL); fi
+	$(call step,vLLM behind our server)
+	@VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
+		$(BIN)/python -m pytest -m vllm --timeout 1800 tests/e2e
+
+nightly: test-slow test-native test-vllm ## Run all that takes too long for every change
 
 # The sanitizers' runtimes must be there before Python; Python itself leaks at exit by design.
 SANITIZED := build/sanitized
@@ -76,7 +91,7 @@ bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--qui
 	@$(BIN)/python -m benchmarks.run --model $(MODEL) $(ARGS)
 
 clean: ## Remove the virtual environment and every cache
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find engine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp, not the interpreter, which appears before the environment is complete.

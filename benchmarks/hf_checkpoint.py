@@ -2,8 +2,8 @@
 
     python hf_checkpoint.py MODEL.gguf OUTPUT_FOLDER
 
-Run as a script by the peer's own Python, which has transformers. The checkpoint names no end token,
-as that server knows no `ignore_eos` and the benchmarks need outputs of a fixed length.
+Run as a script by the peer's own Python, which has transformers. The checkpoint names no end token
+then, as that server knows no `ignore_eos` and the benchmarks need outputs of a fixed length.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
-def convert(gguf: Path, output: Path) -> None:
+def convert(gguf: Path, output: Path, *, names_end: bool = False) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(
@@ -23,7 +23,7 @@ def convert(gguf: Path, output: Path) -> None:
     partial = output.with_name(f"{output.name}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    for name in ("config.json", "generation_config.json"):
+    for name in () if names_end else ("config.json", "generation_config.json"):
         path = partial / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}, indent=2))
     partial.rename(output)

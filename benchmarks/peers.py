@@ -136,10 +136,30 @@ def transformers_serve(setup: Setup) -> ServerSpec:
     )
 
 
+def transformers_backend(setup: Setup) -> ServerSpec:
+    """Transformers in our own server and loop, in bf16: the same but for what computes."""
+    if not all(importlib.util.find_spec(module) for module in ("torch", "transformers")):
+        raise Unavailable("engine-transformers is left out: pip install '.[torch,transformers]'")
+    checkpoint = _bf16_checkpoint(setup, "engine-transformers")
+    command = (sys.executable, "-m", "engine.cli.main", "serve", str(checkpoint), *setup.address)
+    settings = ("--backend", "transformers", "--dtype", "bfloat16", "--name", "model")
+    limits = ("--threads", str(setup.threads), "--batch-size", str(setup.sequences))
+    return ServerSpec(
+        name="engine-transformers",
+        command=(*command, *settings, *limits),
+        port=setup.port,
+        ready_path="/readyz",
+        model="model",
+        extra_body=_IGNORE_END,
+        note="bf16 weights, --backend transformers",
+    )
+
+
 PEERS: dict[str, Callable[[Setup], ServerSpec]] = {
     "llama-server": llama_server,
     "vllm": vllm_cpu,
     "transformers": transformers_serve,
+    "engine-transformers": transformers_backend,
 }
 DEFAULT_PEERS = ("llama-server", "vllm")
 

@@ -55,7 +55,9 @@ class ServedEngine:
 
 
 @contextmanager
-def serve(*arguments: str, env: dict[str, str] | None = None) -> Iterator[ServedEngine]:
+def serve(
+    *arguments: str, env: dict[str, str] | None = None, timeout_s: float = START_TIMEOUT_S
+) -> Iterator[ServedEngine]:
     """`engine serve ARGUMENTS` on a free port, until the block ends."""
     argv = [sys.executable, "-m", "engine.cli.main", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
@@ -75,7 +77,7 @@ def serve(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Served
 
     threading.Thread(target=read_log, daemon=True).start()
     try:
-        assert ready.wait(START_TIMEOUT_S) and served.url, "\n".join(served.log)
+        assert ready.wait(timeout_s) and served.url, "\n".join(served.log)
         yield served
     finally:
         if process.poll() is None:

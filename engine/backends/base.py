@@ -34,6 +34,14 @@ class BackendConfig:
     backend_args: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The model that answers, and what a client should know if it asked for another."""
+
+    card: ModelCard
+    warning: str | None = None
+
+
 class EventFeed(AsyncIterator[Event]):
     """A stream of events that can also be pushed, for a reader that is never behind: it need not
     be woken for every one. A stream is either read or fed, and once.
@@ -56,6 +64,8 @@ class InferenceBackend(ABC):
     """
 
     config_type: ClassVar[type[BackendConfig]] = BackendConfig
+    # Whether the totals of `stats` go on when an engine is replaced, instead of beginning at zero.
+    totals_survive_restarts: ClassVar[bool] = False
 
     @abstractmethod
     async def start(self) -> str:
@@ -90,6 +100,25 @@ class InferenceBackend(ABC):
     @abstractmethod
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
         """Continue a prompt."""
+
+    def resolve(self, name: str | None) -> Resolved | None:
+        """What a request for `name` would be answered by now; None: there is no such model. Without
+        a name it is the default model. Raises `EngineError` if that can't be told yet.
+        """
+        for card in self.models():
+            if name is None or card.id == name:
+                return Resolved(card)
+        return None
+
+    def model_health(self, model_id: str) -> Health:
+        """The state of one of the models."""
+        return self.health()
+
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        """Who gave the answer to a request, or to the numbered ones that it was split into; empty
+        where there is only one who could, or as long as nobody has begun.
+        """
+        return ()
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """One vector for each input."""

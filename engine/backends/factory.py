@@ -4,6 +4,7 @@ Options are fields of the kind's own `BackendConfig`; what it calls `backend_arg
 """
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -26,6 +27,14 @@ def make_backend(
     made = backend_class(kind)
     backend: InferenceBackend = made(make_config(made.config_type, kind, model, options))
     return backend
+
+
+def option_value(text: str) -> Any:
+    """A value as a command line has it: TOML where it reads as such, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def make_config(

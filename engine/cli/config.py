@@ -47,16 +47,31 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 def setting_rows(loaded: "LoadedSettings") -> list[tuple[str, Any, str]]:
     """`section.key`, value as JSON holds it, origin; secrets replaced."""
+    import msgspec
+
     from engine.core.config_schema import SECRET_KEYS
 
     sections = loaded.settings.model_dump(mode="json")
-    rows = []
+    tables = msgspec.structs.asdict(loaded.settings.tables)
+    rows: list[tuple[str, Any, str]] = []
     for key, origin in loaded.origins.items():
-        section, name = key.split(".")
+        section, _, name = key.partition(".")
+        if section in tables:
+            rows += _table_rows(key, tables[section][name], origin)
+            continue
         value = sections[section][name]
         if key in SECRET_KEYS and value is not None:
             value = HIDDEN
         rows.append((key, value, origin))
+    return rows
+
+
+def _table_rows(key: str, table: Any, origin: str) -> list[tuple[str, Any, str]]:
+    rows = []
+    for field, value in table.model_dump(mode="json").items():
+        from_where = origin if field in table.model_fields_set else "default"
+        options = value if field == "options" else {field: value}
+        rows += [(f"{key}.{name}", each, from_where) for name, each in options.items()]
     return rows
 
 

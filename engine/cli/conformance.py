@@ -5,14 +5,11 @@ The table goes to standard output as rules end; the exit status is 0 only if not
 
 import asyncio
 import json
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.console import JsonOption, messages, output
-from engine.core.errors import ConfigError
+from engine.cli.console import ApiKeyFileOption, JsonOption, messages, output, read_api_key
 
 if TYPE_CHECKING:
     from engine.conformance.rule import Result
@@ -22,9 +19,7 @@ if TYPE_CHECKING:
 def conformance(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, with or without /v1.")],
     model: Annotated[str | None, typer.Option(help="Default: the first that it lists.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
-    ] = None,
+    api_key_file: ApiKeyFileOption = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="GROUP", help="Run this group only; may be repeated."),
@@ -41,7 +36,7 @@ def conformance(
     from engine.conformance.report import as_json as report_json
     from engine.conformance.report import as_table, counts, summary
 
-    target, results = asyncio.run(_run(url, model, _key(api_key_file), only or [], timeout))
+    target, results = asyncio.run(_run(url, model, read_api_key(api_key_file), only or [], timeout))
     if as_json:
         print(json.dumps(report_json(target, results), indent=2))
     else:
@@ -51,16 +46,6 @@ def conformance(
         console.print(summary(results))
     if counts(results)["fail"]:
         raise typer.Exit(1)
-
-
-def _key(path: Path | None) -> str | None:
-    """Settings are not asked: a key that ./engine.toml names is for our own server alone."""
-    if path is None:
-        return os.environ.get("LLM_ENGINE_API_KEY")
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read: {error}.", param="api_key_file") from None
 
 
 async def _run(

@@ -35,6 +35,9 @@ DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, c
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 ]
+ApiKeyFileOption = Annotated[
+    Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -64,6 +67,18 @@ def print_error(error: EngineError) -> None:
 def exit_code(error: EngineError) -> int:
     """2 for what the user can put right on the command line or in settings, 1 for the rest."""
     return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
+
+
+def read_api_key(path: Path | None) -> str | None:
+    """The key for somebody's server. Settings are not asked: a key that ./engine.toml names is for
+    our own server alone.
+    """
+    if path is None:
+        return os.environ.get("LLM_ENGINE_API_KEY")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}.", param="api_key_file") from None
 
 
 def load_cli_settings(

@@ -33,7 +33,18 @@ _NATIVE_FIX = (
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
 )
 # Packages that a built-in backend needs, and the extra that installs them.
-_BACKEND_NEEDS = {name: ((name,), name) for name in ("jax", "tinygrad", "torch")}
+_BACKEND_NEEDS = {
+    "jax": (("jax",), "jax"),
+    "tinygrad": (("tinygrad",), "tinygrad"),
+    "torch": (("torch",), "torch"),
+    "transformers": (("torch", "transformers"), "torch,transformers"),
+}
+# What has an environment of its own: nothing here tells whether it can run.
+_ELSEWHERE = {
+    "vllm": "runs in the environment that its option python names",
+    "sglang": "runs in the environment that its option python names",
+    "openai": "runs wherever its option base_url says",
+}
 _PACKAGES = (
     *("torch", "jax", "tinygrad", "transformers"),
     *("tokenizers", "numpy", "fastapi", "uvicorn"),
@@ -198,6 +209,9 @@ def _backends(has_gpu: bool) -> list[Finding]:
     for name in backend_names():
         if name == "native":
             found.append(_native_backend())
+            continue
+        if name in _ELSEWHERE:
+            found.append(Finding("backend", name, _ELSEWHERE[name]))
             continue
         packages, extra = _BACKEND_NEEDS.get(name, ((), ""))
         missing = [each for each in packages if _installed_version(each) is None]

@@ -22,12 +22,20 @@ COMMANDS = {
     "pull": ("engine.cli.models:pull", "Download a model."),
     "list": ("engine.cli.models:list_models", "List downloaded and known models."),
     "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
+    "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
+    "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
     "conformance": (
         "engine.cli.conformance:conformance",
         "Check any OpenAI-compatible server against what clients rely on.",
     ),
+    "compare": (
+        "engine.cli.compare:compare",
+        "Run the same prompts through several backends: agreement and speed.",
+    ),
+    "top": ("engine.cli.top:top", "Watch a server's models and backends in the terminal."),
+    "dev": ("engine.cli.dev:app", "Scripts for working on the engine."),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }
 

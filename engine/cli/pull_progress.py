@@ -1,4 +1,4 @@
-"""A pull as the terminal shows it: a bar per file on a terminal, plain lines anywhere else."""
+"""A long copy, such as a pull, in the terminal: a bar per file; plain lines anywhere else."""
 
 from types import TracebackType
 from typing import Self
@@ -16,8 +16,9 @@ from rich.progress import (
 
 
 class TerminalProgress:
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, verb: str = "fetching") -> None:
         self._console = console
+        self._verb = verb
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
@@ -45,7 +46,7 @@ class TerminalProgress:
         if file not in self._tasks:
             self._tasks[file] = self._bars.add_task(file, total=total)
             if not self._console.is_terminal:
-                self.note(f"fetching {file}")
+                self.note(f"{self._verb} {file}")
         self._bars.update(self._tasks[file], completed=done, total=total)
 
     def note(self, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.cli import BEGAN_AT
 from engine.cli.console import (
+    ApiKeyFileOption,
     BackendOption,
     ConfigOption,
     DeviceOption,
@@ -22,7 +23,6 @@ from engine.cli.console import (
 )
 from engine.cli.serve_options import (
     AffinityOption,
-    ApiKeyFileOption,
     BatchSizeOption,
     CacheOption,
     GpuMemoryOption,
@@ -35,20 +35,25 @@ from engine.cli.serve_options import (
     MemoryPoolSizeOption,
     NameOption,
     NumericsOption,
+    OptionsOption,
     PortOption,
     QuantizationOption,
     StoragePathOption,
     StrictOption,
     ThreadsOption,
+    parse_options,
 )
 
 if TYPE_CHECKING:
+    from engine.backends.custom.app import Server
+    from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
 
 
 def serve(
     model: ModelArgument = None,
     backend: BackendOption = None,
+    option: OptionsOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     host: HostOption = None,
@@ -76,6 +81,7 @@ def serve(
     flags = {
         "model.model_path": model,
         "model.backend": backend,
+        "model.options": parse_options(option),
         "model.device": device,
         "model.dtype": dtype,
         "model.name": name,
@@ -107,9 +113,14 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     gc.disable()  # until the server is ready: hardly anything that is made until then is garbage
     process = EngineProcess()  # it gets ready while this process does
     try:
-        settings = load_cli_settings(config, flags).settings
-        _begin(settings, process)
-        _run(settings, process)
+        loaded = load_cli_settings(config, flags)
+        if loaded.settings.tables.backends:
+            process.discard()  # each of the backends starts what it needs
+            origin = _check_no_model(loaded)
+            _run(loaded, lambda: _routed_server(loaded, origin))
+        else:
+            _begin(loaded.settings, process)
+            _run(loaded, lambda: _server(loaded.settings, process))
     except BaseException:
         process.discard()
         raise
@@ -128,17 +139,45 @@ def _begin(settings: "Settings", process: EngineProcess) -> None:
         process.begin(engine_options(settings, name, path))
 
 
-def _run(settings: "Settings", process: EngineProcess) -> None:
+def _check_no_model(loaded: "LoadedSettings") -> str:
+    """The file that says what to serve; nothing else may."""
+    from engine.core.errors import ConfigError
+
+    origin = loaded.origins[f"backends.{next(iter(loaded.settings.tables.backends))}"]
+    for key in ("model.model_path", "model.backend", "model.name", "model.options"):
+        if loaded.origins[key] != "default":
+            raise ConfigError(
+                f"{key} ({loaded.origins[key]}): {origin} has [backends.*], which say what is"
+                " served; leave one of the two out",
+                param=key,
+            )
+    return origin
+
+
+def _server(settings: "Settings", process: EngineProcess) -> "Server":
     from engine.backends.custom.app import build_server
+
+    return build_server(settings, process)
+
+
+def _routed_server(loaded: "LoadedSettings", origin: str) -> "Server":
+    from engine.backends.custom.app import build_routed_server
+
+    return build_routed_server(loaded.settings, origin)
+
+
+def _run(loaded: "LoadedSettings", build: "Callable[[], Server]") -> None:
     from engine.core.observability.logging import setup_logging
     from engine.servers.run import address_of, bind_socket, run_server
 
+    settings = loaded.settings
     setup_logging(settings.logging.level, settings.logging.format)
     sock = bind_socket(settings)
-    server = build_server(settings, process)
+    server = build()
     url = address_of(sock)
     say = _speaker(settings.logging.format)
-    say(f"Loading {server.model_id} ...")
+    _tell_of_unused(loaded)
+    say(f"Loading {server.loading} ...")
 
     def announce(_: float) -> None:
         gc.freeze()  # what is there now stays, and need not be looked at again
@@ -146,9 +185,25 @@ def _run(settings: "Settings", process: EngineProcess) -> None:
         # The server's own wait would tell too little: most is loaded before it begins.
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
-            say(_first_request(url, server.model_id, settings.server.api_key is not None))
+            say(_first_request(url, server.first_model_id(), settings.server.api_key is not None))
 
-    run_server(server.app, sock, announce)
+    run_server(server.app, sock, announce, say)
+
+
+def _tell_of_unused(loaded: "LoadedSettings") -> None:
+    """Settings of our own engine, where there is none."""
+    from engine.backends.custom.engine_settings import backend_name, has_engine
+
+    settings = loaded.settings
+    kinds = [each.kind for each in settings.tables.backends.values()] or [backend_name(settings)]
+    if any(has_engine(kind) for kind in kinds):
+        return
+    of_ours = ("cache.", "performance.", "model.d", "model.quantization", "model.max_")
+    for key, origin in loaded.origins.items():
+        if origin != "default" and key.startswith(of_ours):
+            logging.getLogger(__name__).warning(
+                "%s (%s) is for engines of our own and does nothing for %s", key, origin, kinds[0]
+            )
 
 
 def _speaker(log_format: str) -> Callable[[str], None]:

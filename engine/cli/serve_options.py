@@ -1,13 +1,22 @@
 """The options of `engine serve` that no other command has."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
 PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
 NameOption = Annotated[str | None, typer.Option(help="Model id that clients use.")]
+OptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        help="Option of a backend other than our own, such as python=/opt/vllm/bin/python;"
+        " can be repeated.",
+    ),
+]
 MaxSequenceLengthOption = Annotated[
     int | None, typer.Option(help="Context in tokens; default: the model's.")
 ]
@@ -38,9 +47,6 @@ QuantizationOption = Annotated[
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
 ]
-ApiKeyFileOption = Annotated[
-    Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
-]
 InsecureNoAuthOption = Annotated[
     bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
 ]
@@ -53,3 +59,19 @@ StoragePathOption = Annotated[
 ]
 LogLevelOption = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogFormatOption = Annotated[str | None, typer.Option(help="pretty or json.")]
+
+
+def parse_options(given: list[str] | None) -> dict[str, Any] | None:
+    """`name=value` each; a value is written as in TOML, or is text."""
+    if not given:
+        return None
+    from engine.backends.factory import option_value
+    from engine.core.errors import ConfigError
+
+    options: dict[str, Any] = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--option {each}: write it as NAME=VALUE")
+        options[name] = option_value(text)
+    return options

@@ -10,15 +10,23 @@ import ipaddress
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
-from engine.core.config_schema import SECRET_KEYS, Settings, setting_keys
+from engine.core.config_schema import (
+    NO_TABLES,
+    SECRET_KEYS,
+    SECTIONS,
+    TABLES,
+    NamedTables,
+    Settings,
+    setting_keys,
+)
 from engine.core.errors import ConfigError
+from engine.core.utils.names import suggest
 
 ENV_PREFIX = "LLM_ENGINE_"
 CONFIG_VARIABLE = "LLM_ENGINE_CONFIG"  # path of the TOML file
@@ -41,6 +49,7 @@ SHORT_VARIABLES = {
 # Flags whose name isn't simply the key's.
 _FLAGS = {
     "model.model_path": "MODEL",
+    "model.options": "--option",
     "cache.enabled": "--cache",
     "logging.level": "--log-level",
     "logging.format": "--log-format",
@@ -71,7 +80,9 @@ def load_settings(
 ) -> LoadedSettings:
     """Merge every source; `overrides` are flags, `section.key` -> value. Raises `ConfigError`."""
     path = _find_config(config_path, environ)
-    layers = [_from_toml(path)] if path else []
+    content = _read_toml(path) if path else {}
+    tables = _named_tables(content, path)
+    layers = [_from_toml(content, path)] if path else []
     layers += [_from_environ(environ), _from_flags(overrides)]
     merged: _Layer = {}
     for layer in layers:
@@ -82,10 +93,11 @@ def load_settings(
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = item.value
     try:
-        settings = Settings.model_validate(sections)
+        settings = Settings.model_validate(sections | {"tables": tables})
     except ValidationError as error:
         raise ConfigError(_explain(error, merged)) from None
     origins = {key: merged[key].origin if key in merged else "default" for key in setting_keys()}
+    origins |= dict.fromkeys(table_keys(tables), str(path))
     return LoadedSettings(settings, MappingProxyType(origins))
 
 
@@ -143,18 +155,36 @@ def _find_config(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     return DEFAULT_CONFIG_FILE if DEFAULT_CONFIG_FILE.is_file() else None
 
 
-def _from_toml(path: Path) -> _Layer:
+def table_keys(tables: NamedTables) -> list[str]:
+    """`section.name` of every named table, in order."""
+    return [f"{section}.{name}" for section in TABLES for name in getattr(tables, section)]
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _named_tables(content: Mapping[str, Any], path: Path | None) -> NamedTables:
+    if not any(section in content for section in TABLES):
+        return NO_TABLES
+    from engine.core.config_tables import read_tables  # most servers have one backend and no tables
+
+    return read_tables(content, str(path))
+
+
+def _from_toml(content: Mapping[str, Any], path: Path) -> _Layer:
     layer: _Layer = {}
-    sections = list(Settings.model_fields)
-    for section, table in tables.items():
-        if section not in sections:
-            raise ConfigError(f"{path}: unknown section [{section}]" + _suggest(section, sections))
+    known = [*SECTIONS, *TABLES]
+    for section, table in content.items():
+        if section in TABLES:
+            continue
+        if section not in known:
+            raise ConfigError(f"{path}: unknown section [{section}]" + suggest(section, known))
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
         for name, value in table.items():
@@ -179,7 +209,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
         key = names.get(variable)
         if key is None:
             raise ConfigError(
-                f"unknown environment variable {variable}" + _suggest(variable, list(names))
+                f"unknown environment variable {variable}" + suggest(variable, list(names))
             )
         if not environ[variable]:  # empty, as container tools leave it, means not set
             continue
@@ -225,12 +255,7 @@ def _read_secret_files(layer: _Layer) -> None:
 def _check_known(key: str, complaint: str) -> None:
     keys = setting_keys()
     if key not in keys:
-        raise ConfigError(complaint + _suggest(key, keys))
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    nearest = get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(known[:60])}"
+        raise ConfigError(complaint + suggest(key, keys))
 
 
 def _explain(error: ValidationError, merged: _Layer) -> str:

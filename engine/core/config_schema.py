@@ -7,9 +7,13 @@ writes to settings after they are loaded.
 
 import os
 import re
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -18,9 +22,13 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
+
+if TYPE_CHECKING:
+    from engine.core.config_tables import BackendTable, ModelTable
 
 MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
@@ -30,6 +38,24 @@ def _split_commas(value: Any) -> Any:
     """Environment variables and flags give a list as `a,b`."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _parse_options(value: Any) -> Any:
+    """An environment variable gives options as TOML has them: `{ name = "value" }`."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tomllib.loads(f"options = {value}")["options"]
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f'must be written {{ name = "value" }}: {error}') from None
+
+
+def _check_options(value: dict[str, Any]) -> dict[str, Any]:
+    if value:
+        from engine.core.config_tables import refuse_secrets
+
+        refuse_secrets(value)
     return value
 
 
@@ -112,6 +138,10 @@ class ModelSettings(Section):
     )
     name: str | None = Field(default=None, min_length=1, max_length=256)  # None: from model_path
     backend: Name = "auto"
+    # Of a backend other than our own: fields of its configuration.
+    options: Annotated[
+        dict[str, Any], BeforeValidator(_parse_options), AfterValidator(_check_options)
+    ] = {}
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "fp8", "int8"] = "auto"  # of weights; auto: as they are stored
@@ -195,10 +225,21 @@ class StorageSettings(Section):
         return Path(base) / "engine"
 
 
+class NamedTables(msgspec.Struct, frozen=True):
+    """`[backends.NAME]` and `[models.ID]`, as `config_tables` has read and checked them."""
+
+    backends: "Mapping[str, BackendTable]" = MappingProxyType({})
+    models: "Mapping[str, ModelTable]" = MappingProxyType({})
+
+
+TABLES = NamedTables.__struct_fields__
+NO_TABLES = NamedTables()
+
+
 class Settings(BaseModel):
     """The whole configuration. `Settings()` is the defaults; `load_settings` reads the sources."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
@@ -207,6 +248,12 @@ class Settings(BaseModel):
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
     storage: StorageSettings = StorageSettings()
+    tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
+        default_factory=lambda: NO_TABLES, exclude=True
+    )
+
+
+SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
 
 
 def setting_keys() -> list[str]:
@@ -214,7 +261,7 @@ def setting_keys() -> list[str]:
     defaults = Settings()
     return [
         f"{section}.{key}"
-        for section in Settings.model_fields
+        for section in SECTIONS
         for key in type(getattr(defaults, section)).model_fields
     ]
 

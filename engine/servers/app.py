@@ -38,13 +38,14 @@ LATE = (
     "openai.capabilities:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
     "generate:add_generate_routes",
+    "admin:add_admin_routes",
     "openapi:add_openapi_routes",
 )
 
 # What SDKs read of an answer, which a browser hides from a page of another origin otherwise.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-engine-warnings", "retry-after", "x-should-retry"),
-    "content-disposition",
+    *("content-disposition", "x-engine-backend"),
 )
 
 
@@ -63,7 +64,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings))],
-        middleware=_layers(settings, metrics),
+        middleware=_layers(settings, backend, metrics),
     )
     app.state.services = services
     install_error_handlers(app)
@@ -76,9 +77,9 @@ def create_app(
     return app
 
 
-def _layers(settings: Settings, metrics: Metrics) -> list[Middleware]:
+def _layers(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> list[Middleware]:
     layers = [
-        Middleware(RequestLog, settings=settings, metrics=metrics),
+        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=backend.answered_by),
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:

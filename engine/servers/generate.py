@@ -197,7 +197,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     submissions = Submissions()
 
     def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, Generation]:
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
         request_id = new_completion_id("gen")
         params = body.params(card)

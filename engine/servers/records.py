@@ -23,6 +23,7 @@ class RequestRecord:
     status: int = 0
     error_code: str | None = None
     completion_id: str | None = None  # what the backend knows the request as
+    backends: tuple[str, ...] = ()  # who answered, where there are several who could
     user_hash: str | None = None
     ttft_s: float | None = None
     usage: UsageEvent | None = None  # of an answer that was finished
@@ -34,6 +35,7 @@ class RequestRecord:
         """What the log says of the generation, as far as it is known."""
         fields: dict[str, Any] = {
             "completion_id": self.completion_id,
+            "backend": ", ".join(self.backends) or None,
             "user_hash": self.user_hash,
             "metadata": self.metadata,
             "warnings": self.warnings or None,

@@ -7,6 +7,7 @@ and the labels that a client attached for it (`metadata`); never a prompt or an 
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -25,8 +26,15 @@ _PROBES = frozenset({"/livez", "/readyz", "/health"})
 
 
 class RequestLog:
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        answered_by: Callable[[str], tuple[str, ...]],
+    ) -> None:
         self._app = app
+        self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
         self._quiet_routes = _PROBES | {settings.metrics.endpoint}
         self._metrics = metrics
@@ -46,6 +54,11 @@ class RequestLog:
                 if record.warnings:
                     text = "; ".join(record.warnings)
                     headers.append((b"x-engine-warnings", text.encode("ascii", "replace")))
+                if record.completion_id is not None:
+                    record.backends = self._answered_by(record.completion_id)
+                    if record.backends:
+                        names = ", ".join(record.backends)
+                        headers.append((b"x-engine-backend", names.encode("ascii", "replace")))
                 message["headers"] = headers
             await send(message)
 
@@ -74,4 +87,6 @@ class RequestLog:
         }
         if record.error_code is not None:
             fields["error_code"] = record.error_code
+        if record.completion_id is not None:
+            record.backends = self._answered_by(record.completion_id)
         logger.info("request", extra=fields | record.work_fields())

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_TIMEOUT_S = 15
 # After the drain only sockets are left to close.
 CLOSE_TIMEOUT_S = 5
+# Between two lines about a model that is loading; ours never takes that long.
+PROGRESS_INTERVAL_S = 5.0
 # Importing the late routes takes turns with the requests that were waiting for the model.
 LATE_ROUTES_AFTER_S = 0.5
 
@@ -74,7 +76,11 @@ class HttpServer:
     """One run of an application made by `create_app`."""
 
     def __init__(
-        self, app: FastAPI, sock: socket.socket, on_ready: Callable[[float], None] | None = None
+        self,
+        app: FastAPI,
+        sock: socket.socket,
+        on_ready: Callable[[float], None] | None = None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> None:
         services = app.state.services
         assert isinstance(services, Services)
@@ -82,6 +88,7 @@ class HttpServer:
         self._late_routes: LateRoutes = app.state.late_routes
         self._sock = sock
         self._on_ready = on_ready
+        self._on_progress = on_progress
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
         self._uvicorn = _Uvicorn(
@@ -131,7 +138,11 @@ class HttpServer:
     async def _load(self) -> None:
         try:
             begun = time.monotonic()
-            await self._services.backend.start()
+            telling = asyncio.create_task(self._tell_progress())
+            try:
+                await self._services.backend.start()
+            finally:
+                telling.cancel()
             seconds = time.monotonic() - begun
             self._services.metrics.engine_ready(seconds)
             if self._on_ready is not None:
@@ -142,16 +153,29 @@ class HttpServer:
             self._uvicorn.should_exit = True
             raise
 
+    async def _tell_progress(self) -> None:
+        """What a backend that takes long says of itself, as often as it says something else."""
+        told = ""
+        while self._on_progress is not None:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            detail = self._services.backend.health().detail
+            if detail != told:
+                self._on_progress(detail)
+                told = detail
+
     async def _drain(self) -> None:
         await self._services.lifecycle.drain(self._services.settings.server.drain_timeout_s)
         self._uvicorn.should_exit = True
 
 
 def run_server(
-    app: FastAPI, sock: socket.socket, on_ready: Callable[[float], None] | None = None
+    app: FastAPI,
+    sock: socket.socket,
+    on_ready: Callable[[float], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> None:
     """Serve on the main thread until a signal ends it. Returns after an orderly end."""
-    server = HttpServer(app, sock, on_ready)
+    server = HttpServer(app, sock, on_ready, on_progress)
 
     async def serve_with_signals() -> None:
         loop = asyncio.get_running_loop()

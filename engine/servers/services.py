@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.backends.base import InferenceBackend
+from engine.backends.base import InferenceBackend, Resolved
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -80,11 +80,20 @@ class Services:
         return await read_parsed(request, max_bytes, lambda raw: parse_body(kind, raw))
 
     def find_model(self, name: str | None) -> ModelCard:
-        cards = self.backend.models()
-        for card in cards:
-            if name is None or card.id == name:
-                return card
-        known = ", ".join(card.id for card in cards[:_MAX_NAMED_MODELS]) or "none"
+        return self._resolve(name).card
+
+    def choose_model(self, request: Request, name: str | None) -> ModelCard:
+        """The model that will answer; the client is told if it is not the one it asked for."""
+        resolved = self._resolve(name)
+        if resolved.warning is not None:
+            self.warn(request, "model", resolved.warning)
+        return resolved.card
+
+    def _resolve(self, name: str | None) -> Resolved:
+        resolved = self.backend.resolve(name)
+        if resolved is not None:
+            return resolved
+        known = ", ".join(card.id for card in self.backend.models()[:_MAX_NAMED_MODELS]) or "none"
         raise NotFoundError(
             f"There is no such model here. Available: {known}.",
             param="model",
@@ -122,6 +131,7 @@ class Services:
     ) -> GenerationContext:
         """What goes to the backend beside the text; some of it goes into the log as well."""
         self._check_params(request, card, params)
+        self.check_priority(request, card, body.priority)
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
@@ -154,6 +164,11 @@ class Services:
                 self.require(card, name, name, what)
             elif name in card.emulated:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
+
+    def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
+        """A hint, so that it is not refused where nobody looks at it."""
+        if priority and "priority" in card.lacks:
+            self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
 
     def note_end_user(self, request: Request, user: str | None) -> None:
         """Enough to tell an abusive one apart in the log, without writing down who it is."""

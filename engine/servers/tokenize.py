@@ -89,7 +89,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         """The token ids of a text or a conversation."""
         body = await services.read(request, TokenizeBody)
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await services.backend.tokenize(
@@ -114,7 +114,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         """The text of token ids."""
         body = await services.read(request, DetokenizeBody)
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         text = await services.backend.detokenize(body.tokens, model=card.id)
         return json_response({"prompt": text})
 

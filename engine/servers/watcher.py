@@ -26,7 +26,7 @@ class EngineWatcher:
         """Take over what has happened since the last look."""
         health, stats = self._backend.health(), self._backend.stats()
         for _ in range(health.num_restarts - self._num_restarts):
-            self._metrics.engine_restarted()
+            self._metrics.engine_restarted(self._backend.totals_survive_restarts)
         self._num_restarts = health.num_restarts
         if stats is not None:
             self._metrics.observe(stats)

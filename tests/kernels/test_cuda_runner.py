@@ -9,13 +9,14 @@ import torch
 
 from engine.backends.custom.frameworks.torch.execution import cuda_runner, graphs, staging
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
+from engine.backends.custom.frameworks.torch.execution.cuda_runner import BufferedStep, CudaRunner
+from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.kernels import attention_triton
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver, sampling_inputs
+from tests.parity.seam_driver import SeamDriver, Track, sampling_inputs
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there the runner itself can be tested"
@@ -25,12 +26,31 @@ LENGTHS = (21, 5, 1)
 
 
 class Recorded:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
+    """Replays work on the logits that it was recorded with, wherever a step's are by then."""
+
+    def __init__(self, work: Callable[[], None], runner: CudaRunner) -> None:
+        self._work, self._runner = work, runner
+        self._logits = logits_of(runner)
+
+    def replay(self) -> None:
+        for step, logits in self._logits.items():
+            if step.logits is not logits:
+                step.logits = logits
+        self._work()
+        for step, logits in self._logits.items():
+            if step.logits is not logits and step.logits is not None:
+                step.logits = logits.copy_(step.logits)
+
+
+def logits_of(runner: CudaRunner) -> dict[BufferedStep, torch.Tensor]:
+    steps = runner._steps.values()
+    return {step: step.logits for step in steps if step.logits is not None}
 
 
 class FakeCapturer:
-    """As a real one does, it gives a step new outputs, and nothing is in them yet."""
+    """As a real one does, it changes nothing but that a forward pass has new logits, and nothing
+    is in them yet.
+    """
 
     runner: CudaRunner
 
@@ -38,13 +58,16 @@ class FakeCapturer:
         pass
 
     def capture(self, work: Callable[[], None]) -> Recorded:
-        drawn = self.runner._last_token.clone()
+        runner, before = self.runner, logits_of(self.runner)
+        kept = [runner._last_token, runner._history._tokens]
+        copies = [tensor.clone() for tensor in kept]
         work()
-        self.runner._last_token.copy_(drawn)
-        for step in self.runner._steps.values():
-            if step.logits is not None:
-                step.logits = torch.full_like(step.logits, float("nan"))
-        return Recorded(work)
+        for tensor, copy in zip(kept, copies, strict=True):
+            tensor.copy_(copy)
+        for step, logits in logits_of(runner).items():
+            if before.get(step) is not logits:
+                logits.fill_(float("nan"))
+        return Recorded(work, runner)
 
 
 class DoneEvent:
@@ -128,6 +151,65 @@ def test_a_token_in_flight_is_taken_from_the_device(tmp_path: Path) -> None:
         track.tokens.append(0)
         track.in_flight = True
     assert [found] == expected
+
+
+def asked_of_step(number: int, tracks: list[Track]) -> dict[str, object]:
+    """One row penalized, one masked, one drawn; the fourth is plain. What they ask for changes."""
+    penalized = tracks[0]
+    mask = np.full((4, -(-tiny_models.VOCAB // 32)), 2**32 - 1, np.uint32)
+    mask[1] = 0x2492 << number
+    asked: dict[str, object] = {
+        "temperature": [0.0, 0.0, 0.9, 0.0],
+        "top_k": [0, 0, 3, 0],
+        "repetition": [1.5, 1.0, 1.0, 1.0],
+        "frequency": [0.7, 0.0, 0.0, 0.0],
+        "bias_rows": [3, 2, 3][number:],
+        "bias_ids": [5, 6, 7][number:],
+        "bias_values": [2.0, -1.0, 3.0][number:],
+        "seed": [1, 2, 3, 4],
+        "mask": mask,
+    }
+    if number == 0:
+        asked |= {
+            "history_slots": [penalized.slot],
+            "history_start": [0, len(penalized.tokens)],
+            "history_tokens": penalized.tokens,
+            "history_num_prompt": [penalized.num_prompt],
+        }
+    if number == 2:
+        del asked["mask"]
+    return asked
+
+
+@pytest.mark.slow  # interpreted; the quick tests draw once by the same code
+def test_graphs_of_drawing_give_the_samplers_tokens(tmp_path: Path) -> None:
+    """The last step has a graph of more rows than it needs: one of them belongs to nobody."""
+    drawn = []
+    for runner in runners("llama", tmp_path):
+        driver = SeamDriver(runner)
+        tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(4)]
+        fifth = driver.add(tiny_models.text(2, 4))
+        driver.step([(track, 3) for track in tracks])
+        for number in range(3):
+            asked = asked_of_step(number, tracks)
+            driver.step([(track, 1) for track in tracks], **asked)
+        driver.step([(fifth, 2)])
+        driver.step([(track, 1) for track in (*tracks, fifth)], temperature=[0.0] * 4 + [1.0])
+        drawn.append([track.tokens for track in (*tracks, fifth)])
+        if isinstance(runner, CudaRunner):
+            kinds = [kind for step in runner._steps.values() for kind in step.draws]
+            assert Kind(adjusts=True, masks=True, draws=True) in kinds
+    assert drawn[0] == drawn[1]
+
+
+def test_a_given_token_is_kept_for_nobody(tmp_path: Path) -> None:
+    runner, _ = runners("llama", tmp_path)
+    driver = SeamDriver(runner)
+    tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(2)]
+    runner._last_token.fill_(-5)
+    output = driver.step([(track, 3) for track in tracks], forced=[8, -1], temperature=[0.0, 1.0])
+    assert output.tokens[0] == 8
+    assert runner._last_token[:2].tolist() == [-5, output.tokens[1]]
 
 
 def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:

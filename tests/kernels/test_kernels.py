@@ -7,10 +7,12 @@ from engine.backends.custom.frameworks.torch.kernels.base import TINY, load_all
 from engine.backends.custom.frameworks.torch.kernels.checking import check
 
 KERNELS = load_all()
-# The interpreter has no matrix product of bfloat16.
-DTYPES = [torch.float32, torch.float16]
-if torch.cuda.is_available():
-    DTYPES.append(torch.bfloat16)
+# The interpreter has no matrix product of bfloat16, and takes its time: one type is enough to tell
+# whether a kernel computes what it should, the other has tiles of its own.
+INTERPRETED = (pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16)
+DTYPES = (
+    (torch.float32, torch.float16, torch.bfloat16) if torch.cuda.is_available() else INTERPRETED
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

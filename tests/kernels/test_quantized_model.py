@@ -1,6 +1,8 @@
 """A GGUF model with its own bits computes what the same model decoded does."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,7 +14,6 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     Fp8Linear,
     GroupedEmbedding,
     GroupedLinear,
-    quantize_linears,
 )
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.models.loading import build_model
@@ -45,11 +46,13 @@ def write(path: Path, tied: bool) -> ModelSource:
     return open_model(path)
 
 
-def build(source: ModelSource, decoded: bool, device: torch.device) -> Decoder:
+def build(
+    source: ModelSource, decoded: bool, device: torch.device, quantization: str = "auto"
+) -> Decoder:
     weights = {
         name: Decoded(weight) if decoded else weight for name, weight in source.weights.items()
     }
-    return build_model(source.config, weights, TOKENS, device, torch.float32)
+    return build_model(source.config, weights, TOKENS, device, torch.float32, quantization)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
@@ -73,17 +76,43 @@ def test_a_quantized_model_computes_what_the_decoded_one_does(
         )
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_a_model_quantized_at_its_start_stays_close(
-    tmp_path: Path, kind: str, device: torch.device
+    tmp_path: Path, kind: str, tied: bool, device: torch.device
 ) -> None:
-    source = write(tmp_path / "model.gguf", tied=True)
-    model = build(source, True, device)
+    source = write(tmp_path / "model.gguf", tied)
+    exact, model = build(source, True, device), build(source, True, device, kind)
+    layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Fp8Linear)]
+    assert len(layers) == 4 * source.config.num_layers + 1
+    assert not any(isinstance(module, Linear) for module in model.modules())
     ids = torch.arange(TOKENS, device=device)
     with torch.inference_mode():
-        exact = model.forward_sequence(ids)
-        quantize_linears(model, kind)
-        layers = [m for m in model.modules() if isinstance(m, GroupedLinear | Fp8Linear)]
-        assert len(layers) == 4 * source.config.num_layers + 1
-        drift = (model.forward_sequence(ids) - exact).std() / exact.std()
+        expected = exact.forward_sequence(ids)
+        drift = (model.forward_sequence(ids) - expected).std() / expected.std()
     assert 0 < drift < (0.1 if kind == "fp8" else 0.02)
+
+
+def test_layers_are_made_smaller_one_at_a_time(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a weight is read, no plain matrix has memory but the one that it goes to."""
+    source = write(tmp_path / "model.gguf", tied=False)
+    made: weakref.WeakSet[Linear] = weakref.WeakSet()
+    create = Linear.__init__
+
+    def noted(self: Linear, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        made.add(self)
+
+    monkeypatch.setattr(Linear, "__init__", noted)
+    plain: list[int] = []
+
+    class Watched(Decoded):
+        def numpy(self) -> np.ndarray:
+            plain.append(sum(not layer.weight.is_meta for layer in made))
+            return super().numpy()
+
+    weights = {name: Watched(weight) for name, weight in source.weights.items()}
+    build_model(source.config, weights, TOKENS, device, torch.float32, "fp8")
+    assert max(plain) == 1

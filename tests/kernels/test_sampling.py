@@ -63,7 +63,7 @@ def test_a_step_gives_the_samplers_tokens(seed: int, greedy: bool, device: torch
     before = logits.clone()
 
     history = TokenHistory(ROWS, MAX_LENGTH, device)
-    history._tokens.copy_(torch.from_numpy(tokens))
+    history.tokens[:ROWS].copy_(torch.from_numpy(tokens))
     history._num_prompt[:] = num_prompt
     expected = sample(logits, sampling, history, words)
 
@@ -111,3 +111,31 @@ def test_no_token_below_a_floor_is_ever_drawn(setting: str, device: torch.device
     assert torch.equal(drawn, KERNELS["draw"].reference(*args, None))
     ranks = (logits > logits.gather(1, drawn[:, None])).sum(dim=1)
     assert ranks.float().mean() > 1, "the draw is not hot enough to tell"
+
+
+@pytest.mark.parametrize("setting", ["top-k", "top-p"])
+def test_a_floor_is_found_among_values_that_all_but_agree(
+    setting: str, device: torch.device
+) -> None:
+    """Logits a few units in the last place apart, or probabilities that a coarser search takes for
+    equal: the floor is between two of them, and most of the tokens lie just below it.
+    """
+    rows, size = 6, 60
+    rng = np.random.default_rng(2)
+    ranks = np.stack([rng.permutation(size) for _ in range(rows)]).astype(np.float32)
+    step = 2.0**-22 if setting == "top-k" else 4e-5
+    logits = torch.from_numpy(np.float32(1) + ranks * np.float32(step)).to(device)
+    seeds, zeros = rng.integers(0, 2**62, rows), np.zeros(rows, np.int32)
+    args = (
+        logits,
+        torch.ones(rows, device=device),
+        torch.full((rows,), 3 if setting == "top-k" else 0, dtype=torch.int32, device=device),
+        torch.full((rows,), 1.0 if setting == "top-k" else 0.07, device=device),
+        torch.zeros(rows, device=device),
+        torch.from_numpy(row_keys(seeds, zeros, zeros)).to(device),
+        torch.from_numpy(token_words(size)).to(device),
+    )
+    drawn = draw(*args)
+    assert torch.equal(drawn, KERNELS["draw"].reference(*args, None))
+    kept = 3 if setting == "top-k" else 5
+    assert (torch.from_numpy(ranks).to(device).gather(1, drawn[:, None]) >= size - kept).all()

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import TRAITS, dequantize
+from engine.core.errors import ModelFormatError
 
 
 @pytest.mark.parametrize("name", TRAITS)
@@ -54,3 +56,59 @@ def test_default_model_decodes_as_the_package_decodes_it(default_model: Path) ->
     assert config.tie_embeddings
     assert source.quantization == "Q4_1"
     assert {"embed.weight", "norm.weight", "layers.29.mlp.down.weight"} <= source.weights.keys()
+
+
+def _values(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    shape = (96, 1024)
+    return {
+        "normal": rng.standard_normal(shape, np.float32),
+        "heavy": rng.standard_t(2, shape).astype(np.float32),
+        "positive": np.abs(rng.standard_normal(shape, np.float32)),
+        "negative": -np.abs(rng.standard_normal(shape, np.float32)) - 0.5,
+        "sparse": rng.standard_normal(shape, np.float32) * (rng.random(shape) > 0.9),
+        "zero": np.zeros(shape, np.float32),
+        "constant": np.full(shape, -0.3, np.float32),
+    }[kind].astype(np.float32)
+
+
+KINDS = ("normal", "heavy", "positive", "negative", "sparse", "zero", "constant")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_0", "Q4_0"])
+def test_encoders_give_the_packages_bits(name: str, kind: str) -> None:
+    values = _values(kind)
+    expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
+    assert np.array_equal(quantize(name, values), expected.view(np.uint8).reshape(-1))
+
+
+# Root mean square errors of llama.cpp's `quantize_row_q4_K_ref` on the same values.
+OF_LLAMA_CPP = {
+    "normal": 0.071788551,
+    "heavy": 0.32398402,
+    "positive": 0.042441698,
+    "negative": 0.040864301,
+    "sparse": 0.015725296,
+    "zero": 0,
+    "constant": 7.3254108e-05,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_q4_k_is_as_near_as_llama_cpps(kind: str) -> None:
+    """The two add up floats in another order, so a tie may go either way."""
+    values = _values(kind)
+    raw = quantize("Q4_K", values)
+    decoded = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K).reshape(values.shape)
+    error = float(np.sqrt(np.mean((decoded - values).astype(np.float64) ** 2)))
+    assert error <= OF_LLAMA_CPP[kind] * 1.002
+
+
+def test_what_cannot_be_encoded_is_refused() -> None:
+    with pytest.raises(ModelFormatError, match=r"rows of 33 values.*Q8_0 blocks of 32"):
+        quantize("Q8_0", np.zeros((2, 33), np.float32))
+    with pytest.raises(ModelFormatError, match="nothing is written as Q6_K"):
+        quantize("Q6_K", np.zeros((2, 256), np.float32))
+    with pytest.raises(ModelFormatError, match=r"65,504.*BF16"):
+        quantize("F16", np.full((1, 4), 1e6, np.float32))

@@ -10,6 +10,7 @@ from engine import __version__
 from engine.cli.main import app
 from engine.core.config_schema import setting_keys
 from engine.core.errors import ConfigError
+from engine.core.registry.backend_registry import backend_names
 
 SECRET = "correct-horse-battery"
 SPEED = {
@@ -113,9 +114,8 @@ def test_doctor_reports_every_topic_and_the_missing_model() -> None:
 
 
 def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "engine.cli.doctor._BACKEND_NEEDS", {"torch": (("absent-package",), "torch")}
-    )
+    absent = {name: (("absent-package",), name) for name in backend_names() if name != "native"}
+    monkeypatch.setattr("engine.cli.doctor._BACKEND_NEEDS", absent)
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0  # the native backend can run
     monkeypatch.setattr("engine.cli.doctor._has_native_kernels", lambda: False)
     result = CliRunner().invoke(app, ["doctor", "--json"])

@@ -13,20 +13,23 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from engine.cli.main import app
+from engine.cli.serve_options import parse_options
 
 
 @pytest.fixture(autouse=True)
 def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def build(settings: Any, process: Any) -> SimpleNamespace:
-        return SimpleNamespace(app=None, model_id=settings.model.model_path)
+        model_id = settings.model.model_path
+        return SimpleNamespace(app=None, loading=model_id, first_model_id=lambda: model_id)
 
-    def run(app: Any, sock: Any, on_ready: Callable[[float], None]) -> None:
+    def run(app: Any, sock: Any, on_ready: Callable[[float], None], say: Any) -> None:
         sock.close()
         on_ready(0.1)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLM_ENGINE_API_KEY", raising=False)
-    monkeypatch.setattr("engine.cli.serve.EngineProcess", SimpleNamespace)
+    process = SimpleNamespace(discard=lambda: None)
+    monkeypatch.setattr("engine.cli.serve.EngineProcess", lambda: process)
     monkeypatch.setattr("engine.cli.serve.BEGAN_AT", time.monotonic() - 9.0)
     monkeypatch.setattr("engine.cli.serve._begin", lambda settings, process: None)
     monkeypatch.setattr("engine.backends.custom.app.build_server", build)
@@ -71,3 +74,43 @@ def test_a_json_log_is_nothing_but_json_lines() -> None:
     ]
     assert messages[0] == "Loading m[1] ..."
     assert seconds_until_ready(messages[1]) >= 9.0
+
+
+def test_options_of_a_backend_are_values_as_toml_has_them_or_text() -> None:
+    given = [
+        "python=/opt/bin/python",
+        "max_model_len=2048",
+        "eager=true",
+        "tags=['a', 'b']",
+        "s=a=b",
+    ]
+    assert parse_options(given) == {
+        "python": "/opt/bin/python",
+        "max_model_len": 2048,
+        "eager": True,
+        "tags": ["a", "b"],
+        "s": "a=b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--option", "python"], "--option python: write it as NAME=VALUE"),
+        (["--option", "api_key=abc"], "api_key looks like a secret"),
+        (["--config", "two.toml"], "model.model_path (MODEL): two.toml has [backends.*]"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    (tmp_path / "two.toml").write_text("[backends.a]\nkind = 'native'\n")
+    result = CliRunner().invoke(app, ["serve", "m", "--port", "0", *arguments])
+    assert result.exit_code == 2 and words in result.stderr
+
+
+def test_settings_of_our_engine_are_not_ignored_in_silence() -> None:
+    told = serve("--backend", "other", "--threads", "2", "--strict").stderr
+    assert "performance.threads (--threads) is for engines of our own" in told
+    assert "server.strict" not in told
+    assert "for engines of our own" not in serve("--backend", "native", "--threads", "2").stderr

@@ -1,7 +1,6 @@
 """A backend's streams over the toy engine: what is released, when, and what is counted."""
 
 import asyncio
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,12 +8,7 @@ import pytest
 from engine.backends.base import BackendConfig
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.generation import MAX_BACKLOG, Generation
-from engine.backends.custom.link import EngineLink
-from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.prompts import Prepared
-from engine.backends.custom.runtime.client import InlineClient
-from engine.backends.custom.text import TextModel
-from engine.backends.process import RestartPolicy
 from engine.core.errors import (
     ConfigError,
     EngineError,
@@ -29,39 +23,17 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
-from engine.core.parsing.output import OutputFormat
+from tests.toy_backend import TEXT, ToyBackend
 from tests.toy_runner import VOCAB
 
-LETTERS = [bytes([ord("a") + token]) for token in range(VOCAB)]
-TOKENIZER = SimpleNamespace(
-    eos_ids=(),
-    drops_leading_space=False,
-    bytes_table=lambda skip_special, shown: LETTERS,
-    token_literal=lambda token: LETTERS[token],
-)
-TEXT = TextModel(
-    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
-    TOKENIZER,
-    None,
-    None,
-    0,
-    OutputFormat.of(None, {}),
-)
 
-
-class ToyBackend(CustomBackend):
+class BareBackend(CustomBackend):
     framework = "toy"
 
 
 async def started(**settings) -> ToyBackend:
-    options = EngineOptions(model_path="toy", framework="toy", **settings)
-    backend = ToyBackend("toy", options=options)
-    backend._link = EngineLink(
-        lambda on_message, on_exit: InlineClient("tests.toy_worker", options, on_message),
-        RestartPolicy(),
-    )
-    await backend._link.start()
-    backend._text = TEXT
+    backend = ToyBackend(**settings)
+    await backend.start()
     return backend
 
 
@@ -166,10 +138,10 @@ async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
 
 
 async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.backends.custom.base_custom.WORKER_MODULE", "tests.toy_worker")
+    monkeypatch.setattr(ToyBackend, "worker_module", "tests.toy_worker")
     monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
     (tmp_path / "slow.gguf").write_bytes(b"GGUF, but not really")  # refused while the engine loads
-    backend = ToyBackend(str(tmp_path / "slow.gguf"))
+    backend = BareBackend(str(tmp_path / "slow.gguf"))
     with pytest.raises(EngineError):
         await backend.start()
     await asyncio.sleep(0)
@@ -178,11 +150,11 @@ async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
 
 def test_backend_arguments_are_checked_by_name_and_type():
     config = BackendConfig(model_name="m", backend_args={"max_slots": 3})
-    assert ToyBackend(config)._options.max_slots == 3
+    assert BareBackend(config)._options.max_slots == 3
     with pytest.raises(ConfigError, match="max_slot'.*max_slots"):
-        ToyBackend(BackendConfig(model_name="m", backend_args={"max_slot": 3}))
+        BareBackend(BackendConfig(model_name="m", backend_args={"max_slot": 3}))
     with pytest.raises(ConfigError, match="max_slots"):
-        ToyBackend(BackendConfig(model_name="m", backend_args={"max_slots": "many"}))
+        BareBackend(BackendConfig(model_name="m", backend_args={"max_slots": "many"}))
 
 
 @pytest.mark.parametrize("backlog", [1, MAX_BACKLOG + 20])

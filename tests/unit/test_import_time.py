@@ -88,6 +88,21 @@ def test_a_frontend_starts_without_numpy() -> None:
     assert "numpy" not in loaded_by(f"import {', '.join([*modules, backends])}")
 
 
+def test_a_frontend_with_one_backend_loads_no_router() -> None:
+    code = """
+import json, sys
+import engine.cli.serve, engine.servers.run, engine.servers.app
+from engine.backends.custom.app import build_server
+from engine.cli.console import load_cli_settings
+build_server(load_cli_settings(None, {"model.model_path": "m"}).settings)
+print(json.dumps(list(sys.modules)))
+"""
+    loaded = [name for name in run(code) if name.startswith("engine.")]
+    assert "engine.servers.openai.chat" in loaded
+    unwanted = ("engine.routing", "engine.core.config_tables")
+    assert not [name for name in loaded if name.startswith(unwanted)]
+
+
 def test_package_offers_its_names_and_no_others() -> None:
     assert set(dir(engine)) == {"LLM", "InferenceEngine", "SamplingParams", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -30,6 +30,8 @@ def lines_of(stream: io.StringIO) -> list[str]:
 
 def start(**settings: object) -> io.StringIO:
     stream = io.StringIO()
+    # pytest's own would keep the text for its report, and half a surrogate pair can't be sent.
+    logging.getLogger().handlers.clear()
     logging_settings = LoggingSettings.model_validate(settings)
     setup_logging(logging_settings.level, logging_settings.format, stream)
     return stream

@@ -37,7 +37,7 @@ OPTIONS = EngineOptions(model_path="x", framework="torch", max_slots=8)
 def planned(config, options, dtype, available, copies_tied_head=False):
     """The plan of a framework that keeps everything as `dtype`."""
     device = DeviceInfo("cpu", dtype, available, copies_tied_head)
-    return plan_memory(config, options, device, dense_needs(config, device))
+    return plan_memory(config.max_position, options, device, dense_needs(config, device))
 
 
 def test_plenty_of_memory_gives_everything_asked_for():
@@ -127,7 +127,7 @@ def replace_options(**changes) -> EngineOptions:
 @pytest.mark.parametrize(("usual", "tokens"), [(1, 2048), (64 * MIB, 64 * MIB // 4096)])
 def test_a_usual_pool_holds_one_full_context_at_least_and_no_more_than_it_says(usual, tokens):
     device = DeviceInfo("cpu", "stored", 10**11)
-    plan = plan_memory(CONFIG, OPTIONS, device, MemoryNeeds(10**6, 4096, usual))
+    plan = plan_memory(CONFIG.max_position, OPTIONS, device, MemoryNeeds(10**6, 4096, usual))
     assert tokens - 32 <= (plan.num_blocks - 1) * 16 <= tokens
     assert plan.max_seq_len == 2048
 
@@ -136,9 +136,8 @@ def test_a_framework_says_what_it_needs_beside_weights_and_pool():
     device = DeviceInfo("cuda", "bfloat16", 10**9)
     options = replace_options(max_seq_len=2048, max_slots=4096)
     needs = dense_needs(CONFIG, device)
-    usual = plan_memory(CONFIG, options, device, needs)
-    greedy = plan_memory(
-        CONFIG, options, device, replace(needs, workspace_bytes=300 * MIB, pool_share=1.0)
-    )
+    usual = plan_memory(CONFIG.max_position, options, device, needs)
+    shared = replace(needs, workspace_bytes=300 * MIB, pool_share=1.0)
+    greedy = plan_memory(CONFIG.max_position, options, device, shared)
     assert usual.pool_bytes < greedy.pool_bytes
     assert greedy.weight_bytes + greedy.pool_bytes + 300 * MIB <= 10**9

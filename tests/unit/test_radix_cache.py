@@ -6,6 +6,7 @@ import pytest
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.tokens import packed
 
 SIZE = 2
 
@@ -18,16 +19,16 @@ class Tree:
         self.cache = RadixCache(self.pool, SIZE, **options)
 
     def store(self, *tokens: int, namespace: str = "") -> list[int]:
-        matched = self.cache.match(namespace, tokens)
+        matched = self.cache.match(namespace, packed(tokens))
         self.pool.share(matched)
         blocks = matched + self.pool.take(len(tokens) // SIZE - len(matched))
-        self.cache.insert(namespace, list(tokens), blocks, only_own=False)
+        self.cache.insert(namespace, packed(tokens), blocks, only_own=False)
         self.pool.drop(blocks)
         self.check()
         return blocks
 
     def has(self, *tokens: int, namespace: str = "") -> bool:
-        return len(self.cache.match(namespace, tokens)) * SIZE == len(tokens)
+        return len(self.cache.match(namespace, packed(tokens))) * SIZE == len(tokens)
 
     def check(self) -> None:
         self.cache.check()
@@ -37,9 +38,9 @@ class Tree:
 def test_match_is_the_longest_prefix_in_whole_blocks():
     tree = Tree()
     blocks = tree.store(1, 2, 3, 4, 5, 6)
-    assert tree.cache.match("", [1, 2, 3, 4, 9, 9]) == blocks[:2]
-    assert tree.cache.match("", [1, 2, 3]) == blocks[:1]
-    assert tree.cache.match("", [2, 1]) == []
+    assert tree.cache.match("", packed([1, 2, 3, 4, 9, 9])) == blocks[:2]
+    assert tree.cache.match("", packed([1, 2, 3])) == blocks[:1]
+    assert tree.cache.match("", packed([2, 1])) == []
 
 
 def test_a_branch_splits_and_both_sides_stay():
@@ -66,16 +67,16 @@ def test_match_agrees_with_brute_force_over_random_trees():
                 for n in range(len(tokens) // SIZE + 1)
                 if tokens[: n * SIZE] == wanted[: n * SIZE] and n * SIZE <= len(wanted)
             )
-            assert len(tree.cache.match("", wanted)) == best
+            assert len(tree.cache.match("", packed(wanted))) == best
 
 
 def test_a_running_sequence_stores_nothing_below_anothers_block():
     tree = Tree()
     tree.store(1, 2)
     own = tree.pool.take(2)  # computed the same block again, and one more
-    tree.cache.insert("", [1, 2, 3, 4], own, only_own=True)
+    tree.cache.insert("", packed([1, 2, 3, 4]), own, only_own=True)
     assert not tree.has(1, 2, 3, 4)
-    tree.cache.insert("", [1, 2, 3, 4], own, only_own=False)
+    tree.cache.insert("", packed([1, 2, 3, 4]), own, only_own=False)
     tree.pool.drop(own)
     tree.check()
     assert tree.has(1, 2, 3, 4)

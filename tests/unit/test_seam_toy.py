@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from engine.backends.custom.runtime.tokens import packed
 from engine.core.interfaces.request import Abort, Control, Stats
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB
@@ -102,7 +103,9 @@ def test_a_nonfinite_row_fails_alone_and_is_never_cached(depth):
     finished(engine)
     bad = engine.outcomes["bad", 0]
     assert (bad.finish_reason, bad.error_code) == ("error", "INFERENCE_ERROR")
-    assert engine.kv.radix.match("", (1, 2, 3, NAN_TOKEN)) == engine.kv.radix.match("", (1, 2))
+    assert engine.kv.radix.match("", packed((1, 2, 3, NAN_TOKEN))) == engine.kv.radix.match(
+        "", packed((1, 2))
+    )
     assert engine.loop.stats().num_nonfinite == 1
 
 

@@ -241,6 +241,7 @@ PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "compl
             "response_format.json_schema.description",
         ),
         ({"emulated": ("tools",)}, {"tools": [TOOL]}, {}, "tools"),
+        ({"lacks": ("priority",)}, {"priority": 1}, {}, "priority"),
     ],
 )
 async def test_warnings_and_strictness(

@@ -1,14 +1,16 @@
 """The composition root of a server: settings become a backend, a backend becomes an application."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import backend_name, engine_options
 from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
+from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
 from engine.servers.app import create_app
@@ -26,6 +28,11 @@ def build_backend(
     model = settings.model.model_path
     served_name = settings.model.name or Path(model).stem
     if issubclass(kind, CustomBackend):
+        if settings.model.options:
+            raise ConfigError(
+                f"model.options: '{name}' is set up by other settings; see `engine serve --help`",
+                param="model.options",
+            )
         options = engine_options(settings, name)
         return kind(
             model,
@@ -36,20 +43,52 @@ def build_backend(
         )
     if process is not None:
         process.discard()
-    backend: InferenceBackend = kind(BackendConfig(model_name=model))
-    return backend
+    return make_backend(name, model, _named(name, kind, settings))
+
+
+def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[str, Any]:
+    """A backend's options, with the name that its model is to have."""
+    options, wanted = settings.model.options, settings.model.name
+    if wanted is None:
+        return options
+    if not any(field.name == "served_model_name" for field in fields(kind.config_type)):
+        raise ConfigError(
+            f"model.name: '{name}' can't give its model another name; a configuration file can,"
+            f' with [models."{wanted}"]',
+            param="model.name",
+        )
+    return {"served_model_name": wanted} | options
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An application, and the id of the model that it will serve."""
+    """An application, what it will load, and the id of the model to begin with."""
 
     app: "FastAPI"
-    model_id: str
+    loading: str
+    model_id: str  # as far as it is known before it is loaded
+
+    def first_model_id(self) -> str:
+        cards = self.app.state.services.backend.models()
+        return cards[0].id if cards else self.model_id
 
 
 def build_server(settings: Settings, process: EngineProcess | None = None) -> Server:
     """Everything but the socket; the backend starts when the server runs."""
     backend = build_backend(settings, process=process)
-    model_id = settings.model.name or Path(settings.model.model_path).stem
-    return Server(create_app(settings, backend, Metrics(model_id), starts_soon=True), model_id)
+    model = settings.model.model_path
+    is_ours = isinstance(backend, CustomBackend)
+    model_id = settings.model.name or (Path(model).stem if is_ours else model)
+    app = create_app(settings, backend, Metrics(model_id), starts_soon=True)
+    return Server(app, model_id, model_id)
+
+
+def build_routed_server(settings: Settings, origin: str) -> Server:
+    """As `build_server`, with all backends of the file `origin` behind a router."""
+    from engine.routing.build import build_router
+
+    ids = list(settings.tables.models)
+    metrics = Metrics(",".join(ids))
+    router = build_router(settings, metrics.registry, origin)
+    app = create_app(settings, router, metrics, starts_soon=True)
+    return Server(app, ", ".join(replica.name for replica in router.replicas), ids[0])

@@ -79,6 +79,7 @@ class CustomBackend(InferenceBackend):
     """
 
     framework: ClassVar[str]
+    worker_module: ClassVar[str] = WORKER_MODULE  # has `run_engine`, and is the engine's process
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class CustomBackend(InferenceBackend):
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         loop = asyncio.get_running_loop()
         # The tokenizer loads here while the engine loads the weights over there.
-        reading = loop.run_in_executor(self._encoders, load_text, path)
+        reading = loop.run_in_executor(self._encoders, self.read_text, path)
         loading = asyncio.ensure_future(self._link.start())
         try:
             self._text, _ = await asyncio.gather(reading, loading)
@@ -119,6 +120,11 @@ class CustomBackend(InferenceBackend):
         await self._link.stop()
         await self._checker.close()
         self._encoders.shutdown(wait=False)
+
+    @staticmethod
+    def read_text(path: Path) -> TextModel:
+        """The frontend's half of a model. Runs in a thread."""
+        return load_text(path)
 
     @property
     def ready(self) -> Ready | None:
@@ -281,9 +287,9 @@ class CustomBackend(InferenceBackend):
 
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
-            return InlineClient(WORKER_MODULE, self._options, on_message)
+            return InlineClient(self.worker_module, self._options, on_message)
         process, self._process = self._process, None  # after a death there is no other
-        return ProcessClient(WORKER_MODULE, self._options, on_message, on_exit, process)
+        return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
 
 
 def _options(framework: str, config: BackendConfig) -> EngineOptions:

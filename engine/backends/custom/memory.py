@@ -81,21 +81,23 @@ def on_gpu(
 
 
 def plan_memory(
-    config: ModelConfig, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
+    max_position: int, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
 ) -> MemoryPlan:
-    """Divide the device's free memory. Raises `ResourceError` if nothing useful fits."""
+    """Divide the device's free memory; the model was made for `max_position` tokens. Raises
+    `ResourceError` if nothing useful fits.
+    """
     weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
     available_bytes = device.free_bytes
     block_bytes = token_bytes * options.block_size
     notes: list[str] = []
-    max_seq_len = min(options.max_seq_len or config.max_position, config.max_position)
+    max_seq_len = min(options.max_seq_len or max_position, max_position)
     least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
     room = available_bytes - weight_bytes - needs.workspace_bytes
     if room < least:
         raise ResourceError(_refusal(weight_bytes, least, available_bytes, device.dtype))
-    if options.max_seq_len and options.max_seq_len > config.max_position:
+    if options.max_seq_len and options.max_seq_len > max_position:
         notes.append(
-            f"context is {config.max_position:,}, the model's own: "
+            f"context is {max_position:,}, the model's own: "
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
     if options.pool_bytes is None:

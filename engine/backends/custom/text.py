@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.infill import Infill, find_infill
 from engine.backends.custom.text_cache import TextCache, TextFacts, key_of
 from engine.core.parsing.output import OutputFormat
@@ -16,11 +15,35 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 
+class ModelShape(Protocol):
+    """What a frontend tells of a model, and checks requests by. A `ModelConfig` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+    @property
+    def num_params(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def encoder(self) -> object | None:
+        """None: a decoder, which writes text."""
+        ...
+
+
 @dataclass(frozen=True)
 class TextModel:
     """Turns messages and prompts into token ids, and knows what the ids mean."""
 
-    config: ModelConfig
+    config: ModelShape
     tokenizer: Tokenizer
     template: ChatTemplate
     quantization: str | None
@@ -100,7 +123,7 @@ def load_text(path: Path) -> TextModel:
                 cache.write(path, key, facts)
             return _from_facts(facts)
         tokenizer = Tokenizer.from_directory(source.path)
-        return _text_model(source.config, tokenizer, source.quantization, source.size_bytes)
+        return text_model(source.config, tokenizer, source.quantization, source.size_bytes)
     finally:
         source.checkpoint.close()
 
@@ -114,12 +137,13 @@ def _facts_of(source: "ModelSource") -> TextFacts:
 
 def _from_facts(facts: TextFacts) -> TextModel:
     tokenizer = Tokenizer.from_tables(facts.tables)
-    return _text_model(facts.config, tokenizer, facts.quantization, facts.size_bytes)
+    return text_model(facts.config, tokenizer, facts.quantization, facts.size_bytes)
 
 
-def _text_model(
-    config: ModelConfig, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
+def text_model(
+    config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:
+    """What tokenizer and template make of a model of this shape."""
     return TextModel(
         config=config,
         tokenizer=tokenizer,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine.backends.custom.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.encoder_loop import warm_up as warm_up_encoder
@@ -74,10 +74,19 @@ def load_runner(
     framework = _framework(options.framework)
     device = framework.find_device(options.device, options.dtype)
     needs = framework.memory_needs(source, options, device)
-    plan = plan_memory(source.config, options, device, needs)
+    plan = plan_memory(source.config.max_position, options, device, needs)
+    log_plan(device, plan)
+    config = runner_config(options, device, plan)
+    return framework.build_runner(source, config), config, plan
+
+
+def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
     for line in (f"{device.name}, {device.dtype}", *plan.lines()):
         log.info("memory plan: %s", line)
-    config = RunnerConfig(
+
+
+def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) -> RunnerConfig:
+    return RunnerConfig(
         device=device.name,
         dtype=device.dtype,
         block_size=options.block_size,
@@ -92,7 +101,6 @@ def load_runner(
         affinity=options.affinity,
         quantization=options.quantization,
     )
-    return framework.build_runner(source, config), config, plan
 
 
 def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
@@ -117,13 +125,16 @@ def build_loop(
     bytes_per_token: int,
     channel: Channel,
     beat: Callable[[bool], None] = lambda busy: None,
+    vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> EngineLoop:
-    """The loop of a loaded model: its scheduler, cache, step budget and grammars."""
+    """The loop of a loaded model: its scheduler, cache, step budget and grammars, which ask for the
+    `vocabulary` when there is a first one.
+    """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
     most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
     budget = StepBudget(most, spec.max_slots, spec.target_step_s or TARGET_STEP_S)
-    grammars = Grammars(functools.partial(_vocabulary, options))
+    grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(scheduler, runner, channel, budget, options.max_queued, beat, grammars)
 
 
@@ -153,10 +164,24 @@ def run_engine(
         on_loaded()
         _run_encoder(encoder, device, options, channel, beat, started_at)
         return
-    runner, config, plan = load_runner(source, options)
+    loaded = load_runner(source, options)
+    serve_runner(loaded, options, channel, beat, on_loaded, started_at)
+
+
+def serve_runner(
+    loaded: tuple[ModelRunner, RunnerConfig, MemoryPlan],
+    options: EngineOptions,
+    channel: Channel,
+    beat: Callable[[bool], None],
+    on_loaded: Callable[[], None],
+    started_at: float,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> None:
+    """Warm up what has been loaded, announce it, and run its loop until it is told to stop."""
+    runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
-    loop = build_loop(runner, options, plan.bytes_per_token, channel, beat)
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, beat, vocabulary)
     spec = runner.spec
     channel.send(
         Ready(
@@ -197,7 +222,21 @@ def _run_encoder(
     loop.run()
 
 
-def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
+class RunEngine(Protocol):
+    """What an engine's process does with its options: see `run_engine`."""
+
+    def __call__(
+        self,
+        options: EngineOptions,
+        channel: Channel,
+        beat: Callable[[bool], None],
+        on_loaded: Callable[[], None],
+    ) -> None: ...
+
+
+def main(
+    socket_fd: int, heartbeat_fd: int, parent_pid: int, *, run: RunEngine | None = None
+) -> int:
     """The engine process. Its exit status is 0 only when it was asked to stop."""
     die_with_parent(parent_pid)
     gc.disable()  # until the model is loaded: next to nothing of it will be garbage
@@ -209,7 +248,7 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
     try:
         options = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
-        run_engine(options, channel, Heartbeat(heartbeat_fd).beat, keep_all)
+        (run or run_engine)(options, channel, Heartbeat(heartbeat_fd).beat, keep_all)
     except ConnectionClosedError:
         return 0  # the frontend is gone, and so is our purpose
     except EngineError as error:

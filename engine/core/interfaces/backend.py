@@ -178,10 +178,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
     # Capabilities that the model was not made for, and parameters that its backend works around.
     emulated: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()  # fields of a request's parameters that its backend can't honour
+    # Fields of a request's parameters that its backend can't honour, and `priority` if it has none.
+    lacks: tuple[str, ...] = ()
     template_options: tuple[str, ...] = ()  # what `ChatRequest.template_options` can change
     trained_context: int | None = None  # tokens; may exceed what is served
     num_dimensions: int | None = None  # of its embeddings
+    root: str | None = None  # the id of the model that this is another name for
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,6 +43,11 @@ def request_context(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
+def current_request_id() -> str | None:
+    """The id that everything logged here is marked with."""
+    return _request_id.get()
+
+
 def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None:
     """Make the root logger write "pretty" or "json"; a later call replaces an earlier one."""
     target = stream or sys.stderr

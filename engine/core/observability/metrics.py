@@ -160,10 +160,11 @@ class Metrics:
         if not is_ready:
             self._observe_gauges(EngineStats())
 
-    def engine_restarted(self) -> None:
-        """A new engine takes over, with totals that begin at zero."""
+    def engine_restarted(self, totals_survive: bool = False) -> None:
+        """A new engine takes over, with totals that begin at zero if they don't survive."""
         self._restarts.inc()
-        self._last_stats = EngineStats()
+        if not totals_survive:
+            self._last_stats = EngineStats()
 
     def observe(self, stats: EngineStats) -> None:
         """Take over a snapshot: gauges as they are, totals by what they grew since the last one."""

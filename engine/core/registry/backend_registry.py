@@ -11,10 +11,14 @@ from engine.core.registry.registry import Registry
 _BACKENDS = Registry(
     kind="backend",
     builtin={
-        "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
         "tinygrad": "engine.backends.custom.frameworks.backends:TinygradBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
+        "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
+        "vllm": "engine.backends.vllm:VLLMBackend",
+        "sglang": "engine.backends.sglang:SGLangBackend",
+        "openai": "engine.backends.openai:OpenAIBackend",
+        "transformers": "engine.backends.transformers:TransformersBackend",
     },
     group="engine.backends",
 )

@@ -26,6 +26,11 @@ OPTIONS = frozenset(
 _MAX_DEPTH = 64
 
 
+def template_options(source: str) -> tuple[str, ...]:
+    """Those that change what a template renders."""
+    return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
+
+
 class ChatTemplate:
     """A model's template, compiled once. `source` is None where the model has none."""
 
@@ -33,8 +38,7 @@ class ChatTemplate:
         self._source = source or ""
         self._program = None if source is None else TemplateProgram(source)
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        words = set(re.findall(r"\w+", self._source))
-        self.options = tuple(sorted(OPTIONS & words))  # those that change what it renders
+        self.options = template_options(self._source)
 
     def render(
         self,

@@ -1,14 +1,13 @@
 """Token ids to text while they arrive, one `Detokenizer` per generated choice.
 
 What `push` returns is final: only whole code points, and nothing that could still turn out to be
-the start of a stop string. The match that completes first wins (the longer one where two complete
-together), which is the same however the tokens were cut into pushes.
+the start of a stop string (see `stop_strings.py`).
 """
 
 import codecs
 from collections.abc import Iterable
 
-from engine.core.errors import InvalidRequestError
+from engine.core.utils.stop_strings import StopStrings
 from engine.core.utils.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -25,15 +24,15 @@ class Detokenizer:
         continuation: bool = False,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        if not all(stop):
-            raise InvalidRequestError("A stop string must not be empty.", param="stop")
-        self.stopped: str | None = None
-        self._stop = stop
+        self._stops = StopStrings(stop) if stop else None
         self._table = tokenizer.bytes_table(skip_special, shown)
         self._utf8 = _Utf8Decoder("replace")
         self._drop_space = tokenizer.drops_leading_space and not continuation
-        self._held = ""
-        self._held_ends = frozenset(char for text in stop for char in text[:-1])
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was met."""
+        return None if self._stops is None else self._stops.stopped
 
     def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
         """With `may_stop` off, no stop string begins or ends in these tokens."""
@@ -47,39 +46,12 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)
-        if self.stopped is None:
-            text += self._held
-        self._held = ""
-        return text
+        return text if self._stops is None else text + self._stops.flush()
 
     def _advance(self, text: str, may_stop: bool) -> str:
         if self._drop_space and text:
             self._drop_space = False
             text = text.removeprefix(" ")
-        if not self._stop or not text or not may_stop:
+        if self._stops is None or not may_stop:
             return text
-        text = self._held + text
-        found = [
-            (start + len(stop), start, stop)
-            for stop in self._stop
-            if (start := text.find(stop)) >= 0
-        ]
-        if found:
-            _, start, self.stopped = min(found)
-            self._held = ""
-            return text[:start]
-        keep = len(text) - self._possible_start(text)
-        self._held = text[keep:]
-        return text[:keep]
-
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest tail of `text` that some stop string begins with."""
-        if text[-1] not in self._held_ends:
-            return 0
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        return self._stops.push(text)

@@ -16,7 +16,8 @@ from engine.core.utils.tokenizer_pre import word_split
 from engine.core.utils.tokenizer_tables import TokenizerTables
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# What `tokenizer.ggml.token_type` says of a piece.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _TYPES: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, int, bool}}
 
 
@@ -27,7 +28,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
         raise ModelFormatError(
             "tokenizer.ggml.tokens is missing or empty: the file has no vocabulary."
         )
-    types = _array(metadata, "token_type", int, len(pieces)) or [_NORMAL] * len(pieces)
+    types = _array(metadata, "token_type", int, len(pieces)) or [NORMAL] * len(pieces)
     bos_id = _id(metadata, "bos_token_id", pieces)
     ends = [_id(metadata, f"{name}_token_id", pieces) for name in ("eos", "eot", "eom")]
     specials = _special_ids(pieces, types, [bos_id, *ends])
@@ -56,9 +57,9 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
         pieces=tuple(pieces),
         merges=merges,
         split=split,
-        unknown_id=next((i for i, type_ in enumerate(types) if type_ == _UNKNOWN), None),
+        unknown_id=next((i for i, type_ in enumerate(types) if type_ == UNKNOWN), None),
         special_ids=specials,
-        literal_ids=frozenset(i for i, type_ in enumerate(types) if type_ == _USER_DEFINED)
+        literal_ids=frozenset(i for i, type_ in enumerate(types) if type_ == USER_DEFINED)
         - specials,
         space_prefix=space_prefix,
         bos_id=bos_id,
@@ -68,6 +69,12 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
         add_eos=_flag(metadata, "add_eos_token", False) and ends[0] is not None,
         chat_template=template if isinstance(template, str) else None,
     )
+
+
+def unused_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """Rows of the embedding table that no piece of text belongs to."""
+    types = _array(metadata, "token_type", int)
+    return frozenset(i for i, type_ in enumerate(types) if type_ == UNUSED)
 
 
 def _array(
@@ -107,7 +114,7 @@ def _id(metadata: Mapping[str, Any], name: str, pieces: Sequence[str]) -> int | 
 def _special_ids(
     pieces: Sequence[str], types: Sequence[int], named: Sequence[int | None]
 ) -> frozenset[int]:
-    marked = {i for i, type_ in enumerate(types) if type_ in (_CONTROL, _UNKNOWN)}
+    marked = {i for i, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)}
     marked.update(i for i, piece in enumerate(pieces) if piece[:1] == "<" and looks_special(piece))
     marked.update(i for i in named if i is not None)
     return frozenset(marked)
@@ -138,7 +145,7 @@ def _merges_from_scores(
     joinable = {
         piece: score
         for i, (piece, score, type_) in enumerate(zip(pieces, scores, types, strict=True))
-        if type_ in (_NORMAL, _USER_DEFINED) and i not in specials
+        if type_ in (NORMAL, USER_DEFINED) and i not in specials
     }
     ranked = [
         (-score, -cut, piece)

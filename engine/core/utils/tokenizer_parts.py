@@ -89,6 +89,11 @@ def _gpt2_alphabet() -> dict[int, int]:
 _ALPHABET: Mapping[int, int] = _gpt2_alphabet()
 
 
+def is_byte_piece(piece: str) -> bool:
+    """Whether a SentencePiece vocabulary means a single byte by it, as "<0x0A>" does."""
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
     """The bytes that an ordinary vocabulary piece stands for."""
     if byte_level:
@@ -96,6 +101,6 @@ def piece_bytes(piece: str, byte_level: bool) -> bytes:
             return bytes([_ALPHABET[ord(char)] for char in piece])
         except KeyError:  # an entry outside the alphabet is plain text
             return piece.encode("utf-8", "replace")
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+    if is_byte_piece(piece):
         return bytes.fromhex(piece[3:5])
     return piece.replace("▁", " ").encode("utf-8", "replace")

@@ -37,7 +37,8 @@ class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
 
 def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
     pieces, specials = tables.pieces, tables.special_ids
-    engine = _engine(tables)
+    unknown = None if tables.unknown_id is None else sentinel(tables.unknown_id)
+    engine = build_bpe(tables, _hidden_vocab(pieces, specials), unknown)
     engine.add_tokens(
         [AddedToken(pieces[i], normalized=False) for i in sorted(tables.literal_ids) if pieces[i]]
     )
@@ -58,19 +59,16 @@ def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
     )
 
 
-def _engine(tables: TokenizerTables) -> tokenizers.Tokenizer:
+def build_bpe(
+    tables: TokenizerTables, vocab: dict[str, int], unknown: str | None
+) -> tokenizers.Tokenizer:
+    """Cutting, merging and normalising as the tables say, over their pieces under any texts."""
     if tables.kind == "gpt2":
         split = word_split(tables.split)
-        engine = _bpe(tables, ignore_merges=split.ignore_merges)
+        engine = _bpe(tables, vocab, ignore_merges=split.ignore_merges)
         engine.pre_tokenizer = byte_level_words(split)
         return engine
-    unknown = tables.unknown_id
-    engine = _bpe(
-        tables,
-        unk_token=None if unknown is None else sentinel(unknown),
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    engine = _bpe(tables, vocab, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     if tables.kind == "llama":
         spaces = [normalizers.Prepend("▁")] if tables.space_prefix else []
         engine.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
@@ -80,8 +78,7 @@ def _engine(tables: TokenizerTables) -> tokenizers.Tokenizer:
     return engine
 
 
-def _bpe(tables: TokenizerTables, **options: Any) -> tokenizers.Tokenizer:
-    vocab = _vocab(tables.pieces, tables.special_ids)
+def _bpe(tables: TokenizerTables, vocab: dict[str, int], **options: Any) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=tables.merges, **options))
     except Exception as error:
@@ -90,11 +87,17 @@ def _bpe(tables: TokenizerTables, **options: Any) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _vocab(pieces: Sequence[str], specials: frozenset[int]) -> dict[str, int]:
+def vocab_of(pieces: Sequence[str]) -> dict[str, int]:
     vocab = dict(zip(pieces, range(len(pieces)), strict=True))
     if len(vocab) != len(pieces):
         twice = next(piece for i, piece in enumerate(pieces) if vocab[piece] != i)
         raise ModelFormatError(f"tokenizer.ggml.tokens holds the piece {twice!r} twice.")
+    return vocab
+
+
+def _hidden_vocab(pieces: Sequence[str], specials: frozenset[int]) -> dict[str, int]:
+    """Control tokens under their sentinels."""
+    vocab = vocab_of(pieces)
     for i in specials:
         del vocab[pieces[i]]
         vocab[sentinel(i)] = i

@@ -83,7 +83,7 @@ def _prepare(
     services: Services, request: Request, body: PromptBody, prompt: Prompt
 ) -> tuple[ModelCard, dict[str, Any]]:
     """The model, what its template is told, and warnings of what can't be done as asked."""
-    card = services.find_model(body.model)
+    card = services.choose_model(request, body.model)
     require_chat(services, card, "messages")
     require_grammar(services, card, prompt.grammar)
     check_tools(services, request, card, prompt.tools)

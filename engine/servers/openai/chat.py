@@ -32,7 +32,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, ChatBody)
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         require_chat(services, card, "messages")
         params = body.params(card)
         check_structure(services, request, body, card)

@@ -47,7 +47,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, CompletionBody)
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
         if body.suffix:
             what = "was not made to fill in the text before a suffix"

@@ -109,7 +109,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, EmbeddingBody)
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         services.require(card, "embeddings", "model", "gives no embeddings")
         if "embeddings" in card.emulated:
             text = "was made to write text; its vectors are pooled from its last layer"
@@ -138,6 +138,7 @@ async def embed(
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
+    services.check_priority(request, card, body.priority)
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,

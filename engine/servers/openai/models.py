@@ -19,7 +19,7 @@ def model_body(card: ModelCard, is_ready: bool) -> dict[str, Any]:
         "object": "model",
         "created": card.created,
         "owned_by": card.owned_by,
-        "root": card.id,
+        "root": card.root or card.id,
         "parent": None,
         "max_model_len": card.max_model_len,
         "context_length": card.max_model_len,
@@ -37,12 +37,14 @@ def model_body(card: ModelCard, is_ready: bool) -> dict[str, Any]:
 
 def add_models_routes(app: FastAPI, services: Services) -> None:
     def list_body() -> dict[str, Any]:
-        is_ready = services.backend.health().ready
-        cards = [model_body(card, is_ready) for card in services.backend.models()]
+        cards = [described(card) for card in services.backend.models()]
         return {"object": "list", "data": cards}
 
     def one_body(model_id: str) -> dict[str, Any]:
-        return model_body(services.find_model(model_id), services.backend.health().ready)
+        return described(services.find_model(model_id))
+
+    def described(card: ModelCard) -> dict[str, Any]:
+        return model_body(card, services.backend.model_health(card.id).ready)
 
     @app.get("/v1/models")
     async def list_models() -> Response:

@@ -110,7 +110,7 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, RerankBody)
-        card = _comparing_model(services, body)
+        card = _comparing_model(services, request, body)
         texts = (body.query, *body.documents)
         made = await embed(services, request, ticket, card, body, "rerank", texts)
         # Thousands of vectors take long enough for the event loop's other requests to notice.
@@ -137,7 +137,7 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, ScoreBody)
-        card = _comparing_model(services, body)
+        card = _comparing_model(services, request, body)
         made = await embed(
             services, request, ticket, card, body, "score", body.text_1 + body.text_2
         )
@@ -160,8 +160,8 @@ def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
     return scores
 
 
-def _comparing_model(services: Services, body: VectorsBody) -> ModelCard:
-    card = services.find_model(body.model)
+def _comparing_model(services: Services, request: Request, body: VectorsBody) -> ModelCard:
+    card = services.choose_model(request, body.model)
     what = "was not trained to compare texts; serve a sentence encoder, such as all-minilm-l6-v2"
     services.require(card, "score", "model", what)
     return card

@@ -92,7 +92,7 @@ class ResponseMaker:
         self, request: Request, body: ResponseBody, ticket: Ticket
     ) -> tuple[Item, Recorder, Generation]:
         services = self._services
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         params = body.params(card)
         response_id = f"resp_{secrets.token_hex(16)}"
         owner = principal_of(request).name

@@ -54,7 +54,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, TokenCountBody)
-        card = services.find_model(body.model)
+        card = services.choose_model(request, body.model)
         prompt = await maker.prompt(body, principal_of(request).name)
         context = GenerationContext(
             request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar

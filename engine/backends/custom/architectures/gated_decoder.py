@@ -31,6 +31,33 @@ from engine.backends.custom.architectures.rope import (
     stretched_position,
 )
 
+# Keys of a config.json and of GGUF metadata -> the field that each holds.
+HF_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+HF_ACTIVATION = "hidden_act"
+GGUF_KEYS = {
+    "vocab_size": "vocab_size",
+    "embedding_length": "hidden_size",
+    "block_count": "num_layers",
+    "attention.head_count": "num_heads",
+    "attention.head_count_kv": "num_kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+}
+
 
 def config_from_hf(
     config: Mapping[str, Any],

@@ -26,6 +26,26 @@ from engine.backends.custom.architectures.foreign import (
 
 HF_NAMES = ("GPT2LMHeadModel",)
 GGUF_NAMES = ("gpt2",)
+HF_KEYS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+HF_ACTIVATION = "activation_function"
+GGUF_KEYS = {
+    "vocab_size": "vocab_size",
+    "embedding_length": "hidden_size",
+    "block_count": "num_layers",
+    "attention.head_count": "num_heads",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position",
+    "attention.layer_norm_epsilon": "norm_eps",
+}
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:

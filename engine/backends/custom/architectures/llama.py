@@ -9,6 +9,9 @@ from engine.core.errors import ModelFormatError
 
 HF_NAMES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
 GGUF_NAMES = ("llama",)
+HF_KEYS = gated_decoder.HF_KEYS | {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"}
+HF_ACTIVATION = gated_decoder.HF_ACTIVATION
+GGUF_KEYS = gated_decoder.GGUF_KEYS
 
 # What Transformers assumes when a Mistral config leaves the key out; null switches the window off.
 _MISTRAL_WINDOW = 4096

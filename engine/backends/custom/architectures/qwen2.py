@@ -9,6 +9,9 @@ from engine.backends.custom.architectures.foreign import uniform_window
 
 HF_NAMES = ("Qwen2ForCausalLM",)
 GGUF_NAMES = ("qwen2",)
+HF_KEYS = gated_decoder.HF_KEYS
+HF_ACTIVATION = gated_decoder.HF_ACTIVATION
+GGUF_KEYS = gated_decoder.GGUF_KEYS
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:

@@ -84,7 +84,7 @@ def _yarn_from_hf(
     mscale = reader.read(float, "mscale", default=None)
     mscale_all = reader.read(float, "mscale_all_dim", default=None)
     if attention is None and mscale and mscale_all:
-        attention = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
+        attention = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
     return replace(
         plain,
         kind="yarn",
@@ -131,7 +131,7 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
                     float, f"{prefix}.scaling.yarn_beta_slow", default=YARN_BETA_SLOW
                 ),
                 # GGUF's number multiplies the usual magnitude; ours replaces it.
-                attention_factor=stretch and stretch * _yarn_magnitude(factor, 1.0),
+                attention_factor=stretch and stretch * yarn_magnitude(factor, 1.0),
             )
         case _:
             raise ModelFormatError(
@@ -158,7 +158,7 @@ def with_factors(config: ModelConfig) -> ModelConfig:
     return replace(config, rope=replace(config.rope, kind="factors"))
 
 
-def _yarn_magnitude(factor: float, weight: float) -> float:
+def yarn_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 

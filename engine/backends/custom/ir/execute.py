@@ -55,6 +55,11 @@ class State:
 
 def run_graph(graph: Graph, weights: Weights, batch: Batch, state: State) -> F32:
     """Evaluates node after node by the table's references; gives the first output."""
+    return graph_values(graph, weights, batch, state)[graph.outputs[0]]
+
+
+def graph_values(graph: Graph, weights: Weights, batch: Batch, state: State) -> dict[str, Array]:
+    """Every node's value, by its name."""
     values: dict[str, Array] = {
         decoder.TOKEN_IDS: batch.token_ids,
         decoder.POSITIONS: batch.positions,
@@ -73,7 +78,7 @@ def run_graph(graph: Graph, weights: Weights, batch: Batch, state: State) -> F32
             [values[name] for name in node.inputs],
             [weights[name] for name in node.weights],
         )
-    return values[graph.outputs[0]]
+    return values
 
 
 def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> F32:

@@ -26,6 +26,7 @@ from engine.backends.custom.runtime.seam import (
     SamplingInputs,
 )
 from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.tokens import packed
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -223,14 +224,14 @@ def _without_history(sampling: SamplingInputs) -> SamplingInputs:
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:
-    ids: list[int] = []
+    ids = packed()
     for seq, start, length, *_ in rows:
         tokens = seq.tokens
         if length > 1:
             ids.extend(tokens[start : start + length])
         else:  # only such a row can be one token ahead of the host
             ids.append(tokens[start] if start < len(tokens) else FROM_DEVICE)
-    return np.array(ids, np.int32)
+    return np.frombuffer(ids, np.int32)
 
 
 def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:

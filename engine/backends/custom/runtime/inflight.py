@@ -5,10 +5,10 @@ shared instead of computed a second time. Blocks are known by a chained hash, so
 mean equal prefixes (a collision would only delay a sequence, never mix contents).
 """
 
-from array import array
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.tokens import packed
 
 
 class InflightPrefixes:
@@ -18,18 +18,25 @@ class InflightPrefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._width = block_size * packed().itemsize  # bytes of a block's ids
         self._owners: dict[int, Sequence] = {}
+        self._owned: dict[Sequence, list[int]] = {}
         self._chains: dict[Sequence, list[int]] = {}
+        # Of the last sequence that came: often the next one begins like it.
+        self._latest: tuple[str, bytes, list[int]] = ("", b"", [])
 
     def add(self, seq: Sequence) -> None:
         """The sequence waits: remember its chain, so that it is hashed once in its life."""
-        tokens = array("q", seq.tokens[: seq.num_prompt])
-        data, width = tokens.tobytes(), self._block_size * tokens.itemsize
-        parent, chain = hash(seq.namespace), []
-        for start in range(0, len(data) - width + 1, width):
+        data, width = seq.tokens[: seq.num_prompt].tobytes(), self._width
+        namespace, latest, known = self._latest
+        common = _common_blocks(data, latest, width) if namespace == seq.namespace else 0
+        chain = known[:common]
+        parent = chain[-1] if chain else hash(seq.namespace)
+        for start in range(common * width, len(data) - width + 1, width):
             parent = hash((parent, data[start : start + width]))
             chain.append(parent)
         self._chains[seq] = chain
+        self._latest = seq.namespace, data, chain
 
     def remove(self, seq: Sequence) -> None:
         """The sequence is gone."""
@@ -38,14 +45,13 @@ class InflightPrefixes:
 
     def own(self, seq: Sequence, first_block: int) -> None:
         """The sequence starts to compute its prompt from `first_block` on."""
-        for key in self._chains[seq][first_block:]:
-            self._owners.setdefault(key, seq)
+        new = self._chains[seq][first_block:]
+        self._owned[seq] = [key for key in new if self._owners.setdefault(key, seq) is seq]
 
     def disown(self, seq: Sequence) -> None:
         """The sequence computes no longer, or has published all of its prompt."""
-        for key in self._chains.get(seq, ()):
-            if self._owners.get(key) is seq:
-                del self._owners[key]
+        for key in self._owned.pop(seq, ()):
+            del self._owners[key]
 
     def hold(self, seq: Sequence, num_matched: int) -> bool:
         """Whether another sequence is about to publish block `num_matched`; the sequence is held
@@ -66,4 +72,18 @@ class InflightPrefixes:
         """Assert that nothing is remembered of sequences that are gone."""
         running = set(running)
         assert self._chains.keys() == running | set(waiting), "a chain of nobody, or none"
-        assert running.issuperset(self._owners.values()), "a block is awaited from nobody"
+        assert running.issuperset(self._owned), "a block is awaited from nobody"
+        owners = {key: seq for seq, keys in self._owned.items() for key in keys}
+        assert owners == self._owners, "owners"
+
+
+def _common_blocks(data: bytes, other: bytes, width: int) -> int:
+    """Leading blocks of `width` bytes in which the two agree."""
+    low, high = 0, min(len(data), len(other)) // width
+    while low < high:
+        middle = (low + high + 1) // 2
+        if data[: middle * width] == other[: middle * width]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

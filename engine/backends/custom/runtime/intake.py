@@ -10,11 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine.backends.custom.runtime.deltas import refusal
 from engine.backends.custom.runtime.grammar import Constraint, Grammars
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import RunnerSpec
 from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.tokens import Tokens, packed
 from engine.core.errors import (
     EngineError,
     InvalidRequestError,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class _Compiling:
     request: GenerateRequest
+    prompt: Tokens
     choices: list[int]  # that have not been aborted
     matcher: "Future[LLMatcher]"
     submitted_at: float
@@ -64,16 +68,18 @@ class Intake:
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. A refusal comes back as the choices' last deltas."""
-        error = self._find_fault(request)
+        prompt = self._packed(request.prompt)
+        error = self._find_fault(request, prompt)
         choices = list(range(request.params.n))
         if error is not None:
             return [refusal(request.request_id, choice, error) for choice in choices]
+        assert prompt is not None
         if request.grammar is None:
-            self._enqueue(request, choices, None, now)
+            self._enqueue(request, prompt, choices, None, now)
             return []
         assert self._grammars is not None
         self._compiling[request.request_id] = _Compiling(
-            request, choices, self._grammars.compile(request.grammar), now
+            request, prompt, choices, self._grammars.compile(request.grammar), now
         )
         return self.admit_compiled(now)
 
@@ -94,7 +100,7 @@ class Intake:
             except EngineError as error:
                 refused += each.refusals(error)
             else:
-                self._enqueue(request, each.choices, matcher, each.submitted_at)
+                self._enqueue(request, each.prompt, each.choices, matcher, each.submitted_at)
         return refused
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
@@ -115,6 +121,7 @@ class Intake:
     def _enqueue(
         self,
         request: GenerateRequest,
+        prompt: Tokens,
         choices: list[int],
         matcher: "LLMatcher | None",
         now: float,
@@ -129,8 +136,8 @@ class Intake:
             seq = Sequence(
                 request_id=request.request_id,
                 choice=choice,
-                tokens=list(request.prompt),
-                num_prompt=len(request.prompt),
+                tokens=prompt[:],
+                num_prompt=len(prompt),
                 max_tokens=self._max_tokens(request),
                 params=params,
                 stop_ids=stop_ids,
@@ -166,15 +173,25 @@ class Intake:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].finish_reason]
             heapq.heapify(self._deadlines)
 
-    def _find_fault(self, request: GenerateRequest) -> EngineError | None:
-        prompt, spec = request.prompt, self._spec
+    def _packed(self, prompt: tuple[int, ...]) -> Tokens | None:
+        """None if one of the ids is not of the vocabulary."""
+        try:
+            tokens = packed(prompt)
+        except OverflowError:
+            return None
+        ids = np.frombuffer(tokens, np.int32)
+        in_range = not len(ids) or 0 <= ids.min() <= ids.max() < self._spec.vocab_size
+        return tokens if in_range else None
+
+    def _find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
+        spec = self._spec
         if self._scheduler.num_waiting + self.num_compiling >= self._max_queued:
             return RateLimitError("Too many requests are waiting; try again later.")
         if request.grammar is not None and self._grammars is None:
             return InvalidRequestError("This engine follows no grammars.")
-        if not prompt:
+        if not request.prompt:
             return InvalidRequestError("The prompt has no tokens.", param="prompt")
-        if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
+        if prompt is None:
             return InvalidRequestError(
                 f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
             )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.eviction import POLICIES, EvictionPolicy, Key
+from engine.backends.custom.runtime.tokens import Tokens, packed
 
 
 class Node:
@@ -29,11 +30,11 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: list[int], blocks: list[int], parent: "Node | None") -> None:
+    def __init__(self, tokens: Tokens, blocks: list[int], parent: "Node | None") -> None:
         self.tokens = tokens
         self.blocks = blocks
         self.parent = parent
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[bytes, Node] = {}  # by the ids of their first block
         self.created = 0
         self.last_used = 0
         self.num_uses = 0
@@ -46,7 +47,7 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
-        super().__init__([], [], None)
+        super().__init__(packed(), [], None)
         self.namespace = namespace
 
 
@@ -79,16 +80,14 @@ class RadixCache:
         self._leaves: list[tuple[Key, int, Node]] = []
         self.num_leaves = 0
 
-    def match(self, namespace: str, tokens: Sequence[int]) -> list[int]:
+    def match(self, namespace: str, tokens: Tokens) -> list[int]:
         """Blocks of the longest cached prefix of `tokens`, in whole blocks."""
         found: list[int] = []
         for node, count in self._walk(namespace, tokens):
             found.extend(node.blocks[:count])
         return found
 
-    def insert(
-        self, namespace: str, tokens: Sequence[int], blocks: Sequence[int], only_own: bool
-    ) -> None:
+    def insert(self, namespace: str, tokens: Tokens, blocks: Sequence[int], only_own: bool) -> None:
         """Store a prefix whose blocks the caller holds; what the tree has already stays as it is.
 
         `only_own` is for a caller that goes on running: it stops where the tree holds another block
@@ -103,7 +102,7 @@ class RadixCache:
         node: Node = self._roots.setdefault(namespace, Root(namespace))
         done = 0
         while done < len(blocks):
-            child = node.children.get(tuple(tokens[done * size : (done + 1) * size]))
+            child = node.children.get(tokens[done * size : (done + 1) * size].tobytes())
             if child is None:
                 break
             common = self._common_blocks(child, tokens, done)
@@ -115,7 +114,7 @@ class RadixCache:
             node = child
             self._touch(node, is_use=not only_own)
         if done < len(blocks):
-            node = self._attach(node, list(tokens[done * size :]), list(blocks[done:]))
+            node = self._attach(node, tokens[done * size :], list(blocks[done:]))
         if not node.children:
             self._push(node)
 
@@ -165,10 +164,10 @@ class RadixCache:
             assert node.blocks and len(node.tokens) == len(node.blocks) * size, node.tokens
             leaves += not node.children
             assert node.parent is not None
-            assert node.parent.children[tuple(node.tokens[:size])] is node
+            assert node.parent.children[node.tokens[:size].tobytes()] is node
         assert leaves == self.num_leaves, (leaves, self.num_leaves)
 
-    def _walk(self, namespace: str, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
+    def _walk(self, namespace: str, tokens: Tokens) -> Iterator[tuple[Node, int]]:
         """The nodes along `tokens` with how many of their blocks agree; only the last may be
         partial.
         """
@@ -176,7 +175,7 @@ class RadixCache:
         done, size = 0, self._block_size
         now = self._clock() if self._ttl_s is not None else 0.0
         while node is not None and (done + 1) * size <= len(tokens):
-            node = node.children.get(tuple(tokens[done * size : (done + 1) * size]))
+            node = node.children.get(tokens[done * size : (done + 1) * size].tobytes())
             if node is None or self._is_expired(node, now):
                 return
             common = self._common_blocks(node, tokens, done)
@@ -185,16 +184,16 @@ class RadixCache:
                 return
             done += common
 
-    def _common_blocks(self, node: Node, tokens: Sequence[int], done: int) -> int:
+    def _common_blocks(self, node: Node, tokens: Tokens, done: int) -> int:
         """Leading blocks of the edge that spell `tokens` from block `done` on; at least one."""
         size, start = self._block_size, done * self._block_size
         most = min(len(node.blocks), len(tokens) // size - done)
-        if node.tokens[: most * size] == list(tokens[start : start + most * size]):
+        if node.tokens[: most * size] == tokens[start : start + most * size]:
             return most
         low, high = 1, most - 1  # the first block is known to agree, all of them are known not to
         while low < high:
             middle = (low + high + 1) // 2
-            if node.tokens[: middle * size] == list(tokens[start : start + middle * size]):
+            if node.tokens[: middle * size] == tokens[start : start + middle * size]:
                 low = middle
             else:
                 high = middle - 1
@@ -209,12 +208,12 @@ class RadixCache:
         if self._ttl_s is not None:
             node.expires_at = self._clock() + self._ttl_s
 
-    def _attach(self, parent: Node, tokens: list[int], blocks: list[int]) -> Node:
+    def _attach(self, parent: Node, tokens: Tokens, blocks: list[int]) -> Node:
         if parent.children or isinstance(parent, Root):
             self.num_leaves += 1  # otherwise the parent stops being one
         node = Node(tokens, blocks, parent)
         node.created = self._tick
-        parent.children[tuple(tokens[: self._block_size])] = node
+        parent.children[tokens[: self._block_size].tobytes()] = node
         self._pool.cache(blocks)
         self._touch(node, is_use=False)
         return node
@@ -226,13 +225,13 @@ class RadixCache:
         upper = Node(node.tokens[: count * size], node.blocks[:count], parent)
         upper.created, upper.last_used = node.created, node.last_used
         upper.num_uses, upper.expires_at = node.num_uses, node.expires_at
-        parent.children[tuple(upper.tokens[:size])] = upper
+        parent.children[upper.tokens[:size].tobytes()] = upper
         node.tokens, node.blocks, node.parent = (
             node.tokens[count * size :],
             node.blocks[count:],
             upper,
         )
-        upper.children[tuple(node.tokens[:size])] = node
+        upper.children[node.tokens[:size].tobytes()] = node
         return upper
 
     def _push(self, node: Node) -> None:
@@ -268,8 +267,8 @@ class RadixCache:
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None and not node.children
-        key = tuple(node.tokens[: self._block_size])
-        node.tokens = []
+        key = node.tokens[: self._block_size].tobytes()
+        node.tokens = packed()
         del parent.children[key]
         self.num_leaves -= 1
         if parent.children:

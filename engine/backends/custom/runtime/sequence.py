@@ -7,6 +7,7 @@ Only `Scheduler` and `KVCache` change one.
 from dataclasses import dataclass, field
 
 from engine.backends.custom.runtime.grammar import Constraint
+from engine.backends.custom.runtime.tokens import Tokens
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -19,7 +20,7 @@ class Sequence:
 
     request_id: str
     choice: int
-    tokens: list[int]  # prompt, then every sampled token that the host knows
+    tokens: Tokens  # prompt, then every sampled token that the host knows
     num_prompt: int
     max_tokens: int  # at least 1, and no more than the context has room for
     params: SamplingParams

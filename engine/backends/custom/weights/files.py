@@ -57,7 +57,7 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
     if path.suffix.lower() in CODE_SUFFIXES:
         raise ModelFormatError(
             f"{path.name}: {path.suffix} files can carry code and are never loaded; "
-            "convert the model to safetensors or GGUF"
+            "convert the model to safetensors or GGUF (`engine convert` does that for llama2.c's)"
         )
     found = None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):

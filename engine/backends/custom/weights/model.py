@@ -62,11 +62,7 @@ class Weight:
 
     def row_order(self) -> NDArray[np.intp] | None:
         """Which stored row each of our rows is; None when they are in the same order."""
-        if self.transform not in ("unpermute_q", "unpermute_k"):
-            return None
-        # Stored heads interleave their rotary pairs (0, H/2, 1, H/2 + 1, ...); ours keep halves.
-        stored = np.arange(self.spec.shape[0]).reshape(-1, self.head_dim // 2, 2)
-        return stored.swapaxes(1, 2).reshape(-1)
+        return row_order(self.transform, self.spec.shape[0], self.head_dim)
 
     def numpy(self) -> NDArray[np.float32]:
         """The values in our layout, as a fresh contiguous array."""
@@ -75,6 +71,15 @@ class Weight:
         if order is not None:
             return values[order]
         return np.ascontiguousarray(values.T) if self.transform == "transpose" else values
+
+
+def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
+    """Which stored row each of our rows is; None when they are in the same order."""
+    if transform not in ("unpermute_q", "unpermute_k"):
+        return None
+    # Stored heads interleave their rotary pairs (0, H/2, 1, H/2 + 1, ...); ours keep halves.
+    stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
+    return stored.swapaxes(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +94,7 @@ class ModelSource:
 
     @property
     def quantization(self) -> str | None:
-        """The storage type of most bytes, unless that is a plain float."""
-        sizes: dict[str, int] = {}
-        for tensor in self.checkpoint.tensors.values():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-        most = max(sizes, key=lambda dtype: sizes[dtype])
-        return most if most in TRAITS and TRAITS[most].quantized else None
+        return stored_quantization(self.checkpoint)
 
     @property
     def size_bytes(self) -> int:
@@ -112,7 +112,7 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
     if path.is_dir():
         if any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
             return _open_hf(path, use_mmap, reads_weights)
-        return _open_gguf(_only_gguf(path), use_mmap, reads_weights)
+        return _open_gguf(only_gguf(path), use_mmap, reads_weights)
     if not path.exists():
         raise ModelError(f"there is no model at {path}")
     refuse_code_formats(path, b"")
@@ -123,7 +123,17 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
     return _open_gguf(path, use_mmap, reads_weights)
 
 
-def _only_gguf(directory: Path) -> Path:
+def stored_quantization(checkpoint: Checkpoint) -> str | None:
+    """The storage type of most bytes, unless that is a plain float."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    return most if most in TRAITS and TRAITS[most].quantized else None
+
+
+def only_gguf(directory: Path) -> Path:
+    """The GGUF model in a folder that has no safetensors."""
     names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
     sets = {part_names(name) for name in names}
     if len(sets) == 1:

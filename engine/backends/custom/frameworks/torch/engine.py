@@ -23,12 +23,16 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     if not device.name.startswith("cuda"):
         return needs
     needs = on_gpu(needs, source.config, options, device)
-    if source.quantization is None:
+    if source.quantization is None and options.quantization == "auto":
         return needs
     from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
 
     value_bytes = DTYPE_BYTES[device.dtype]
-    return replace(needs, weight_bytes=placed_bytes(source.weights.values(), value_bytes))
+    shrinks = options.quantization != "auto"
+    weight_bytes = placed_bytes(source.weights, value_bytes, shrinks)
+    if shrinks and source.config.tie_embeddings:  # the head is a smaller copy of the table
+        weight_bytes += source.config.vocab_size * source.config.hidden_size
+    return replace(needs, weight_bytes=weight_bytes)
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:

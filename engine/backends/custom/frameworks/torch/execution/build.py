@@ -6,7 +6,6 @@ import torch
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
-from engine.backends.custom.frameworks.torch.layers.quantized_linear import quantize_linears
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
@@ -27,18 +26,18 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = _device(device)
+    found = torch_device(device)
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
         return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
     name = "float32" if dtype == "auto" else dtype
     free_bytes = psutil.virtual_memory().available
-    return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(_dtype(name), found))
+    return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(torch_dtype(name), found))
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Load the model's weights and allocate its cache; the runner is ready when this returns."""
-    device, dtype = _device(config.device), _dtype(config.dtype)
+    device, dtype = torch_device(config.device), torch_dtype(config.dtype)
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(
             f"the torch backend keeps keys and values as {config.dtype}, the type it computes in; "
@@ -55,23 +54,23 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
         )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model = build_model(source.config, source.weights, config.max_seq_len, device, dtype)
+    model = build_model(
+        source.config, source.weights, config.max_seq_len, device, dtype, config.quantization
+    )
     if can_pack(dtype, device):
         pack_linears(model)
-    if config.quantization != "auto":
-        quantize_linears(model, config.quantization)
     if device.type == "cuda" and config.attention in ("auto", "triton"):
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' is unknown; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -5,26 +5,36 @@ blocks brings both. Block 0 is nobody's: padding is written there.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.runtime.seam import NULL_BLOCK
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.runtime.seam import NULL_BLOCK, BatchInputs
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Of what attention keeps for one token, alike in all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class PagedCache:
     def __init__(
         self,
-        config: ModelConfig,
+        shape: KVShape,
         num_blocks: int,
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._blocks = _zeros(
-            (config.num_layers, num_blocks, block_size, 2, config.num_kv_heads, config.head_dim),
+            (shape.num_layers, num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim),
             dtype,
             device,
         )
@@ -37,6 +47,20 @@ class PagedCache:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k, v (T, K, H) to slots (T,)"""
         self._layer_slots[layer].index_copy_(0, slots, torch.stack((k, v), dim=1))
+
+    def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
+        """Which rows of a step are finite, (S,); what the others wrote here is erased.
+
+        x (T, D) are the states after the last block: the residual stream carries any NaN or
+        infinity of a token to its end, so its sum tells.
+        """
+        bad = ~torch.isfinite(x.sum(dim=-1, dtype=torch.float32))  # (T,)
+        self.erase(write_slots, bad)
+        if len(inputs.slots) == len(inputs.token_ids):
+            return ~bad
+        row_of = np.repeat(np.arange(len(inputs.slots)), np.diff(inputs.query_start))
+        num_bad = torch.zeros(len(inputs.slots), device=x.device)
+        return num_bad.index_add_(0, to_device(row_of, x.device), bad.float()) == 0
 
     def erase(self, slots: Tensor, where: Tensor) -> None:
         """Zero the slots (T,) where the flag (T,) is set, in every layer.

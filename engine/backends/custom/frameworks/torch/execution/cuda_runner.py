@@ -14,17 +14,19 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
+from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
+from engine.backends.custom.frameworks.torch.execution.draw_graphs import PLAIN, Drawer
+from engine.backends.custom.frameworks.torch.execution.drawing import (
+    StepHandle,
+    TorchPendingTokens,
+)
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
     Capturer,
     at_least,
     row_sizes,
 )
-from engine.backends.custom.frameworks.torch.execution.runner import (
-    StepHandle,
-    TorchPendingTokens,
-    TorchRunner,
-)
+from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.execution.staging import (
     Layout,
     Pinned,
@@ -39,12 +41,10 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     TritonPlan,
 )
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
-from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.seam import (
-    DRAW,
     I32,
     BatchInputs,
     RunnerConfig,
@@ -115,7 +115,15 @@ class BufferedStep:
         self.logits: Tensor | None = None  # (draws, V)
         self.stream: Tensor | None = None  # (draws, D) before the last norm
         self.forward: torch.cuda.CUDAGraph | None = None
-        self.greedy: torch.cuda.CUDAGraph | None = None
+        self.draws: dict[Kind, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.results[: self.size.draws]
+
+    @property
+    def draw_slots(self) -> Tensor:
+        return self.views["draw_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +174,14 @@ class CudaRunner(TorchRunner):
         self._steps: dict[Size, BufferedStep] = {}
         self._capturer = Capturer(device)
         self._inbound, self._outbound = PinnedRing(), PinnedRing()
-        self._plain: SamplingInputs | None = None  # the last that asked for greedy tokens only
+        self._drawer = Drawer(
+            config.max_slots,
+            self._spec.vocab_size,
+            self._history,
+            self._last_token,
+            self._words,
+            self._capturer,
+        )
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
@@ -185,18 +200,16 @@ class CudaRunner(TorchRunner):
     def sample(  # type: ignore[override]
         self, handle: CudaHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
-        step = handle.step
-        if handle.num_draws and not self._is_plain(sampling):
-            return super().sample(self._plain_handle(handle, sampling), sampling)
         if handle.num_draws:
-            if step.greedy is not None:
-                step.greedy.replay()
-            else:
-                self._draw_greedily(step)
+            kind = self._drawer.kind_of(sampling)
+            if kind is None:
+                return super().sample(self._plain_handle(handle, sampling), sampling)
+            self._drawer.draw(handle.step, kind, sampling)
         return self._send_results(handle)
 
     def close(self) -> None:
         self._steps.clear()
+        del self._drawer
         super().close()
 
     def layout(self, size: Size, room: Room) -> Layout:
@@ -223,7 +236,7 @@ class CudaRunner(TorchRunner):
             }
         pads = dict.fromkeys(("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0)
         pads |= {"slots": nobody, "draw_slots": nobody, "token_rows": rows}
-        return Layout(sizes, pads)
+        return Layout(sizes, pads, last="tables")
 
     def _size(self, inputs: BatchInputs) -> Size | None:
         """The padded size of a step that has a graph, or None."""
@@ -347,35 +360,11 @@ class CudaRunner(TorchRunner):
         step.stream = x
         step.logits = model.stream_logits(x)
 
-    def _draw_greedily(self, step: BufferedStep) -> None:
-        assert step.logits is not None
-        tokens = greedy(step.logits)
-        step.results[: step.size.draws].copy_(tokens)
-        self._last_token[step.views["draw_slots"].long()] = tokens
-
     def _capture(self, step: BufferedStep) -> None:
         """Record both halves. The recording's outputs are new ones, which only a replay fills."""
         step.forward = self._capturer.capture(lambda: self._compute(step))
         if step.size.draws:
-            step.greedy = self._capturer.capture(lambda: self._draw_greedily(step))
-
-    def _is_plain(self, sampling: SamplingInputs) -> bool:
-        """Every row takes its most likely token and nothing else is asked for."""
-        known = self._plain
-        if known is not None and sampling.temperature is known.temperature:
-            # Only positions are renewed in a step that continues the last one.
-            return sampling.mask is None
-        is_plain = (
-            sampling.mask is None
-            and sampling.all_greedy
-            and not len(sampling.bias_rows)
-            and not len(sampling.hidden_rows)
-            and not sampling.has_penalties
-            and bool((sampling.num_logprobs < 0).all())
-            and bool((sampling.forced == DRAW).all())
-        )
-        self._plain = sampling if is_plain else None
-        return is_plain
+            self._drawer.capture(step, PLAIN)
 
     def _plain_handle(self, handle: CudaHandle, sampling: SamplingInputs) -> StepHandle:
         step, count = handle.step, handle.num_draws

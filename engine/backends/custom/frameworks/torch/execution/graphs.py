@@ -34,8 +34,10 @@ class Capturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._device = device
+        # Memory that no graph uses any more cannot be captured into again: one always stays.
+        self._anchor = self.capture(lambda: torch.zeros(1, device=device))
 
-    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """`work` must have run before: what is compiled or allocated once is no part of it."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)

@@ -16,7 +16,9 @@ from engine.backends.custom.runtime.seam import I32, SamplingInputs
 class TokenHistory:
     def __init__(self, max_slots: int, max_seq_len: int, device: torch.device) -> None:
         # One more column: the token that follows a full sequence is drawn though never computed on.
-        self._tokens = torch.zeros((max_slots, max_seq_len + 1), dtype=torch.int64, device=device)
+        # One more slot: the padding of a step draws for nobody.
+        size = max_slots + 1, max_seq_len + 1
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._num_prompt = np.zeros(max_slots, np.int64)
         self._device = device
 
@@ -35,7 +37,7 @@ class TokenHistory:
 
     @property
     def tokens(self) -> Tensor:
-        """(max_slots, max_seq_len + 1) int64"""
+        """(max_slots + 1, max_seq_len + 1) int64"""
         return self._tokens
 
     def num_prompt(self, slots: I32) -> I32:

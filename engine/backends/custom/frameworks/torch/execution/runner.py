@@ -1,9 +1,4 @@
-"""`TorchRunner`: the seam's two calls over a model, its paged cache and per-slot state.
-
-Nothing here waits for the device but `TorchPendingTokens.wait`: control flow is decided on the
-host's arrays, and what the host does not know yet (last tokens, which rows are finite) stays in
-tensors.
-"""
+"""`TorchRunner`: the seam's two calls over a model and its paged cache."""
 
 from dataclasses import dataclass
 
@@ -11,28 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution import device_sampler
-from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
-from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.execution.cache import KVShape, PagedCache
+from engine.backends.custom.frameworks.torch.execution.drawing import DrawingRunner, StepHandle
 from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
 )
-from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.runtime.noise import token_words
-from engine.backends.custom.runtime.seam import (
-    DRAW,
-    BatchInputs,
-    RunnerConfig,
-    RunnerSpec,
-    SamplingInputs,
-    StepOutput,
-)
+from engine.backends.custom.runtime.seam import BatchInputs, RunnerConfig, RunnerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,53 +34,20 @@ class PagedStep:
         return self.plan.attend(q, k, v, self.cache.layers[attention.layer])
 
 
-@dataclass(frozen=True, slots=True)
-class StepHandle:
-    """What `sample` needs of a `forward`."""
-
-    logits: Tensor | None  # (R, V) float32; None: no row samples
-    hidden: Tensor | None  # (R, D) normed
-    finite: Tensor  # (S,) bool
-
-
-@dataclass(frozen=True, slots=True)
-class TorchPendingTokens:
-    """A step's results on their way to the host."""
-
-    sampled: Sampled  # host tensors, filled once `done` has passed
-    finite: Tensor
-    hidden: Tensor | None
-    done: torch.cuda.Event | None
-
-    def wait(self) -> StepOutput:
-        if self.done is not None:
-            self.done.synchronize()
-        sampled = self.sampled
-        return StepOutput(
-            tokens=sampled.tokens.numpy().astype(np.int32),
-            finite=self.finite.numpy(),
-            logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
-            top_ids=None if sampled.top_ids is None else sampled.top_ids.numpy().astype(np.int32),
-            top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.numpy(),
-            hidden=None if self.hidden is None else self.hidden.numpy(),
-        )
-
-
-class TorchRunner:
+class TorchRunner(DrawingRunner):
     def __init__(
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        vocab_size = model.config.vocab_size
-        self._spec = RunnerSpec(
+        spec = RunnerSpec(
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             max_slots=config.max_slots,
             max_seq_len=config.max_seq_len,
-            vocab_size=vocab_size,
+            vocab_size=model.config.vocab_size,
             depth=0 if device.type == "cpu" else 1,
         )
+        super().__init__(spec, device)
         self._model = model
-        self._device = device
         self._attention = attention_backend(
             config.attention,
             model.config,
@@ -105,15 +55,8 @@ class TorchRunner:
             dtype=dtype,
             device=device,
         )
-        self._cache = PagedCache(model.config, config.num_blocks, config.block_size, device, dtype)
-        self._history = TokenHistory(config.max_slots, config.max_seq_len, device)
-        # One more: the padding of a step draws for nobody.
-        self._last_token = torch.zeros(config.max_slots + 1, dtype=torch.int64, device=device)
-        self._words = to_device(token_words(vocab_size), device)
-
-    @property
-    def spec(self) -> RunnerSpec:
-        return self._spec
+        shape = KVShape(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+        self._cache = PagedCache(shape, config.num_blocks, config.block_size, device, dtype)
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> StepHandle:
@@ -126,83 +69,14 @@ class TorchRunner:
             self._cache,
         )
         x = self._model(self._token_ids(inputs), step)  # (T, D)
-        finite = self._guard(inputs, x, step.write_slots)
+        finite = self._cache.guard(inputs, x, step.write_slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))
         hidden = self._model.norm(x.index_select(0, rows))
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
 
-    @torch.inference_mode()
-    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> TorchPendingTokens:
-        if handle.logits is None:
-            sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
-        else:
-            self._history.begin(sampling)
-            choose = device_sampler.sample if use_triton(handle.logits) else sample
-            sampled = choose(handle.logits, sampling, self._history, self._words)
-            self._remember(sampling, sampled.tokens)
-        return self._send(sampled, handle.finite, self._hidden(handle, sampling))
-
     def close(self) -> None:
         """Free the model and the cache; the runner cannot be used again."""
-        del self._model, self._cache, self._history, self._last_token, self._words
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _token_ids(self, inputs: BatchInputs) -> Tensor:
-        """(T,), with FROM_DEVICE replaced by the last token drawn for the row's slot."""
-        token_ids = self._put(inputs.token_ids.astype(np.int64))
-        if inputs.token_ids.min(initial=0) >= 0:
-            return token_ids
-        slots = np.repeat(inputs.slots, np.diff(inputs.query_start)).astype(np.int64)
-        return torch.where(token_ids < 0, self._last_token[self._put(slots)], token_ids)
-
-    def _guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
-        """Which rows are finite, (S,); what the others wrote to the cache is erased.
-
-        The residual stream carries any NaN or infinity of a token to its end, so its sum tells.
-        """
-        bad = ~torch.isfinite(x.sum(dim=-1, dtype=torch.float32))  # (T,)
-        self._cache.erase(write_slots, bad)
-        if len(inputs.slots) == len(inputs.token_ids):
-            return ~bad
-        row_of = np.repeat(np.arange(len(inputs.slots)), np.diff(inputs.query_start))
-        num_bad = torch.zeros(len(inputs.slots), device=x.device)
-        return num_bad.index_add_(0, self._put(row_of), bad.float()) == 0
-
-    def _hidden(self, handle: StepHandle, sampling: SamplingInputs) -> Tensor | None:
-        if handle.hidden is None or not len(sampling.hidden_rows):
-            return None
-        rows = self._put(sampling.hidden_rows.astype(np.int64))
-        return handle.hidden.index_select(0, rows).float()
-
-    def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
-        slots, positions = sampling.slots, sampling.position
-        drawn = np.flatnonzero(sampling.forced == DRAW)
-        if len(drawn) < len(slots):
-            slots, positions = slots[drawn], positions[drawn]
-            tokens = tokens.index_select(0, self._put(drawn))
-        where = self._put(slots.astype(np.int64))
-        self._last_token.index_copy_(0, where, tokens)
-        if sampling.has_penalties:
-            self._history.append(where, self._put(positions.astype(np.int64)), tokens)
-
-    def _send(self, sampled: Sampled, finite: Tensor, hidden: Tensor | None) -> TorchPendingTokens:
-        def host(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else to_host(tensor)
-
-        on_host = Sampled(
-            to_host(sampled.tokens),
-            host(sampled.logprobs),
-            host(sampled.top_ids),
-            host(sampled.top_logprobs),
-        )
-        on_host_finite, on_host_hidden, done = to_host(finite), host(hidden), None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self._device))
-        return TorchPendingTokens(on_host, on_host_finite, on_host_hidden, done)
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self._device)
+        del self._model, self._cache
+        super().close()

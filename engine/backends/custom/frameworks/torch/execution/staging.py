@@ -16,26 +16,27 @@ from torch import Tensor
 from engine.backends.custom.runtime.seam import I32
 
 ALIGNMENT = 4  # int32 values: kernels load 16 bytes at a time
-OPEN = "tables"  # the array that is last and as long as it needs to be
 
 
 class Layout:
-    """Where each array lies in the buffer. `pads` fill what an array leaves of its room."""
+    """Where each array lies in the buffer. `pads` fill what an array leaves of its room; the `last`
+    array is as long as it needs to be.
+    """
 
-    def __init__(self, sizes: Mapping[str, int], pads: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], pads: Mapping[str, int], last: str) -> None:
         self._places: dict[str, tuple[int, int]] = {}
-        self._pads = pads
+        self._pads, self._last = pads, last
         end = 0
         for name, size in sizes.items():
             self._places[name] = (end, size)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        self._open_at = end
+        self.size = end  # but for the last
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
     def length(self, arrays: Mapping[str, NDArray[np.generic]]) -> int:
-        return self._open_at + arrays[OPEN].size
+        return self.size + arrays[self._last].size
 
     def write(self, buffer: I32, arrays: Mapping[str, NDArray[np.generic]]) -> None:
         for name, (start, size) in self._places.items():
@@ -44,13 +45,13 @@ class Layout:
             buffer[start:end] = values.reshape(-1)
             if values.size < size and name in self._pads:
                 buffer[end : start + size] = self._pads[name]
-        table = arrays[OPEN]
-        buffer[self._open_at : self._open_at + table.size] = table.reshape(-1)
+        last = arrays[self._last]
+        buffer[self.size : self.size + last.size] = last.reshape(-1)
 
     def views(self, buffer: Tensor, fields: Mapping[str, int]) -> dict[str, Tensor]:
         """The arrays as parts of the buffer; those of several `fields` are two-dimensional."""
         found = {name: buffer[start : start + size] for name, (start, size) in self._places.items()}
-        found[OPEN] = buffer[self._open_at :]
+        found[self._last] = buffer[self.size :]
         for name, width in fields.items():
             found[name] = found[name].view(-1, width)
         return found

@@ -38,9 +38,13 @@ class AttentionFactory(Protocol):
     ) -> AttentionBackend: ...
 
 
+def _sdpa(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> SdpaAttention:
+    return SdpaAttention(config.sliding_window, block_size=block_size, dtype=dtype)
+
+
 ATTENTION: dict[str, AttentionFactory] = {
     "reference": ReferenceAttention,
-    "sdpa": SdpaAttention,
+    "sdpa": _sdpa,
     "triton": TritonAttention,
 }
 

@@ -13,17 +13,17 @@ from engine.backends.custom.runtime.seam import BatchInputs
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
     inputs: BatchInputs
+    tables: Tensor  # inputs.block_tables on the device
     block_size: int
     window: int | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         out = torch.empty_like(q)
-        tables = to_device(self.inputs.block_tables, q.device)
         starts = self.inputs.query_start
         for row, length in enumerate(self.inputs.seq_lens):
             tokens = slice(starts[row], starts[row + 1])
             position = torch.arange(length, device=q.device)
-            blocks = tables[row, position // self.block_size].long()
+            blocks = self.tables[row, position // self.block_size].long()
             offsets = position % self.block_size
             keys, values = cache[blocks, offsets].unbind(1)  # (L, K, H) each
             out[tokens] = self._row(q[tokens], keys, values, position)
@@ -49,4 +49,5 @@ class ReferenceAttention:
         self._window = config.sliding_window
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
-        return ReferencePlan(inputs, self._block_size, self._window)
+        tables = to_device(inputs.block_tables, positions.device)
+        return ReferencePlan(inputs, tables, self._block_size, self._window)

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
@@ -46,12 +45,14 @@ class SingleQueries:
     blocks: Tensor  # (S * B,)
     seen: slice  # which of the B * block_size gathered positions
     mask: Tensor | None  # (S, 1, 1, L) added to the scores
+    scale: float | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         rows = q.shape[0]
         keys, values = _gather(cache, self.blocks, rows, self.seen)  # (S, K, L, H)
         q = q.unflatten(1, (keys.shape[1], -1))  # (S, K, N / K, H)
-        return F.scaled_dot_product_attention(q, keys, values, self.mask).flatten(1, 2)
+        out = F.scaled_dot_product_attention(q, keys, values, self.mask, scale=self.scale)
+        return out.flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class LaterChunk:
     blocks: Tensor  # (B,)
     seen: slice
     mask: Tensor  # (T, L)
+    scale: float | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         keys, values = _gather(cache, self.blocks, 1, self.seen)  # (1, K, L, H)
@@ -71,6 +73,7 @@ class LaterChunk:
             keys.repeat_interleave(group, dim=1),
             values.repeat_interleave(group, dim=1),
             self.mask,
+            scale=self.scale,
         )
         return out[0].transpose(0, 1)
 
@@ -80,6 +83,7 @@ class FirstChunk:
     """One row of several queries from position 0 on, all of them within the window."""
 
     tokens: slice
+    scale: float | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k[self.tokens], v[self.tokens]))
@@ -89,6 +93,7 @@ class FirstChunk:
             k.repeat_interleave(group, dim=1),
             v.repeat_interleave(group, dim=1),
             is_causal=True,
+            scale=self.scale,
         )
         return out[0].transpose(0, 1)
 
@@ -107,10 +112,20 @@ class SdpaPlan:
 
 
 class SdpaAttention:
-    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
+    """`scale` multiplies the scores; None: the inverse square root of a head's size."""
+
+    def __init__(
+        self,
+        window: int | None,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        scale: float | None = None,
+    ) -> None:
         self._block_size = block_size
-        self._window = config.sliding_window
+        self._window = window
         self._dtype = dtype
+        self._scale = scale
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> SdpaPlan:
         counts = np.diff(inputs.query_start)
@@ -150,11 +165,11 @@ class SdpaAttention:
         tokens = _tokens(inputs.query_start[rows], device)
         if len(rows) == 1:
             seen = slice(int(first[0]) % size, int(last[0] - first_block[0] * size) + 1)
-            return SingleQueries(tokens, blocks, seen, None)
+            return SingleQueries(tokens, blocks, seen, None, self._scale)
         starts = to_device(first_block.astype(np.int64) * size, device)
         key_positions = starts[:, None] + torch.arange(width * size, device=device)  # (S, L)
         mask = self._mask(positions[tokens][:, None], key_positions)
-        return SingleQueries(tokens, blocks, slice(None), mask[:, None, None])
+        return SingleQueries(tokens, blocks, slice(None), mask[:, None, None], self._scale)
 
     def _chunk(self, inputs: BatchInputs, row: np.intp, positions: Tensor) -> Part:
         device, size = positions.device, self._block_size
@@ -162,13 +177,13 @@ class SdpaAttention:
         length = int(inputs.seq_lens[row])
         start = length - (tokens.stop - tokens.start)
         if start == 0 and (self._window is None or length <= self._window):
-            return FirstChunk(tokens)
+            return FirstChunk(tokens, self._scale)
         first = 0 if self._window is None else max(start - self._window + 1, 0)
         blocks = inputs.block_tables[row, first // size : -(-length // size)]
         seen = slice(first % size, length - first // size * size)
         key_positions = torch.arange(first, length, device=device)
         mask = self._mask(positions[tokens][:, None], key_positions)  # (T, L)
-        return LaterChunk(tokens, to_device(blocks, device), seen, mask)
+        return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._scale)
 
     def _mask(self, query: Tensor, key: Tensor) -> Tensor:
         """0 where a query position sees a key position, -inf elsewhere; broadcasts the two."""

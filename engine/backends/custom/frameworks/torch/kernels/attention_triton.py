@@ -8,13 +8,12 @@ as large as the longest lists it has room for, serves steps of any lengths.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
@@ -36,6 +35,7 @@ SPARE_SPANS = 64  # what a single row may be cut into
 # A prefix that is shorter, or that fewer rows share, is read as often as there are rows.
 MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
 MAX_SPLITS = 8  # of a shared prefix
+SHARED_PROGRAMS = 256  # that suffice to keep the device busy; more only write more partial results
 SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5
 
 
@@ -111,8 +111,24 @@ class TritonPlan:
         return out
 
 
+class Heads(Protocol):
+    """What attention must know of a model. A `ModelConfig` tells it."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
 class TritonAttention:
-    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Heads, *, block_size: int, dtype: torch.dtype) -> None:
         self._config = config
         self._block_size = block_size
         self._window = config.sliding_window or 0
@@ -208,16 +224,19 @@ class TritonAttention:
         if has_chunks or self._window or not len(inputs.prefix_blocks):
             return none
         keys = inputs.prefix_blocks * self._block_size
-        items: list[tuple[int, ...]] = []
-        members = []
+        groups = [
+            (int(keys[group]), rows_of)
+            for group in map(int, np.flatnonzero(keys >= MIN_SHARED_KEYS))
+            if len(rows_of := np.flatnonzero(inputs.prefix_groups == group)) >= MIN_MEMBERS
+        ]
         per_tile = self._tile_members
+        num_tiles = sum(-(-len(rows_of) // per_tile) for _, rows_of in groups)
+        useful = SHARED_PROGRAMS // (num_tiles * self._config.num_kv_heads or 1)
+        most = min(MAX_SPLITS, max(1, useful))
+        items: list[tuple[int, ...]] = []
         first_member = 0
-        for group in map(int, np.flatnonzero(keys >= MIN_SHARED_KEYS)):
-            rows_of = np.flatnonzero(inputs.prefix_groups == group)
-            if len(rows_of) < MIN_MEMBERS:
-                continue
-            length = int(keys[group])
-            num_splits = min(MAX_SPLITS, -(-length // MIN_SHARED_KEYS))
+        for length, rows_of in groups:
+            num_splits = min(most, -(-length // MIN_SHARED_KEYS))
             span = -(-length // (num_splits * KEY_BLOCK)) * KEY_BLOCK
             starts = range(0, length, span)
             begins[rows_of], splits[rows_of] = length, len(starts)
@@ -227,11 +246,11 @@ class TritonAttention:
                     (first_member + offset, size, start, min(start + span, length), index)
                     for index, start in enumerate(starts)
                 )
-            members.append(rows_of)
             first_member += len(rows_of)
         if not items:
             return none
-        return np.array(items, np.int32), np.concatenate(members).astype(np.int32), begins, splits
+        members = np.concatenate([rows_of for _, rows_of in groups]).astype(np.int32)
+        return np.array(items, np.int32), members, begins, splits
 
 
 def _span_room(rows: int) -> int:

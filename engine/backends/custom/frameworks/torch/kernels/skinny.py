@@ -24,16 +24,21 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     size_of,
     use_triton,
 )
+from engine.backends.custom.frameworks.torch.kernels.gated_linear import gated_linear
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
 MAX_ROWS = 16
+# Steps on an H200: with a wide stream the fused launches win from five rows up, with a narrow one
+# the library and a few more launches are always faster, and a single row is a case of its own.
+_WIDE, _FEW = 4096, range(5, MAX_ROWS + 1)
 # Of weights in 8 bits, which cuBLAS cannot read as they lie.
 MAX_SCALED_ROWS = 128
 
 
 def is_few(x: Tensor) -> bool:
     """Whether products with x (T, D) take a single launch, whatever stands around them."""
-    return len(x) <= MAX_ROWS and use_triton(x)
+    rows, size = x.shape
+    return use_triton(x) and (rows == 1 or (size >= _WIDE and rows in _FEW))
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,13 +87,14 @@ def _composed(
 ) -> Tensor:
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    if scale is None:
+    if scale is None and gate is not None:
+        y = gated_linear(x, weight, bias, gate)
+    elif scale is None:
         y = F.linear(x, weight, bias)
     else:
         y = (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
         y = y if bias is None else y + bias
-    if gate is not None:
-        y = gated(y, gate)
+        y = y if gate is None else gated(y, gate)
     return y if residual is None else residual + y
 
 

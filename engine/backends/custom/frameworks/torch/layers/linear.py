@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.backends.custom.frameworks.torch.kernels.activation import gated
 from engine.backends.custom.frameworks.torch.kernels.skinny import fused_linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
@@ -67,6 +68,10 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
+
+    def fused(self, x: Tensor, *, gate: str) -> Tensor:
+        """gate(W x + b)"""
+        return gated(self(x), gate)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

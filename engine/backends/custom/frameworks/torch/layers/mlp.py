@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.activation import activate
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
@@ -17,7 +17,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x), self.activation))
+        return self.down(self.gate_up.fused(x, gate=self.activation))
 
     def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x and what the half adds to it, for a few rows."""

@@ -1,6 +1,6 @@
 """Matrix layers and tables whose weights stay in a few bits; they stand where `Linear` stood.
 
-Inference only. `quantize_linears` is a transform of a finished model, like `pack_linears`; a GGUF
+Inference only. A layer is made from a filled `Linear`, one at a time as a model is loaded; a GGUF
 model's own bits are put in place by `models/quantized_loading.py` instead.
 """
 
@@ -31,7 +31,7 @@ class GroupedLinear(nn.Module):
     def __init__(
         self,
         stacks: Iterable[GroupedWeight],
-        bias: nn.Parameter | None = None,
+        bias: Tensor | None = None,
         parts: tuple[tuple[str, int], ...] = (),
     ) -> None:
         super().__init__()
@@ -119,12 +119,22 @@ def int8_weight(weight: Tensor) -> GroupedWeight:
     return GroupedWeight(values.to(torch.uint8).flatten(1), scales, None, 8, _INT8_GROUP)
 
 
+def can_quantize(layer: Linear, kind: str) -> bool:
+    """`kind` is "fp8" or "int8"."""
+    return kind == "fp8" or layer.weight.shape[1] % _INT8_GROUP == 0
+
+
+def quantized(layer: Linear, kind: str) -> GroupedLinear | Fp8Linear:
+    if kind == "fp8":
+        return Fp8Linear(layer.weight, layer.bias)
+    bias = None if layer.bias is None else layer.bias.detach()
+    return GroupedLinear([int8_weight(layer.weight)], bias)
+
+
 def quantize_linears(module: nn.Module, kind: str) -> None:
-    """Replace every `Linear` below `module`; `kind` is "fp8" or "int8"."""
+    """Replace every `Linear` below `module` that can be."""
     for name, child in module.named_children():
         if not isinstance(child, Linear):
             quantize_linears(child, kind)
-        elif kind == "fp8":
-            setattr(module, name, Fp8Linear(child.weight, child.bias))
-        elif child.weight.shape[1] % _INT8_GROUP == 0:
-            setattr(module, name, GroupedLinear([int8_weight(child.weight)], child.bias))
+        elif can_quantize(child, kind):
+            setattr(module, name, quantized(child, kind))

@@ -124,14 +124,14 @@ class Decoder(nn.Module):
         self, token_ids: Tensor, with_states: bool = False
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Logits (T, V) of one sequence (T,); on request also the states after each block."""
-        step = self._sequence_step(token_ids)
+        step = self.sequence_step(token_ids)
         states = [self.embed_tokens(token_ids, step)]
         for block in self.layers:
             states.append(block(states[-1], step))
         logits = self.logits(states[-1])
         return (logits, states) if with_states else logits
 
-    def _sequence_step(self, token_ids: Tensor) -> SequenceStep:
+    def sequence_step(self, token_ids: Tensor) -> SequenceStep:
         positions = torch.arange(len(token_ids), device=token_ids.device)
         distance = positions[:, None] - positions
         visible = distance >= 0

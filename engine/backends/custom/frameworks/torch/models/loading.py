@@ -2,7 +2,7 @@
 
 Parameters are allocated empty in their final dtype and place; each weight is decoded, cast into its
 parameter (or its rows of a fused one) and dropped, so the peak is the model plus one float32
-tensor.
+tensor. A layer that is to have fewer bits is filled and shrunk before the next one gets memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
-from engine.backends.custom.frameworks.torch.layers.quantized_linear import GroupedLinear
+from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
+    GroupedLinear,
+    can_quantize,
+    quantize_linears,
+    quantized,
+)
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.models.bert import Bert
@@ -49,7 +54,9 @@ def build_model(
     max_seq_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    quantization: str = "auto",
 ) -> Decoder:
+    """`quantization`: "fp8" or "int8" for matrices that the checkpoint holds in more bits."""
     if config.family not in MODELS:
         raise ModelFormatError(
             f"the torch framework has no model for family '{config.family}'; "
@@ -61,17 +68,42 @@ def build_model(
         rotary = Rotary(
             config.rope, max_seq_len, device, None if factors is None else _tensor(factors, device)
         )
-    keeps = keeps_quantized(weights, device)
-    with _factory_defaults(torch.device("meta") if keeps else device, dtype):
+    keeps, shrinks = keeps_quantized(weights, device), quantization != "auto"
+    with _factory_defaults(torch.device("meta") if keeps or shrinks else device, dtype):
         model = MODELS[config.family](config, rotary)
-    taken = set()
-    if keeps:
-        taken = place_quantized(model, weights, device, dtype)
+    taken = place_quantized(model, weights, device, dtype) if keeps else set()
+    rest = {name: weight for name, weight in weights.items() if name not in taken}
+    _check_names(model, rest)
+    if shrinks:
+        shrunk = _shrink(model, rest, quantization, device)
+        rest = {name: weight for name, weight in rest.items() if name not in shrunk}
+    if keeps or shrinks:
         model.to_empty(device=device)
         if config.tie_embeddings and EMBED not in taken:
             model.head.weight = model.embed.weight
-    _fill(model, {name: weight for name, weight in weights.items() if name not in taken})
+    _fill(model, rest)
+    if shrinks:
+        quantize_linears(model, quantization)  # a tied head, which is the table until here
     return model
+
+
+def _shrink(
+    model: Decoder, weights: Mapping[str, Weight], quantization: str, device: torch.device
+) -> set[str]:
+    """Replaces layers of a model that has no memory yet; the names of the weights they took."""
+    taken = set()
+    for path in [path for path, _ in model.named_modules()]:  # a list of layers would keep them
+        module = model.get_submodule(path)
+        tied = path == "head" and model.config.tie_embeddings
+        if tied or not isinstance(module, Linear) or not can_quantize(module, quantization):
+            continue
+        module.to_empty(device=device)
+        for kind, parameter in module.named_parameters():
+            for name, place in _parts(path, kind, module, parameter):
+                _put(name, place, weights[name])
+                taken.add(name)
+        model.set_submodule(path, quantized(module, quantization))
+    return taken
 
 
 def build_encoder_model(
@@ -84,8 +116,16 @@ def build_encoder_model(
         )
     with _factory_defaults(device, dtype):
         model = ENCODERS[config.family](config)
+    _check_names(model, weights)
     _fill(model, weights)
     return model
+
+
+def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
+    """A model's weights as they are now, under the names that they were loaded by."""
+    return {
+        name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
+    }
 
 
 @contextmanager
@@ -99,7 +139,7 @@ def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None
         torch.set_default_dtype(before)
 
 
-def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
+def _check_names(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
     places = dict(_places(model))
     unknown = sorted(weights.keys() - places.keys() - {ROPE_FACTORS})
     missing = sorted(places.keys() - weights.keys())
@@ -108,29 +148,41 @@ def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
             f"the checkpoint does not fit family '{model.config.family}': "
             f"missing weights {missing[:4]}, unexpected weights {unknown[:4]}"
         )
-    for name, place in places.items():
-        value = _tensor(weights[name], place.device)
-        if value.shape != place.shape:
-            raise ModelFormatError(
-                f"weight '{name}' has shape {tuple(value.shape)}, "
-                f"the model's configuration says {tuple(place.shape)}"
-            )
-        with torch.no_grad():
-            place.copy_(value)
+
+
+def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
+    for name, place in _places(model):
+        _put(name, place, weights[name])
+
+
+def _put(name: str, place: Tensor, weight: Weight) -> None:
+    value = _tensor(weight, place.device)
+    if value.shape != place.shape:
+        raise ModelFormatError(
+            f"weight '{name}' has shape {tuple(value.shape)}, "
+            f"the model's configuration says {tuple(place.shape)}"
+        )
+    with torch.no_grad():
+        place.copy_(value)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weight name -> where its values go: a parameter, or the rows of one that fuses several."""
     for name, parameter in model.named_parameters():  # a tied head is not listed twice
         path, _, kind = name.rpartition(".")
-        module = model.get_submodule(path)
-        if not isinstance(module, Linear | GroupedLinear) or not module.parts:
-            yield name, parameter
-            continue
-        start, parent = 0, path.rpartition(".")[0]
-        for part, size in module.parts:
-            yield f"{parent}.{part}.{kind}", parameter.detach()[start : start + size]
-            start += size
+        yield from _parts(path, kind, model.get_submodule(path), parameter)
+
+
+def _parts(
+    path: str, kind: str, module: nn.Module, parameter: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(module, Linear | GroupedLinear) or not module.parts:
+        yield f"{path}.{kind}", parameter
+        return
+    start, parent = 0, path.rpartition(".")[0]
+    for part, size in module.parts:
+        yield f"{parent}.{part}.{kind}", parameter.detach()[start : start + size]
+        start += size
 
 
 def _tensor(weight: Weight, device: torch.device) -> Tensor:

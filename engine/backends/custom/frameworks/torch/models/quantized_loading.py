@@ -4,7 +4,7 @@ A fused layer keeps its parts' own types: neighbours of one layout become one ma
 part that is not quantized stays a plain one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from math import prod
 
@@ -23,6 +23,7 @@ from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.weights.model import Weight
 
 EMBED = "embed.weight"
+SHRUNK_BITS = 8.5  # of 8-bit values with scales of 16 bits for every 32
 
 
 def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool:
@@ -53,12 +54,19 @@ def place_quantized(
     return taken
 
 
-def placed_bytes(weights: Iterable[Weight], value_bytes: int) -> int:
-    """What the weights take on a device, those that are not quantized at `value_bytes` a value."""
+def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
+    """What the weights take on a device, those that are not quantized at `value_bytes` a value;
+    `shrinks`: matrices but for the table are made smaller.
+    """
     total = 0.0
-    for weight in weights:
-        bits = packed_bits(weight.tensor.dtype) if _is_quantized(weight) else 8 * value_bytes
-        total += prod(weight.spec.shape) * bits / 8
+    for name, weight in weights.items():
+        shape = weight.spec.shape
+        bits: float = 8 * value_bytes
+        if _is_quantized(weight):
+            bits = packed_bits(weight.tensor.dtype)
+        elif shrinks and len(shape) == 2 and name != EMBED:
+            bits = SHRUNK_BITS
+        total += prod(shape) * bits / 8
     return int(total)
 
 

@@ -16,7 +16,13 @@ from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile impor
     Tile,
     attend_span,
     normalised,
+    paging,
+    sizes,
 )
+
+_SHARED_ARRAYS = ("counts", "shared", "members", "partials", "query_start", "tables")
+_SPAN_ARRAYS = ("counts", "spans", "partials", "query_start", "seq_lens", "tables")
+_MERGE_SIZES = ("KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_BLOCK")
 
 
 @triton.jit
@@ -247,29 +253,31 @@ def _shared_kernel(
     peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     owner = tl.load(members_ptr + first_member).to(tl.int64)
-    acc, peak, total = attend_span(
-        q,
-        acc,
-        peak,
-        total,
-        cache_ptr + kv_head * head_stride,
-        tables_ptr + owner * table_stride,
-        first,
-        last,
-        lane,
-        score_scale,
-        block_stride,
-        offset_stride,
-        value_offset,
-        HEAD_DIM,
-        HEAD_BLOCK,
-        BLOCK_SIZE,
-        BLOCK_N,
-        True,
-        False,
-        0,
-        PRECISION,
-    )
+    whole = first + (last - first) // BLOCK_N * BLOCK_N
+    for masked in tl.static_range(2):
+        acc, peak, total = attend_span(
+            q,
+            acc,
+            peak,
+            total,
+            cache_ptr + kv_head * head_stride,
+            tables_ptr + owner * table_stride,
+            whole if masked else first,
+            last if masked else whole,
+            lane,
+            score_scale,
+            block_stride,
+            offset_stride,
+            value_offset,
+            HEAD_DIM,
+            HEAD_BLOCK,
+            BLOCK_SIZE,
+            BLOCK_N,
+            masked == 1,
+            False,
+            0,
+            PRECISION,
+        )
     partial = tl.load(partials_ptr + row * 2, mask=there, other=0) + split
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
     tl.store(
@@ -293,39 +301,19 @@ def decode(
     shared_tile: Tile,
 ) -> None:
     """Rows of one query, as the arrays' spans say; `shares`: some keys are read for many rows."""
-    kv_heads, head_dim = cache.shape[3], cache.shape[4]
-    group = q.shape[1] // kv_heads
-    sizes = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
-    }
-    group_block = max(16, triton.next_power_of_2(group))
-    paging = {
-        "BLOCK_SIZE": cache.shape[1],
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }
-    strides = (cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3))
-    scale = head_dim**-0.5 * 1.4426950408889634
+    kv_heads, compiled_for = cache.shape[3], sizes(q, cache)
+    group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
     if shares:
         _shared_kernel[(kv_heads, len(arrays["shared"]))](
             q,
             cache,
             scratch.partial,
             scratch.weight,
-            arrays["counts"],
-            arrays["shared"],
-            arrays["members"],
-            arrays["partials"],
-            arrays["query_start"],
-            arrays["tables"],
-            scale,
-            *strides,
+            *map(arrays.__getitem__, _SHARED_ARRAYS),
+            *paging(cache),
             BLOCK_M=max(shared_tile.queries, group_block),
             BLOCK_N=shared_tile.keys,
-            **sizes,
-            **paging,
+            **compiled_for,
             num_warps=shared_tile.warps,
             num_stages=shared_tile.stages,
         )
@@ -336,24 +324,18 @@ def decode(
         scratch.partial,
         scratch.weight,
         scratch.arrived,
-        arrays["counts"],
-        arrays["spans"],
-        arrays["partials"],
-        arrays["query_start"],
-        arrays["seq_lens"],
-        arrays["tables"],
-        scale,
-        *strides,
+        *map(arrays.__getitem__, _SPAN_ARRAYS),
+        *paging(cache),
         GROUP_BLOCK=group_block,
         BLOCK_N=span_tile.keys,
         WINDOW=window,
         MERGES=not shares,
-        **sizes,
-        **paging,
+        **compiled_for,
         num_warps=span_tile.warps,
         num_stages=span_tile.stages,
     )
     if shares:
+        merged_for = {name: compiled_for[name] for name in _MERGE_SIZES}
         _merge_kernel[(kv_heads, len(arrays["partials"]))](
             out,
             scratch.partial,
@@ -361,7 +343,7 @@ def decode(
             arrays["partials"],
             arrays["query_start"],
             GROUP_BLOCK=group_block,
-            **sizes,
+            **merged_for,
             num_warps=2,
         )
 

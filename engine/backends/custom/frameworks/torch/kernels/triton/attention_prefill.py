@@ -7,7 +7,6 @@ mask; the tiles on the diagonal follow.
 
 from collections.abc import Mapping
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +16,8 @@ from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile impor
     Tile,
     attend_span,
     normalised,
+    paging,
+    sizes,
 )
 
 
@@ -131,8 +132,7 @@ def prefill(
     tile: Tile,
 ) -> None:
     """Rows of several queries, as the arrays' tiles say."""
-    kv_heads, head_dim = cache.shape[3], cache.shape[4]
-    _prefill_kernel[(kv_heads, len(arrays["tiles"]))](
+    _prefill_kernel[(cache.shape[3], len(arrays["tiles"]))](
         q,
         cache,
         out,
@@ -141,20 +141,11 @@ def prefill(
         arrays["query_start"],
         arrays["seq_lens"],
         arrays["tables"],
-        head_dim**-0.5 * 1.4426950408889634,
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        cache.stride(3),
-        KV_HEADS=kv_heads,
-        GROUP=q.shape[1] // kv_heads,
-        HEAD_DIM=head_dim,
-        HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=cache.shape[1],
+        *paging(cache),
+        **sizes(q, cache),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
         WINDOW=window,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -5,10 +5,12 @@ applied where the peak is subtracted, as one operation. The running peak starts 
 a row that sees nothing in a tile then keeps weight zero instead of NaN.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 class Tile(NamedTuple):
@@ -21,6 +23,25 @@ class Tile(NamedTuple):
 
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
+_LOG2_E = 1.4426950408889634
+
+
+def paging(cache: Tensor) -> tuple[float, int, int, int, int]:
+    """The factor of scores, and how far apart blocks, positions, values and heads lie."""
+    return cache.shape[4] ** -0.5 * _LOG2_E, *cache.stride()[:4]
+
+
+def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
+    """What every kernel over pages (B, block size, 2, K, H) is compiled for."""
+    kv_heads, head_dim = cache.shape[3], cache.shape[4]
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": q.shape[1] // kv_heads,
+        "HEAD_DIM": head_dim,
+        "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_SIZE": cache.shape[1],
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
 
 
 @triton.jit

@@ -1,0 +1,116 @@
+"""What a child writes: passed on to our log under its name, and its end kept to explain a death.
+
+A child may write faster than anyone reads: what exceeds the rate is counted and left out of the
+log, never of the kept end.
+"""
+
+import asyncio
+import codecs
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+MAX_LINE = 2000  # characters
+KEPT_LINES = 200
+LINES_PER_S = 50.0
+BURST_LINES = 400.0
+SHORT_LINE = 160
+
+_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+# What loggers put before their message: a process's name, a level, a time, a place in the code.
+_PREFIX = re.compile(
+    r"^(\([\w-]+ pid=\d+\) )?(\[[\d:. TP-]+[^]]*\] )?"
+    r"((DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+)?([\d:.-]+ [\d:.,]+ )?(\[[\w./]+:\d+\] )?"
+)
+_CAUSE = re.compile(r"(?:\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|\berror|\bfatal): \S.*", re.A)
+
+
+class ChildLog:
+    """What all runs of one child write; `begin` gives each run its reading end."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._kept: deque[str] = deque(maxlen=KEPT_LINES)
+        self._allowance = BURST_LINES
+        self._allowed_at = clock()
+        self._num_left_out = 0
+
+    def begin(self) -> "ChildOutput":
+        """Another run: what the last one wrote explains nothing any more."""
+        self._kept.clear()
+        return ChildOutput(self.take)
+
+    @property
+    def last_line(self) -> str:
+        """What it said last, in short; empty while it has said nothing."""
+        return _short(_PREFIX.sub("", self._kept[-1])) if self._kept else ""
+
+    @property
+    def cause(self) -> str:
+        """The line that explains best why it ended: the first error that it names (later ones are
+        its parents' complaints about the same), else its last one.
+        """
+        for line in self._kept:
+            if found := _CAUSE.search(line):
+                return _short(found.group(), 2 * SHORT_LINE)
+        return self.last_line
+
+    def mentions(self, text: str) -> bool:
+        return any(text in line for line in self._kept)
+
+    def take(self, line: str) -> None:
+        line = line.rstrip()[:MAX_LINE]
+        if not line:
+            return
+        self._kept.append(line)
+        now = self._clock()
+        earned = (now - self._allowed_at) * LINES_PER_S
+        self._allowance = min(BURST_LINES, self._allowance + earned)
+        self._allowed_at = now
+        if self._allowance < 1:
+            self._num_left_out += 1
+            return
+        self._allowance -= 1
+        self._tell_left_out()
+        found = _LEVEL.search(line[:120])
+        level = logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
+        log.log(level, "[%s] %s", self._name, line)
+
+    def _tell_left_out(self) -> None:
+        count, self._num_left_out = self._num_left_out, 0
+        if count:
+            log.warning("[%s] %d lines left out: it writes too much", self._name, count)
+
+
+class ChildOutput(asyncio.Protocol):
+    """One run's output, cut into lines. `closed` is done when nobody can write to it any more."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        text = self._rest + self._decoder.decode(data)
+        *lines, self._rest = re.split(r"[\r\n]+", text)  # progress bars return instead of feeding
+        if len(self._rest) > MAX_LINE:
+            lines.append(self._rest)
+            self._rest = ""
+        for line in lines:
+            self._take(line)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._take(self._rest)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+def _short(text: str, length: int = SHORT_LINE) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."

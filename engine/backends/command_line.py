@@ -1,0 +1,74 @@
+"""Typed options as another program's command line.
+
+A value is never a word of its own where it can be part of its flag, so that none can pass for one.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from engine.core.errors import ConfigError
+
+_NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
+# Programs take the beginning of a flag for the whole, so this much of it stands for it.
+_REMOTE_CODE = "trust"
+# Any user of this machine can read a command line.
+_SECRETS = ("api-key", "hf-token", "admin-api-key")
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """`max_len=5` is `--max-len=5`, True is the flag alone and False its `--no-` form; a list is
+    several words, a table JSON.
+    """
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{dashed}" if value else f"--no-{dashed}"]
+    if isinstance(value, list | tuple):
+        words = [str(each) for each in value]
+        if any(word.startswith("-") for word in words):
+            raise ConfigError(f"backend_args: no value of {name} may begin with '-'", param=name)
+        return [f"--{dashed}", *words]
+    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return [f"--{dashed}={text}"]
+
+
+def option_flags(config: Any, names: Iterable[str]) -> list[str]:
+    """These fields of a configuration. None, and False where that is the default, say nothing."""
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    found: list[str] = []
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (value is False and defaults[name] is False):
+            found += flag(name, value)
+    return found
+
+
+def free_flags(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """`backend_args`, whose names only the program knows. `known` are options with fields of their
+    own, or that are decided here.
+    """
+    found: list[str] = []
+    taken = {name.replace("_", "-") for name in known}
+    for name, value in options.items():
+        dashed = name.replace("_", "-").lower()
+        if not _NAME.fullmatch(dashed):
+            raise ConfigError(f"backend_args: {name!r} can't be the name of an option", param=name)
+        if dashed.startswith(_REMOTE_CODE):
+            raise ConfigError(
+                "backend_args: code from a model's repository runs only where the option"
+                " trust_remote_code is set to true",
+                param=name,
+            )
+        if any(dashed.startswith(secret) for secret in _SECRETS):
+            raise ConfigError(
+                f"backend_args: {name} would be readable by every user of this machine; use env",
+                param=name,
+            )
+        if dashed in taken:
+            raise ConfigError(f"backend_args: {name} is an option outside of it", param=name)
+        if value is None:
+            raise ConfigError(f"backend_args: {name} has no value", param=name)
+        found += flag(dashed, value)
+    return found

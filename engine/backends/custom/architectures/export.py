@@ -1,0 +1,169 @@
+"""A model's configuration as others write it: the readers of this folder, turned round.
+
+Families name the keys of their fields (`HF_KEYS`, `GGUF_KEYS`); what is no plain field (rotary
+rules, windows, activations) is spelled here. What is written is read again before it is given out,
+so a format that cannot say something of a model is found out: one that loads and computes something
+else is worse than none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.rope import yarn_magnitude
+from engine.core.errors import ModelFormatError
+from engine.core.registry.model_registry import architecture
+
+_HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+# Token ids are the tokenizer's to tell; of the others GGUF tells by the tensors that are there.
+_UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
+_UNSTATED_GGUF = _UNSTATED_HF | {"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"}
+# What published Llama 3.1 and 3.2 state; GGUF stores only the resulting frequencies.
+KNOWN_LLAMA3_RULES = (
+    {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
+    {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
+)
+
+
+def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The content of a config.json; `dtype` as PyTorch calls it."""
+    family = _exporting(config, "HF_KEYS")
+    windowed = config.family == "llama" and config.sliding_window is not None
+    stated: dict[str, Any] = {
+        "architectures": ["MistralForCausalLM" if windowed else family.HF_NAMES[0]],
+        "model_type": "mistral" if windowed else config.family,
+        **_fields(config, family.HF_KEYS),
+        family.HF_ACTIVATION: _HF_ACTIVATIONS[config.activation],
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) if len(config.eos_ids) > 1 else _first(config.eos_ids),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if config.rope is not None:
+        stated |= _rope_to_hf(config.rope, config.head_dim)
+    if windowed:
+        stated["sliding_window"] = config.sliding_window
+    elif config.sliding_window is not None:
+        stated |= {
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+            "sliding_window": config.sliding_window,
+        }
+    stated = {key: value for key, value in stated.items() if value is not None}
+    _check_same(config, family.config_from_hf(stated), _UNSTATED_HF, "a config.json")
+    return stated
+
+
+def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a GGUF file that describe the model, tokenizer and name apart."""
+    family = _exporting(config, "GGUF_KEYS")
+    prefix = family.GGUF_NAMES[0]
+    stated: dict[str, Any] = {"general.architecture": prefix}
+    stated |= {f"{prefix}.{key}": value for key, value in _fields(config, family.GGUF_KEYS).items()}
+    if config.rope is not None:
+        stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
+    if config.sliding_window is not None:
+        stated[f"{prefix}.attention.sliding_window"] = config.sliding_window
+    _check_same(config, family.config_from_gguf(stated), _UNSTATED_GGUF, "a GGUF file")
+    return stated
+
+
+def _check_same(
+    config: ModelConfig, read: ModelConfig, unstated: frozenset[str], where: str
+) -> None:
+    for field in fields(config):
+        meant, found = getattr(config, field.name), getattr(read, field.name)
+        if field.name not in unstated and meant != found:
+            raise ModelFormatError(
+                f"{where} of the family '{config.family}' cannot say that {field.name} is {meant}; "
+                "keep the model in its present format"
+            )
+
+
+def _exporting(config: ModelConfig, table: str) -> Any:
+    family = architecture(config.family)
+    if not hasattr(family, table):
+        raise ModelFormatError(
+            f"models of the family '{config.family}' cannot be converted: it has no table of keys"
+        )
+    return family
+
+
+def _fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Key -> value of the field; a key may stand for a field that others hold as well."""
+    return {key: getattr(config, name) for key, name in keys.items()}
+
+
+def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    stated: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.dim != head_dim:
+        stated["partial_rotary_factor"] = rope.dim / head_dim
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    match rope.kind:
+        case "default":
+            return stated
+        case "linear" | "dynamic":
+            pass
+        case "llama3" | "yarn":
+            scaling |= {
+                "original_max_position_embeddings": rope.original_max_position,
+                "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+                "beta_fast": rope.beta_fast,
+                "beta_slow": rope.beta_slow,
+                "attention_factor": rope.attention_factor,
+            }
+        case "factors":
+            raise ModelFormatError(
+                "the model stores rotary frequency factors of no published rule, which a "
+                "config.json cannot say; keep it as GGUF"
+            )
+    return stated | {"rope_scaling": {k: v for k, v in scaling.items() if v is not None}}
+
+
+def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
+    stated: dict[str, Any] = {"freq_base": rope.theta, "dimension_count": rope.dim}
+    match rope.kind:
+        case "default" | "factors":  # factors are a tensor
+            return stated
+        case "linear":
+            return stated | {"scaling.type": "linear", "scaling.factor": rope.factor}
+        case "yarn":
+            stretch = rope.attention_factor
+            if stretch is not None:
+                stretch /= yarn_magnitude(rope.factor, 1.0)
+            scaling = {
+                "scaling.type": "yarn",
+                "scaling.factor": rope.factor,
+                "scaling.original_context_length": rope.original_max_position,
+                "scaling.yarn_beta_fast": rope.beta_fast,
+                "scaling.yarn_beta_slow": rope.beta_slow,
+                "scaling.attn_factor": stretch,
+            }
+            return stated | {key: value for key, value in scaling.items() if value is not None}
+        case "dynamic" | "llama3":
+            raise ModelFormatError(
+                f"GGUF knows no '{rope.kind}' rotary scaling; keep the model as safetensors"
+            )
+
+
+def llama3_rules(rope: RopeConfig) -> list[RopeConfig]:
+    """The published rules that stored frequency factors may have come from."""
+    assert rope.kind == "factors", rope
+    return [
+        RopeConfig(
+            rope.theta,
+            rope.dim,
+            "llama3",
+            factor=rule["factor"],
+            original_max_position=int(rule["original"]),
+            low_freq_factor=rule["low_freq_factor"],
+            high_freq_factor=rule["high_freq_factor"],
+        )
+        for rule in KNOWN_LLAMA3_RULES
+    ]
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None

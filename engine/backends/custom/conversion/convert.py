@@ -1,0 +1,278 @@
+"""One model, from any format to any other: what is read, what is written, and that it is whole.
+
+What is being written has another name until it is complete, and never takes the place of a file
+that is there.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
+from engine.backends.custom.conversion.gguf_file import gguf_bytes, gguf_size
+from engine.backends.custom.conversion.llama2c import llama2c_bytes, llama2c_size, open_llama2c
+from engine.backends.custom.conversion.safetensors_file import safetensors_bytes
+from engine.backends.custom.conversion.stored import (
+    PLAIN_TYPES,
+    Bytes,
+    StoredTensor,
+    gguf_type,
+    most_bytes,
+    plain_type,
+    stored_array,
+    stored_weight,
+)
+from engine.backends.custom.conversion.tokenizer_bin import read_tokenizer, tokenizer_bytes
+from engine.backends.custom.ir.rotary import inverse_frequencies
+from engine.backends.custom.weights.files import member, read_json
+from engine.backends.custom.weights.lazy_tensor import LazyTensor
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight, open_model
+from engine.backends.custom.weights.quantize import ENCODERS, quantize
+from engine.backends.custom.weights.quants import dequantize
+from engine.backends.custom.weights.safetensors import SINGLE_NAME
+from engine.core.errors import ConfigError, ModelError, ModelFormatError
+from engine.core.utils.checkpoint_files import is_companion
+from engine.core.utils.tokenizer_to_gguf import gguf_tokenizer
+from engine.core.utils.tokenizer_to_json import tokenizer_files
+
+Format = Literal["gguf", "safetensors", "llama2c"]
+Progress = Callable[[int, int], None]  # bytes written, of how many
+
+TOKENIZER_NAME = "tokenizer.bin"
+_FACTORS = "rope_freqs.weight"
+_GENERAL = "gguf_general"  # in a config.json: what GGUF says of a model beside its shape
+_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SUFFIXES: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c", "": "safetensors"}
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    to: Format | None = None,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Format:
+    """Write the model at `source` to `target`. Without a `dtype`, nothing is rounded."""
+    to = to or format_of(target)
+    _check(target, to, dtype)
+    with closing(open_source(source, tokenizer)) as model:
+        if model.config.encoder is not None:
+            raise ModelFormatError(f"{source.name} is a text encoder; only decoders are converted")
+        _WRITERS[to](model, target, dtype, progress)
+    return to
+
+
+def save_trained(
+    model: ModelSource, arrays: Mapping[str, NDArray[np.float32]], target: Path
+) -> None:
+    """Write a safetensors folder of a model whose weights have become these, by our names."""
+    _check(target, "safetensors", None)
+    weights = dict(model.weights)
+    for name, values in arrays.items():
+        spec = weights[name].spec
+        tensor = LazyTensor(
+            name=name,
+            shape=spec.shape,
+            dtype="F32",
+            nbytes=values.nbytes,
+            _view=partial(quantize, "F32", values),
+            _decode=partial(dequantize, "F32"),
+        )
+        weights[name] = Weight(spec, tensor, "none", model.config.head_dim)
+    trained = replace(model, weights=weights)
+    _write_safetensors(trained, target, None, lambda done, total: None)
+
+
+def format_of(target: Path) -> Format:
+    found = _SUFFIXES.get(target.suffix)
+    if found is None:
+        raise ConfigError(
+            f"the format of {target.name} cannot be told from its name; end it in .gguf or .bin, "
+            "name a folder for safetensors, or say --to gguf, safetensors or llama2c"
+        )
+    return found
+
+
+def open_source(path: Path, tokenizer: Path | None = None) -> ModelSource:
+    """A model of any format; `tokenizer` is that of a llama2.c model, if not beside it."""
+    if path.suffix != ".bin":
+        if tokenizer is not None:
+            raise ConfigError("--tokenizer belongs to a llama2.c .bin file; leave it out")
+        return open_model(path)
+    model = open_llama2c(path, {})
+    stated = read_tokenizer(tokenizer or path.with_name(TOKENIZER_NAME), model.config.vocab_size)
+    return replace(model, metadata={**model.metadata, **stated})
+
+
+def _check(target: Path, to: Format, dtype: str | None) -> None:
+    allowed = {"gguf": tuple(ENCODERS), "safetensors": PLAIN_TYPES, "llama2c": ("F32",)}[to]
+    if dtype is not None and dtype not in allowed:
+        raise ConfigError(f"{to} holds {', '.join(allowed)} here, not {dtype}; choose one of them")
+    if target.exists():
+        raise ConfigError(f"{target} is there already; remove it, or choose another name")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {target.absolute().parent} to write into")
+
+
+def _write_gguf(model: ModelSource, target: Path, dtype: str | None, progress: Progress) -> None:
+    metadata, tensors = gguf_parts(model, dtype)
+    size = gguf_size(tensors)
+    with _new_place(target, size) as path:
+        _write(path, gguf_bytes(metadata, tensors), size, progress)
+
+
+def _write_safetensors(
+    model: ModelSource, target: Path, dtype: str | None, progress: Progress
+) -> None:
+    tensors = _hf_tensors(model, dtype)
+    files = _hf_files(model, _TORCH_NAMES[most_bytes(tensors)])
+    size = sum(tensor.nbytes for tensor in tensors)
+    with _new_place(target, size) as folder:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        _write(folder / SINGLE_NAME, safetensors_bytes(tensors, {}), size, progress)
+
+
+def _write_llama2c(model: ModelSource, target: Path, dtype: str | None, progress: Progress) -> None:
+    pieces = tokenizer_bytes(stated_metadata(model))
+    beside = target.with_name(TOKENIZER_NAME)
+    if beside.exists() and beside.read_bytes() != pieces:
+        raise ConfigError(
+            f"{beside} is there and belongs to another model; choose a folder without one"
+        )
+    size = llama2c_size(model)
+    with _new_place(target, size) as path:
+        _write(path, llama2c_bytes(model), size, progress)
+    beside.write_bytes(pieces)
+
+
+_WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _write_llama2c}
+
+
+def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """What a GGUF file of the model holds."""
+    tensors = []
+    for weight in model.weights.values():
+        spec = weight.spec
+        assert spec.gguf is not None, spec
+        stored_as = gguf_type(weight, dtype, model.config.tie_embeddings)
+        tensors.append(stored_weight(weight, spec.gguf, spec.gguf_transform, stored_as))
+    rope = model.config.rope
+    if rope is not None and rope.kind == "llama3":
+        tensors.append(stored_array(_factors(rope), _FACTORS))
+    return stated_metadata(model), tensors
+
+
+def stated_metadata(model: ModelSource) -> dict[str, Any]:
+    """The model and its tokenizer as GGUF metadata."""
+    if model.checkpoint.format == "gguf":
+        return dict(model.metadata)
+    config, rope = model.config, model.config.rope
+    if rope is not None and rope.kind == "llama3":  # its rule becomes a tensor
+        config = replace(config, rope=RopeConfig(rope.theta, rope.dim))
+    name = Path(str(model.metadata.get("_name_or_path") or model.path.resolve())).name
+    stated = {"general.type": "model", "general.name": name}
+    stated |= model.metadata.get(_GENERAL, {})
+    return gguf_metadata(config) | stated | gguf_tokenizer(model.path, config.vocab_size)
+
+
+def _hf_tensors(model: ModelSource, dtype: str | None) -> list[StoredTensor]:
+    return [
+        stored_weight(weight, spec.hf, spec.hf_transform, plain_type(weight, dtype))
+        for weight in model.weights.values()
+        if (spec := weight.spec).hf is not None
+    ]
+
+
+def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
+    """Name -> content of all that lies beside the weights."""
+    if model.checkpoint.format == "safetensors":
+        files = {
+            path.name: member(model.path, path.name).read_bytes()
+            for path in sorted(model.path.iterdir())
+            if path.is_file() and is_companion(path.name)
+        }
+        stated = read_json(model.path, CONFIG_NAME)
+        stated |= {key: dtype for key in ("dtype", "torch_dtype") if key in stated}
+        return files | {CONFIG_NAME: _json(stated)}
+    texts = tokenizer_files(model.metadata)
+    stated = hf_config(_as_published(model), dtype)
+    stated[_GENERAL] = {
+        key: value
+        for key, value in model.metadata.items()
+        if key.startswith("general.")
+        and key != "general.architecture"
+        and isinstance(value, str | list)
+    }
+    return {name: text.encode() for name, text in texts.items()} | {CONFIG_NAME: _json(stated)}
+
+
+def _as_published(model: ModelSource) -> ModelConfig:
+    """The configuration before GGUF had it: an epsilon's short decimal behind its float32, and the
+    rule behind stored frequency factors, if one is known.
+    """
+    config = model.config
+    config = replace(config, norm_eps=float(str(np.float32(config.norm_eps))))
+    if config.rope is None or config.rope.kind != "factors":
+        return config
+    stored = model.weights["rope.factors"].numpy()
+    for rule in llama3_rules(config.rope):
+        if np.allclose(_factors(rule), stored, rtol=1e-4):
+            return replace(config, rope=rule)
+    return config
+
+
+def _factors(rope: RopeConfig) -> NDArray[np.float32]:
+    """What a rule divides plain frequencies by."""
+    plain = RopeConfig(rope.theta, rope.dim)
+    return inverse_frequencies(plain, 0) / inverse_frequencies(rope, 0)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2, ensure_ascii=False).encode()
+
+
+@contextmanager
+def _new_place(target: Path, num_bytes: int) -> Iterator[Path]:
+    """Where to write, beside the target; it takes the target's name when it is complete."""
+    free = shutil.disk_usage(target.absolute().parent).free
+    if num_bytes > free:
+        raise ModelError(
+            f"{target.name} takes {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB "
+            "left; make room, or choose a smaller --type"
+        )
+    place = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        yield place
+        os.rename(place, target)
+    except OSError as error:
+        raise ModelError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+
+
+def _write(path: Path, pieces: Iterable[Bytes], size: int, progress: Progress) -> None:
+    done = 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.data)
+            done += piece.nbytes
+            progress(min(done, size), size)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,169 @@
+"""Models of llama2.c: float32 weights behind seven integers, and a file of pieces with scores.
+
+A model is opened as if it were a GGUF file, whose layout of weights it shares: rotary pairs lie
+side by side. Rotation (theta 10,000) and epsilon (1e-5) are fixed in llama2.c's code, as are the
+ids of unknown, begin and end. Only its first format is known; later ones start with a magic number.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from engine.backends.custom.architectures import llama
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig, TensorSpec
+from engine.backends.custom.architectures.export import gguf_metadata
+from engine.backends.custom.conversion.stored import Bytes, StoredTensor, stored_weight
+from engine.backends.custom.ir.rotary import rotary_tables
+from engine.backends.custom.weights.files import FileBytes
+from engine.backends.custom.weights.lazy_tensor import LazyTensor
+from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.quants import dequantize
+from engine.core.errors import ModelFormatError
+
+_HEADER = Struct("<7i")  # D, F, layers, N, K, V (negative: a head of its own), positions
+_LATER_MAGIC = 0x616B3432
+_THETA, _EPS = 10_000.0, 1e-5
+BOS_ID, EOS_ID = 1, 2
+# Our weights in the file's order, all layers of one after the other.
+_TABLES = ("embed.weight",)
+_LAYERS = (
+    *("attn_norm.weight", "attn.q.weight", "attn.k.weight", "attn.v.weight", "attn.o.weight"),
+    *("mlp_norm.weight", "mlp.gate.weight", "mlp.down.weight", "mlp.up.weight"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama2cCheckpoint:
+    file: FileBytes
+    tensors: dict[str, LazyTensor]
+    format: str = "gguf"  # its names and its layout
+
+    @property
+    def files(self) -> list[FileBytes]:
+        return [self.file]
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
+    """`tokenizer` is GGUF metadata, as `tokenizer_bin` reads it."""
+    file = FileBytes(path, use_mmap=True)
+    config = _read_config(file)
+    tensors: dict[str, LazyTensor] = {}
+    weights: dict[str, Weight] = {}
+    position = _HEADER.size
+    for spec in file_order(config):
+        assert spec.gguf is not None, spec
+        num_bytes = 4 * prod(spec.shape)
+        tensor = LazyTensor(
+            name=spec.gguf,
+            shape=spec.shape,
+            dtype="F32",
+            nbytes=num_bytes,
+            _view=partial(file.view, position, num_bytes),
+            _decode=partial(dequantize, "F32"),
+        )
+        position += num_bytes
+        if spec.name == "norm.weight":
+            position += 4 * config.max_position * config.head_dim  # cosines and sines
+        tensors[spec.gguf] = tensor
+        weights[spec.name] = Weight(spec, tensor, spec.gguf_transform, config.head_dim)
+    if position != file.size:
+        raise ModelFormatError(
+            f"{path.name}: {file.size} bytes, but its header describes {position}; it is not a "
+            "llama2.c model of the first format, or not all of one"
+        )
+    metadata = gguf_metadata(config) | {"general.name": path.stem} | dict(tokenizer)
+    return ModelSource(path, config, Llama2cCheckpoint(file, tensors), weights, metadata)
+
+
+def llama2c_bytes(source: ModelSource) -> Iterator[Bytes]:
+    """The whole file, in pieces."""
+    config = source.config
+    _check_expressible(config)
+    vocab = config.vocab_size if config.tie_embeddings else -config.vocab_size
+    sizes = (config.hidden_size, config.intermediate_size, config.num_layers)
+    heads = (config.num_heads, config.num_kv_heads)
+    head = _HEADER.pack(*sizes, *heads, vocab, config.max_position)
+    yield np.frombuffer(head, np.uint8)
+    for spec in file_order(config):
+        yield from _stored(source, spec).pieces()
+        if spec.name == "norm.weight":
+            assert config.rope is not None, config
+            for table in rotary_tables(config.rope, config.max_position):
+                yield table.astype("<f4").reshape(-1).view(np.uint8)
+
+
+def llama2c_size(source: ModelSource) -> int:
+    return 4 * sum(prod(weight.spec.shape) for weight in source.weights.values())
+
+
+def file_order(config: ModelConfig) -> Sequence[TensorSpec]:
+    specs = {spec.name: spec for spec in llama.tensors(config)}
+    layers = [f"layers.{i}.{name}" for name in _LAYERS for i in range(config.num_layers)]
+    head = () if config.tie_embeddings else ("head.weight",)
+    return [specs[name] for name in (*_TABLES, *layers, "norm.weight", *head)]
+
+
+def _stored(source: ModelSource, spec: TensorSpec) -> StoredTensor:
+    return stored_weight(source.weights[spec.name], spec.name, spec.gguf_transform, "F32")
+
+
+def _read_config(file: FileBytes) -> ModelConfig:
+    if file.size < _HEADER.size:
+        raise ModelFormatError(f"{file.path.name}: too short for a llama2.c model")
+    numbers = _HEADER.unpack(file.view(0, _HEADER.size).tobytes())
+    if numbers[0] == _LATER_MAGIC:
+        raise ModelFormatError(
+            f"{file.path.name} is a later llama2.c format; export it with --version 0"
+        )
+    hidden, inner, layers, heads, kv_heads, vocab, positions = numbers
+    plausible = all(0 < number < 2**24 for number in (*numbers[:5], abs(vocab), positions))
+    if not plausible or hidden % heads or heads % kv_heads or layers > 1024:
+        raise ModelFormatError(
+            f"{file.path.name} does not start with the header of a llama2.c model; "
+            "of .bin files, only those are read"
+        )
+    head_dim = hidden // heads
+    return ModelConfig(
+        family="llama",
+        vocab_size=abs(vocab),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        max_position=positions,
+        norm_eps=_EPS,
+        tie_embeddings=vocab > 0,
+        rope=RopeConfig(_THETA, head_dim),
+        bos_id=BOS_ID,
+        eos_ids=(EOS_ID,),
+    )
+
+
+def _check_expressible(config: ModelConfig) -> None:
+    rules = {
+        "its family must be llama": config.family == "llama",
+        "it must have no biases": not (config.qkv_bias or config.out_bias or config.mlp_bias),
+        "it must have no sliding window": config.sliding_window is None,
+        f"its rotation must be the plain one of theta {_THETA:,.0f}": config.rope
+        == RopeConfig(_THETA, config.head_dim),
+        f"its norms must use an epsilon of {_EPS}": abs(config.norm_eps / _EPS - 1) < 1e-3,
+        "its heads together must be as wide as its states": config.num_heads * config.head_dim
+        == config.hidden_size,
+        "its activation must be silu": config.activation == "silu",
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ModelFormatError(
+            f"llama2.c cannot run this model: {'; '.join(broken)}. Choose GGUF or safetensors"
+        )

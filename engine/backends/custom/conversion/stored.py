@@ -1,0 +1,128 @@
+"""Tensors of a file that is yet to be written: their names, types and, piece by piece, bytes.
+
+Rows go over a few megabytes at a time. Where a source stores the type that is wanted, they are
+copied as they are, in the target's order, and nothing is rounded; else they are decoded and encoded
+again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import Transform
+from engine.backends.custom.weights.model import Weight, row_order
+from engine.backends.custom.weights.quantize import fits_rows, quantize
+from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
+
+Bytes = NDArray[np.uint8]
+
+_PIECE_VALUES = 4 * 2**20  # of one piece
+PLAIN_TYPES = ("F32", "F16", "BF16")
+_LOGITS_TYPE = "Q8_0"  # of the matrix that makes logits, where the others have four bits
+_FOUR_BITS = ("Q4_0", "Q4_K")
+# What takes the place of a type whose blocks do not fill a row, until one does.
+_NARROWER_BLOCKS = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q4_0": "F16", "Q8_0": "F16"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`shape` is row-major, as stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: Callable[[], Iterator[Bytes]]
+
+    @property
+    def nbytes(self) -> int:
+        return traits_of(self.dtype).num_bytes(prod(self.shape))
+
+
+def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> StoredTensor:
+    """A weight as another format stores it."""
+    shape = weight.spec.shape[::-1] if transform == "transpose" else weight.spec.shape
+    turned = "transpose" in (transform, weight.transform)
+
+    def pieces() -> Iterator[Bytes]:
+        return _turned(weight, transform, dtype) if turned else _by_rows(weight, transform, dtype)
+
+    return StoredTensor(name, shape, dtype, pieces)
+
+
+def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
+    """A tensor that no source has, computed already."""
+    return StoredTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
+
+
+def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
+    """What a GGUF file stores a weight as, if `wanted` is asked for; None: as it is stored now.
+
+    Vectors and learned positions are float32, which llama.cpp needs of them. The matrix that makes
+    logits keeps eight bits.
+    """
+    spec = weight.spec
+    if len(spec.shape) == 1 or spec.name == "position.weight":
+        return "F32"
+    if wanted is None:
+        return weight.tensor.dtype
+    if wanted in _FOUR_BITS and spec.name == ("embed.weight" if tied else "head.weight"):
+        wanted = _LOGITS_TYPE
+    while not fits_rows(wanted, spec.shape[-1]):
+        wanted = _NARROWER_BLOCKS[wanted]
+    return wanted
+
+
+def plain_type(weight: Weight, wanted: str | None) -> str:
+    """What a safetensors file stores a weight as: float32 where that is not what it is now."""
+    now = weight.tensor.dtype
+    return wanted or (now if now in PLAIN_TYPES else "F32")
+
+
+def most_bytes(tensors: Iterable[StoredTensor]) -> str:
+    """The type that most of a file's bytes have."""
+    sizes = dict.fromkeys(TRAITS, 0)
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _by_rows(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
+    tensor = weight.tensor
+    rows = weight.spec.shape[0]
+    columns = prod(weight.spec.shape[1:])
+    source = tensor.raw().reshape(rows, -1)
+    order = _order(weight, transform)
+    step = max(1, _PIECE_VALUES // columns)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        raw = source[part] if order is None else source[order[part]]
+        if dtype == tensor.dtype:
+            yield raw.reshape(-1)
+        else:
+            values = dequantize(tensor.dtype, raw.reshape(-1), (len(raw), columns))
+            yield quantize(dtype, values)
+
+
+def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
+    """Which stored row each row of the target is; None when they are in the same order."""
+    if transform == weight.transform:
+        return None
+    source = weight.row_order()
+    target = row_order(transform, weight.spec.shape[0], weight.head_dim)
+    ours = None if target is None else np.argsort(target)
+    if ours is None or source is None:
+        return source if ours is None else ours
+    return source[ours]
+
+
+def _turned(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
+    """Of a matrix that either side has transposed: whole, for its rows are the other's columns."""
+    values = weight.numpy()
+    if transform == "transpose":
+        values = np.ascontiguousarray(values.T)
+    step = max(1, _PIECE_VALUES // values.shape[-1])
+    for start in range(0, len(values), step):
+        yield quantize(dtype, values[start : start + step])

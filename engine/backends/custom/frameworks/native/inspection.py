@@ -1,0 +1,85 @@
+"""What each layer's nodes are in the graph that plans are made of, run node by node by the numpy
+references, and how long the kernels take for each (see `custom/inspection.py`).
+
+The kernels themselves are seen through the seam: their plans fuse what the graph keeps apart.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.frameworks.native.execution import build
+from engine.backends.custom.frameworks.native.execution.timing import runner_config, time_steps
+from engine.backends.custom.frameworks.native.machine import default_threads
+from engine.backends.custom.ir.execute import Batch, State, graph_values
+from engine.backends.custom.ir.families import build_graph
+from engine.backends.custom.ir.labels import layer_of
+from engine.backends.custom.ir.plan import (
+    AttentionStep,
+    EmbedStep,
+    LinearStep,
+    RopeWriteStep,
+    Step,
+)
+from engine.backends.custom.ir.rotary import rotary_tables
+from engine.backends.custom.weights.model import ModelSource
+
+_NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}  # of a layer -> site
+
+
+def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
+    config, count = source.config, len(token_ids)
+    weights = {name: weight.numpy() for name, weight in source.weights.items()}
+    positions = np.arange(count, dtype=np.int32)
+    cache = (1, count, 2, config.num_kv_heads, config.head_dim)
+    turns = None
+    if config.rope is not None:
+        turns = rotary_tables(config.rope, config.max_position, weights.get("rope.factors"))
+    state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), turns)
+    zeros = np.zeros(count, np.int32)
+    batch = Batch(
+        token_ids=np.array(token_ids, np.int32),
+        positions=positions,
+        write_slots=positions.astype(np.int64),
+        row_of=zeros,
+        tables=np.zeros((1, 1), np.int32),
+        logit_tokens=positions,
+    )
+    values = graph_values(build_graph(config), weights, batch, state)
+    found = {"embed": values["embed" if config.rope is not None else "embed_sum"]}
+    for layer in range(config.num_layers):
+        for node, site in _NODES.items():
+            found[f"layers.{layer}.{site}"] = values[f"layers.{layer}.{node}"]
+    return found | {"logits": values["logits"]}
+
+
+def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
+    """Norms are part of the products behind them here, so they have no times of their own; how
+    often a forward is repeated is the timing's own choice.
+    """
+    config = replace(runner_config(num_tokens, 1, num_tokens), dtype="float32")
+    machine = build.machine_with(config.num_threads or default_threads())
+    plan = build.plans_for(source, config, machine)[0]
+    times = time_steps(source, config, num_tokens, is_prompt=True)
+    sums: dict[str, float] = defaultdict(float)
+    for step, seconds in zip(plan.steps, times.steps, strict=True):
+        sums[_layer(step)] += seconds
+    return {
+        name: seconds / (source.config.num_layers if name in ("attn", "mlp") else 1)
+        for name, seconds in sums.items()
+    }
+
+
+def _layer(step: Step) -> str:
+    match step:
+        case EmbedStep():
+            return "embed"
+        case RopeWriteStep() | AttentionStep():
+            return "attn"
+        case LinearStep() if layer_of(step.matrix) is not None:
+            return "mlp" if ".mlp." in step.matrix else "attn"
+        case _:
+            return "head"

@@ -1,0 +1,131 @@
+"""The drawing half of a step as CUDA graphs: settings in one copy, then one launch.
+
+The settings of every step lie at the same place, so a graph of a step's logits, one for each `Kind`
+that it has met, serves any mix of requests. A grammar's mask arrives with them, when the forward
+pass has long been launched.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution.device_sampler import (
+    MASK,
+    PADS,
+    Kind,
+    choose,
+    kind_of,
+    settings_arrays,
+    settings_sizes,
+    settings_views,
+)
+from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
+from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
+from engine.backends.custom.frameworks.torch.execution.staging import Layout, PinnedRing
+from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
+from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
+
+PLAIN = Kind(adjusts=False, masks=False, draws=False)
+MAX_BIASES = 1024  # of a step; with more it is drawn outside a graph
+KEEPS = "keeps"  # the slot that a row's token is kept for; a forced one is kept for nobody
+
+
+class DrawnStep(Protocol):
+    """What is drawn from, and where to. Places stay the same once `forward` is there."""
+
+    logits: Tensor | None  # (R, V)
+    forward: torch.cuda.CUDAGraph | None
+    draws: dict[Kind, torch.cuda.CUDAGraph]
+
+    @property
+    def tokens(self) -> Tensor: ...  # (R,) int32
+
+    @property
+    def draw_slots(self) -> Tensor: ...  # (R,) int32
+
+
+class Drawer:
+    def __init__(
+        self,
+        max_slots: int,
+        vocab_size: int,
+        history: TokenHistory,
+        last_token: Tensor,
+        words: Tensor,
+        capturer: Capturer,
+    ) -> None:
+        device = words.device
+        self._nobody = max_slots
+        self._history, self._last_token, self._words = history, last_token, words
+        self._capturer = capturer
+        sizes = settings_sizes(max_slots, MAX_BIASES) | {KEEPS: max_slots}
+        self._layout = Layout(sizes, PADS | {KEEPS: self._nobody}, last=MASK)
+        longest = self._layout.size + max_slots * -(-vocab_size // 32)
+        self._buffer = torch.zeros(longest, dtype=torch.int32, device=device)
+        self._settings = settings_views(self._layout, self._buffer)
+        self._inbound = PinnedRing()
+        self._last: tuple[SamplingInputs, Kind | None] | None = None
+
+    def kind_of(self, sampling: SamplingInputs) -> Kind | None:
+        """None: it asks for more than a token of each row, or for more than there is room for."""
+        if self._last is not None and sampling.mask is None:
+            last, kind = self._last
+            # Only positions are renewed in a step that continues the last one.
+            if last.temperature is sampling.temperature and last.mask is None:
+                return kind
+        kind = self._find_kind(sampling)
+        self._last = sampling, kind
+        return kind
+
+    def draw(self, step: DrawnStep, kind: Kind, sampling: SamplingInputs) -> None:
+        """The first tokens of the step's are those asked for."""
+        self._history.begin(sampling)
+        if kind != PLAIN:
+            self._send(sampling)
+        graph = step.draws.get(kind)
+        if graph is not None:
+            graph.replay()
+            return
+        self._run(step, kind)
+        if step.forward is not None:
+            self.capture(step, kind)
+
+    def capture(self, step: DrawnStep, kind: Kind) -> None:
+        step.draws[kind] = self._capturer.capture(lambda: self._run(step, kind))
+
+    def _find_kind(self, sampling: SamplingInputs) -> Kind | None:
+        if (
+            len(sampling.slots) > self._nobody
+            or len(sampling.bias_rows) > MAX_BIASES
+            or len(sampling.hidden_rows)
+            or (sampling.num_logprobs >= 0).any()
+        ):
+            return None
+        kind = kind_of(sampling)
+        # A token that is given is one of the settings, which a plain step has none of.
+        return None if kind == PLAIN and (sampling.forced != DRAW).any() else kind
+
+    def _send(self, sampling: SamplingInputs) -> None:
+        arrays = settings_arrays(sampling, self._history)
+        arrays[KEEPS] = np.where(sampling.forced == DRAW, sampling.slots, self._nobody)
+        length = self._layout.length(arrays)
+        pinned = self._inbound.take(length)
+        self._layout.write(pinned.array, arrays)
+        self._buffer[:length].copy_(pinned.tensor[:length], non_blocking=True)
+        pinned.copied.record()
+        self._inbound.give_back(pinned)
+
+    def _run(self, step: DrawnStep, kind: Kind) -> None:
+        assert step.logits is not None
+        if kind == PLAIN:
+            tokens, slots = greedy(step.logits), step.draw_slots.long()
+        else:
+            tokens = choose(step.logits, self._settings, kind, self._history.tokens, self._words)
+            slots = self._settings[KEEPS][: len(tokens)].long()
+        step.tokens.copy_(tokens)
+        self._last_token[slots] = tokens
+        if kind.adjusts:
+            positions = self._settings["position"][: len(tokens)].long()
+            self._history.append(slots, positions, tokens)

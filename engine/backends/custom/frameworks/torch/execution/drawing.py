@@ -1,0 +1,135 @@
+"""The half of a step that every runner on PyTorch has: from logits to tokens on the host.
+
+Nothing here waits for the device but `TorchPendingTokens.wait`: control flow is decided on the
+host's arrays, and what the host does not know yet (last tokens, which rows are finite) stays in
+tensors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.execution import device_sampler
+from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
+from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.kernels.base import use_triton
+from engine.backends.custom.runtime.noise import token_words
+from engine.backends.custom.runtime.seam import (
+    DRAW,
+    BatchInputs,
+    RunnerSpec,
+    SamplingInputs,
+    StepOutput,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """What `sample` needs of a `forward`."""
+
+    logits: Tensor | None  # (R, V) float32; None: no row samples
+    hidden: Tensor | None  # (R, D) normed
+    finite: Tensor  # (S,) bool
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPendingTokens:
+    """A step's results on their way to the host."""
+
+    sampled: Sampled  # host tensors, filled once `done` has passed
+    finite: Tensor
+    hidden: Tensor | None
+    done: torch.cuda.Event | None
+
+    def wait(self) -> StepOutput:
+        if self.done is not None:
+            self.done.synchronize()
+        sampled = self.sampled
+        return StepOutput(
+            tokens=sampled.tokens.numpy().astype(np.int32),
+            finite=self.finite.numpy(),
+            logprobs=None if sampled.logprobs is None else sampled.logprobs.numpy(),
+            top_ids=None if sampled.top_ids is None else sampled.top_ids.numpy().astype(np.int32),
+            top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.numpy(),
+            hidden=None if self.hidden is None else self.hidden.numpy(),
+        )
+
+
+class DrawingRunner:
+    """Draws tokens from the logits of a `StepHandle`; a subclass computes those in `forward`."""
+
+    def __init__(self, spec: RunnerSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._history = TokenHistory(spec.max_slots, spec.max_seq_len, device)
+        # One more: the padding of a step draws for nobody.
+        self._last_token = torch.zeros(spec.max_slots + 1, dtype=torch.int64, device=device)
+        self._words = to_device(token_words(spec.vocab_size), device)
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    @torch.inference_mode()
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> TorchPendingTokens:
+        if handle.logits is None:
+            sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
+        else:
+            self._history.begin(sampling)
+            choose = device_sampler.sample if use_triton(handle.logits) else sample
+            sampled = choose(handle.logits, sampling, self._history, self._words)
+            self._remember(sampling, sampled.tokens)
+        return self._send(sampled, handle.finite, self._hidden(handle, sampling))
+
+    def close(self) -> None:
+        """Free the device's memory; the runner cannot be used again."""
+        del self._history, self._last_token, self._words
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _token_ids(self, inputs: BatchInputs) -> Tensor:
+        """(T,), with FROM_DEVICE replaced by the last token drawn for the row's slot."""
+        token_ids = self._put(inputs.token_ids.astype(np.int64))
+        if inputs.token_ids.min(initial=0) >= 0:
+            return token_ids
+        slots = np.repeat(inputs.slots, np.diff(inputs.query_start)).astype(np.int64)
+        return torch.where(token_ids < 0, self._last_token[self._put(slots)], token_ids)
+
+    def _hidden(self, handle: StepHandle, sampling: SamplingInputs) -> Tensor | None:
+        if handle.hidden is None or not len(sampling.hidden_rows):
+            return None
+        rows = self._put(sampling.hidden_rows.astype(np.int64))
+        return handle.hidden.index_select(0, rows).float()
+
+    def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
+        slots, positions = sampling.slots, sampling.position
+        drawn = np.flatnonzero(sampling.forced == DRAW)
+        if len(drawn) < len(slots):
+            slots, positions = slots[drawn], positions[drawn]
+            tokens = tokens.index_select(0, self._put(drawn))
+        where = self._put(slots.astype(np.int64))
+        self._last_token.index_copy_(0, where, tokens)
+        if sampling.has_penalties:
+            self._history.append(where, self._put(positions.astype(np.int64)), tokens)
+
+    def _send(self, sampled: Sampled, finite: Tensor, hidden: Tensor | None) -> TorchPendingTokens:
+        def host(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else to_host(tensor)
+
+        on_host = Sampled(
+            to_host(sampled.tokens),
+            host(sampled.logprobs),
+            host(sampled.top_ids),
+            host(sampled.top_logprobs),
+        )
+        on_host_finite, on_host_hidden, done = to_host(finite), host(hidden), None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+        return TorchPendingTokens(on_host, on_host_finite, on_host_hidden, done)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self._device)

@@ -1,0 +1,61 @@
+"""What each layer of a model computes in PyTorch, by the whole-sequence forward (see
+`custom/inspection.py`), and how long the layers take.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.models.base import Decoder, PreNormBlock
+from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.inspection import timed
+from engine.backends.custom.weights.model import ModelSource
+
+CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
+    model, ids = _load(source, len(token_ids)), torch.tensor(token_ids)
+    step = model.sequence_step(ids)
+    x = model.embed_tokens(ids, step)
+    found = {"embed": x}
+    for index, block in enumerate(model.layers):
+        assert isinstance(block, PreNormBlock)
+        attended = block.attn(block.attn_norm(x), step)
+        fed = block.mlp(block.mlp_norm(x + attended))
+        x = block(x, step)
+        found |= {
+            f"layers.{index}.attn": attended,
+            f"layers.{index}.mlp": fed,
+            f"layers.{index}.out": x,
+        }
+    found["logits"] = model.logits(x)
+    return {site: values.numpy() for site, values in found.items()}
+
+
+@torch.inference_mode()
+def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
+    model = _load(source, num_tokens)
+    ids = torch.arange(num_tokens) % source.config.vocab_size
+    step = model.sequence_step(ids)
+    x = model.embed_tokens(ids, step)
+    block, last = model.layers[0], x[-1:]
+    assert isinstance(block, PreNormBlock)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "embed": lambda: model.embed_tokens(ids, step),
+        "attn_norm": lambda: block.attn_norm(x),
+        "attn": lambda: block.attn(x, step),
+        "mlp_norm": lambda: block.mlp_norm(x),
+        "mlp": lambda: block.mlp(x),
+        "norm": lambda: model.norm(last),
+        "head": lambda: model.head(last),
+    }
+    return dict(zip(calls, timed(list(calls.values()), repeats), strict=True))
+
+
+def _load(source: ModelSource, num_tokens: int) -> Decoder:
+    return build_model(source.config, source.weights, num_tokens, CPU, torch.float32)

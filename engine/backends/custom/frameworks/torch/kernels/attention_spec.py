@@ -1,0 +1,184 @@
+"""The attention kernels as tests and the micro-benchmark see them: one layer of a planned step."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import (
+    ReferenceAttention,
+    ReferencePlan,
+)
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
+    MIN_MEMBERS,
+    MIN_SHARED_KEYS,
+    TritonAttention,
+    TritonPlan,
+)
+from engine.backends.custom.frameworks.torch.kernels.base import (
+    Example,
+    Inputs,
+    KernelSpec,
+    Shape,
+    register,
+    size_of,
+)
+from engine.backends.custom.runtime.seam import I32, BatchInputs
+
+_MAX_DECODES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """One step, planned by both backends."""
+
+    reference: ReferencePlan
+    triton: TritonPlan
+    num_keys: int  # that must be read, a shared one once
+    num_pairs: int  # of a query and a key that it sees
+
+
+Rows = list[tuple[int, int]]  # (keys, queries)
+
+
+def _reference(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
+    return plans.reference.attend(q, q, q, cache)
+
+
+def _triton(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
+    return plans.triton.attend_cached(q, cache)
+
+
+def _bytes_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
+    return size_of(q, q) + plans.num_keys * size_of(cache[0, 0])
+
+
+def _flops_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
+    """A product and a sum for each value of a key, and again of what it stands for."""
+    return 4 * plans.num_pairs * q.shape[1] * q.shape[2]
+
+
+def _config(shape: Shape) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=1,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.inner_size,
+        max_position=1 << 20,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        rope=None,
+    )
+
+
+def _tables(rows: Rows, shared: int, block_size: int) -> I32:
+    """Blocks of each row, in no order; all of them begin with the same `shared` ones."""
+    widths = np.array([-(-keys // block_size) for keys, _ in rows])
+    own = widths - shared
+    blocks = np.random.default_rng(0).permutation(int(own.sum()) + shared).astype(np.int32) + 1
+    tables = np.zeros((len(rows), int(widths.max())), np.int32)
+    used = shared
+    for table, count in zip(tables, own, strict=True):
+        table[:shared] = blocks[:shared]
+        table[shared : shared + count] = blocks[used : used + count]
+        used += count
+    return tables
+
+
+def _step(rows: Rows, shared: int, block_size: int) -> BatchInputs:
+    lengths = np.array([keys for keys, _ in rows], np.int32)
+    starts = np.cumsum([0] + [queries for _, queries in rows]).astype(np.int32)
+    nothing = np.zeros(int(starts[-1]), np.int32)
+    return BatchInputs(
+        token_ids=nothing,
+        positions=nothing,
+        write_slots=nothing.astype(np.int64),
+        query_start=starts,
+        seq_lens=lengths,
+        num_prompt=lengths,
+        block_tables=_tables(rows, shared, block_size),
+        slots=np.arange(len(rows), dtype=np.int32),
+        logit_rows=np.zeros(0, np.int32),
+        adapter_ids=np.zeros(len(rows), np.int32),
+        prefix_groups=np.full(len(rows), 0 if shared else -1, np.int32),
+        prefix_blocks=np.full(1 if shared else 0, shared, np.int32),
+    )
+
+
+def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) -> Example:
+    size = shape.block_size
+    step = _step(rows, shared, size)
+    positions = torch.zeros(len(step.token_ids), dtype=torch.int64, device=inputs.device)
+    config = _config(shape)
+    reference, triton = (
+        backend(config, block_size=size, dtype=inputs.dtype).plan(step, positions)
+        for backend in (ReferenceAttention, TritonAttention)
+    )
+    assert isinstance(reference, ReferencePlan) and isinstance(triton, TritonPlan)
+    keys = sum(keys for keys, _ in rows) - (len(rows) - 1) * shared * size
+    pairs = sum(queries * keys - queries * (queries - 1) // 2 for keys, queries in rows)
+    blocks = int(step.block_tables.max()) + 1
+    q = inputs.normal(len(step.token_ids), shape.num_heads, shape.head_dim)
+    cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
+    cache[0] = float("nan")  # what lies behind a row's end is never looked at
+    return Example(label, (q, cache, Plans(reference, triton, keys, pairs)))
+
+
+def _examples(
+    rows_of: Callable[[Shape], Iterator[tuple[str, Rows, int]]],
+) -> Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]:
+    def examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+        for label, rows, shared in rows_of(shape):
+            yield _example(label, rows, shared, shape, Inputs(device, dtype))
+
+    return examples
+
+
+def _decodes(shape: Shape) -> Iterator[tuple[str, Rows, int]]:
+    for count in shape.rows:
+        if count <= _MAX_DECODES:
+            rows = [(shape.context + 7 * row % shape.context, 1) for row in range(count)]
+            yield f"{count} x {shape.context}+ keys", rows, 0
+
+
+def _shared(shape: Shape) -> Iterator[tuple[str, Rows, int]]:
+    blocks = -(-4 * MIN_SHARED_KEYS // shape.block_size)
+    if shape.context < MIN_SHARED_KEYS:
+        blocks = -(-MIN_SHARED_KEYS // shape.block_size)
+    for count in shape.rows:
+        if MIN_MEMBERS <= count <= _MAX_DECODES:
+            keys = blocks * shape.block_size
+            rows = [(keys + 1 + 5 * row % shape.context, 1) for row in range(count)]
+            yield f"{count}, {keys} shared keys", rows, blocks
+
+
+def _prompts(shape: Shape) -> Iterator[tuple[str, Rows, int]]:
+    longest = max(shape.rows)
+    yield f"1 x {longest}", [(longest, longest)], 0
+    part = max(longest // 4, 2)
+    rows = [(part + shape.context, part), (part, part), (shape.context, 1), (2 * part, part)]
+    yield f"3 x {part} and one more", rows, 0
+
+
+for _name, _rows_of in (
+    ("attention_decode", _decodes),
+    ("attention_shared", _shared),
+    ("attention_prompts", _prompts),
+):
+    register(
+        KernelSpec(
+            name=_name,
+            reference=_reference,
+            triton=_triton,
+            examples=_examples(_rows_of),
+            bytes_of=_bytes_of,
+            flops_of=_flops_of,
+        )
+    )

@@ -1,0 +1,275 @@
+// y (M, N) = silu(x g^T) * (x u^T) for x (M, K) and w (2 N, K), g over u, 16-bit floats, by Hopper's
+// tensor cores.
+//
+// A block of three warp groups stays on its multiprocessor and takes tile after tile of 128 rows and
+// COLUMNS columns, half of them from g and half from u. One warp group copies tiles of x and w into a ring of STAGES buffers; the two
+// others multiply 64 rows each and write the result. CLUSTER blocks that lie below one another share
+// the columns: each copies its part of w to all of them.
+//
+// Compiled with COLUMNS, STAGES, CLUSTER, IN (bf16 or f16) and `multiply` given.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int ROWS = 128, DEPTH = 64;  // a line of DEPTH values is 128 bytes, what a swizzle covers
+constexpr int GROUP = 128;             // threads of a warp group
+constexpr int PARTS = 2;               // w's tile arrives as two boxes, of g and of u
+constexpr u32 X_BYTES = ROWS * DEPTH * 2;
+constexpr u32 W_BYTES = COLUMNS * DEPTH * 2;
+constexpr u32 STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int NUM_SUMS = COLUMNS / 2;  // of a thread: 64 rows of a warp group over 128 threads
+constexpr int BAND = 8;                // tiles of rows whose x stays in the second-level cache
+
+static_assert(CLUSTER == 1 || CLUSTER == PARTS, "each block copies one part of w");
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ u32 block_in_cluster() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+    if constexpr (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                         : "memory");
+    }
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(block)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, u32 barrier, int column, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap& map, u32 barrier, int column,
+                                                int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<u16>((1 << CLUSTER) - 1))
+        : "memory");
+}
+
+// A tile whose lines are 128 bytes, swizzled, eight lines to a block of 1,024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return static_cast<u64>((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 both;
+    asm("cvt.rn." IN "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float silu(float x) {
+    return __fdividef(x, 1.0f + __expf(-x));
+}
+
+struct Work {
+    int m_tiles, n_tiles, k_tiles;
+    u32 rank;
+
+    __device__ __forceinline__ Work(int rows, int n_tiles, int depth) : n_tiles(n_tiles) {
+        rank = CLUSTER > 1 ? block_in_cluster() : 0;
+        m_tiles = (rows + CLUSTER * ROWS - 1) / (CLUSTER * ROWS);
+        k_tiles = (depth + DEPTH - 1) / DEPTH;
+    }
+
+    __device__ __forceinline__ int first() const { return blockIdx.x / CLUSTER; }
+    __device__ __forceinline__ int step() const { return gridDim.x / CLUSTER; }
+    __device__ __forceinline__ int end() const { return m_tiles * n_tiles; }
+
+    // Tiles of rows, of all blocks of a cluster together, go round within a band.
+    __device__ __forceinline__ void place(int tile, int& row, int& n) const {
+        int band = tile / (BAND * n_tiles) * BAND, height = min(BAND, m_tiles - band);
+        int within = tile - band * n_tiles;
+        row = ((band + within % height) * CLUSTER + rank) * ROWS;
+        n = within / height;
+    }
+};
+
+struct Ring {
+    u32 stages, full, empty;
+    int stage = 0;
+    u32 parity;
+
+    __device__ __forceinline__ Ring(u32 stages, u32 full, u32 parity)
+        : stages(stages), full(full), empty(full + 8 * STAGES), parity(parity) {}
+    __device__ __forceinline__ u32 buffer() const { return stages + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 ready() const { return full + 8 * stage; }
+    __device__ __forceinline__ u32 free() const { return empty + 8 * stage; }
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Producer {
+    const TensorMap &x_map, &w_map;
+    int width;  // N
+
+    __device__ __forceinline__ void run(Ring ring, const Work& work) const {
+        for (int tile = work.first(); tile < work.end(); tile += work.step()) {
+            int row, n;
+            work.place(tile, row, n);
+            for (int k = 0; k < work.k_tiles; ++k) {
+                wait_barrier(ring.free(), ring.parity);
+                expect_bytes(ring.ready(), STAGE_BYTES);
+                copy_box(ring.buffer(), x_map, ring.ready(), k * DEPTH, row);
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    u32 to = ring.buffer() + X_BYTES + part * (W_BYTES / PARTS);
+                    int line = part * width + n * (COLUMNS / 2);
+                    if constexpr (CLUSTER == 1) {
+                        copy_box(to, w_map, ring.ready(), k * DEPTH, line);
+                    } else if (part == work.rank) {
+                        copy_box_to_all(to, w_map, ring.ready(), k * DEPTH, line);
+                    }
+                }
+                ring.advance();
+            }
+        }
+    }
+};
+
+// Lanes of four hold two neighbouring values of each of four blocks of eight: afterwards each holds a
+// whole block.
+__device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d, int lane) {
+    bool odd = lane & 1, upper = lane & 2;
+    u32 t0 = __shfl_xor_sync(~0u, odd ? a : b, 1), t1 = __shfl_xor_sync(~0u, odd ? c : d, 1);
+    u32 a1 = odd ? t0 : a, b1 = odd ? b : t0, c1 = odd ? t1 : c, d1 = odd ? d : t1;
+    u32 t2 = __shfl_xor_sync(~0u, upper ? a1 : c1, 2), t3 = __shfl_xor_sync(~0u, upper ? b1 : d1, 2);
+    u32 a2 = upper ? t2 : a1, b2 = upper ? t3 : b1, c2 = upper ? c1 : t2, d2 = upper ? d1 : t3;
+    return make_uint4(a2, b2, c2, d2);
+}
+
+__device__ __forceinline__ float gated(const float (&sums)[NUM_SUMS], int index) {
+    return silu(sums[index]) * sums[index + NUM_SUMS / 2];
+}
+
+__device__ __forceinline__ void write(const float (&sums)[NUM_SUMS], u16* y, int row, int column, int m,
+                                      int width) {
+    constexpr int BLOCKS = NUM_SUMS / 8;  // of eight columns
+    int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int line = row + 8 * half;
+        u16* to = y + static_cast<u64>(line) * width + column;
+#pragma unroll
+        for (int first = 0; first < BLOCKS; first += 4) {
+            u32 pairs[4];
+#pragma unroll
+            for (int block = 0; block < 4; ++block) {
+                int index = 4 * (first + block) + 2 * half;
+                bool there = first + block < BLOCKS;
+                pairs[block] =
+                    there ? packed(gated(sums, there ? index : 0), gated(sums, there ? index + 1 : 1)) : 0;
+            }
+            uint4 values = transposed(pairs[0], pairs[1], pairs[2], pairs[3], lane);
+            bool inside = first + lane < BLOCKS && column + 8 * (first + lane) < width;
+            if (line < m && inside) *reinterpret_cast<uint4*>(to + 8 * (first + lane)) = values;
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(Ring ring, const Work& work, u16* y, int m_rows, int width) {
+    int thread = threadIdx.x % GROUP, group = threadIdx.x / GROUP - 1;
+    float sums[NUM_SUMS];
+    for (int tile = work.first(); tile < work.end(); tile += work.step()) {
+        int row, n;
+        u32 last = 0;
+        work.place(tile, row, n);
+        for (int k = 0; k < work.k_tiles; ++k) {
+            wait_barrier(ring.ready(), ring.parity);
+            u64 x = descriptor(ring.buffer() + group * (X_BYTES / 2)),
+                w = descriptor(ring.buffer() + X_BYTES);
+#pragma unroll
+            for (int index = 0; index < NUM_SUMS; ++index) asm volatile("" : "+f"(sums[index])::"memory");
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int step = 0; step < DEPTH / 16; ++step) {
+                multiply(sums, x + 2 * step, w + 2 * step, k > 0 || step > 0);
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (last) {
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (thread < CLUSTER) arrive_at(last, thread);
+            }
+            last = ring.free();
+            ring.advance();
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int index = 0; index < NUM_SUMS; ++index) asm volatile("" : "+f"(sums[index])::"memory");
+        if (thread < CLUSTER) arrive_at(last, thread);
+        int line = group * (ROWS / 2) + thread / 32 * 16 + thread % 32 / 4;
+        write(sums, y, row + line, n * (COLUMNS / 2), m_rows, width);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) __cluster_dims__(CLUSTER, 1, 1)
+    gated_linear(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, u16* y,
+                 int m_rows, int width, int depth, int n_tiles) {
+    extern __shared__ unsigned char memory[];
+    __shared__ alignas(8) u64 barriers[2 * STAGES];
+    u32 stages = (shared_address(memory) + 1023) & ~1023u, full = shared_address(barriers);
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            init_barrier(full + 8 * stage, 1);
+            init_barrier(full + 8 * (STAGES + stage), 2 * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    sync_cluster();
+    Work work(m_rows, n_tiles, depth);
+    if (threadIdx.x < GROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0) Producer{x_map, w_map, width}.run(Ring(stages, full, 1), work);
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        consume(Ring(stages, full, 0), work, y, m_rows, width);
+    }
+    sync_cluster();  // no block leaves while another may still write to it
+}

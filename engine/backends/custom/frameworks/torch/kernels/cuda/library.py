@@ -1,0 +1,127 @@
+"""CUDA C++ at run time: compiled by NVRTC, kept on disk, launched by the driver.
+
+Both libraries come with PyTorch and the card's driver; they are called through `ctypes`, so nothing
+has to be built ahead and nothing is imported where there is no GPU.
+"""
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+class CudaError(RuntimeError):
+    """A call of the driver or the compiler failed."""
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _compiler() -> ctypes.CDLL:
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    found = sorted(packages.glob("**/libnvrtc.so.*"))
+    return ctypes.CDLL(str(found[0]) if found else "libnvrtc.so")
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise CudaError(f"{call} answered {status}")
+
+
+def compiled(source: str, target: str) -> bytes:
+    """Machine code for `target`, such as "sm_90a"; compiled once per machine."""
+    key = hashlib.sha256(f"{target}\n{source}".encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    path = folder / f"engine-{key}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code = _compile(source, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(code)
+    unfinished.replace(path)
+    return code
+
+
+def _compile(source: str, target: str) -> bytes:
+    nvrtc, program = _compiler(), ctypes.c_void_p()
+    created = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+    )
+    _check(created, "nvrtcCreateProgram")
+    options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
+    status = nvrtc.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*options)
+    )
+    size = ctypes.c_size_t()
+    if status:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"nvrtcCompileProgram answered {status}: {log.value.decode()}")
+    _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+    code = ctypes.create_string_buffer(size.value)
+    _check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+class Function:
+    """A kernel on the card. `shared_bytes` is what it takes of a multiprocessor's memory."""
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        driver = _driver()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
+        found = driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
+        _check(found, "cuModuleGetFunction")
+        changed = driver.cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes)
+        _check(changed, "cuFuncSetAttribute")
+        self._shared_bytes = shared_bytes
+
+    def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """On the current stream. Arguments are `ctypes` values."""
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = _driver().cuLaunchKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, pointers, None
+        )
+        _check(status, "cuLaunchKernel")
+
+
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ctypes.Array[ctypes.c_char]:
+    """How the copy engine reads boxes of a matrix (R, C), swizzled; outside there are zeros."""
+    rows, columns = matrix.shape
+    room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    start = -ctypes.addressof(room) % _MAP_ALIGNMENT
+    made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, start)
+    status = _driver().cuTensorMapEncodeTiled(
+        made,
+        _ELEMENTS[matrix.dtype],
+        2,
+        ctypes.c_void_p(matrix.data_ptr()),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        _SWIZZLE_128,
+        _PROMOTE_256,
+        0,
+    )
+    _check(status, "cuTensorMapEncodeTiled")
+    return made

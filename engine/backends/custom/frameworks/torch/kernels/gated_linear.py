@@ -1,0 +1,103 @@
+"""A matrix product of many rows and the gate that follows it, without a pass over the product.
+
+On a Hopper card this is CUDA C++ (`cuda/gated_linear.cu`): its product takes as long as the library
+does, and the gate next to nothing. Elsewhere, and with few rows, the two run one by one.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.base import (
+    Example,
+    Inputs,
+    KernelSpec,
+    Shape,
+    Tolerance,
+    register,
+    size_of,
+)
+
+# With fewer rows, half of a tile is empty and the library is as fast.
+MIN_ROWS = 65
+_HOPPER = (9, 0)
+_VECTOR = 8  # values that are copied at a time
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
+    """x (T, D), weight (2 F, D) -> (T, F): the activation of the first half times the second."""
+    if len(x) < MIN_ROWS:
+        return _composed(x, weight, bias, gate)
+    return _GATED_LINEAR(x, weight, bias, gate)
+
+
+def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
+    if not _suits(x, weight, bias, gate):
+        return _composed(x, weight, bias, gate)
+    from engine.backends.custom.frameworks.torch.kernels.cuda import gated_linear as hopper
+
+    return hopper.gated_linear(x, weight)
+
+
+def _composed(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
+    return gated(F.linear(x, weight, bias), gate)
+
+
+def _suits(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> bool:
+    """Whether the CUDA code can take these."""
+    return (
+        gate == "silu"
+        and bias is None
+        and x.is_cuda
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == 1
+        and x.stride(0) % _VECTOR == 0
+        and weight.is_contiguous()
+        and weight.shape[1] % _VECTOR == 0
+        and weight.shape[0] % (2 * _VECTOR) == 0
+        and _is_hopper(x.device)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == _HOPPER
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
+    one, other = F.linear(x, weight, bias).chunk(2, dim=-1)
+    return activate(one, gate) * other
+
+
+def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    inputs = Inputs(device, dtype)
+    hidden, inner = shape.hidden_size, shape.inner_size
+    weight = inputs.normal(2 * inner, hidden, scale=hidden**-0.5)
+    for rows in (*shape.rows, 130):
+        x = inputs.normal(rows, hidden)
+        yield Example(f"{rows}x{hidden}x{inner}", (x, weight, None, "silu"))
+
+
+_GATED_LINEAR = register(
+    KernelSpec(
+        name="gated_linear",
+        reference=_reference,
+        triton=_fastest,
+        examples=_examples,
+        bytes_of=lambda x, weight, bias, gate: (
+            size_of(x, weight) + len(x) * len(weight) // 2 * x.element_size()
+        ),
+        flops_of=lambda x, weight, bias, gate: 2 * len(x) * weight.numel(),
+        # The reference rounds the product before its gate.
+        tolerance={
+            torch.float32: Tolerance(1e-4, 1e-4),
+            torch.float16: Tolerance(1e-2, 1e-2),
+            torch.bfloat16: Tolerance(4e-2, 4e-2),
+        },
+    )
+)

@@ -1,0 +1,172 @@
+"""One request's events: read, or handed on in the very call in which their bytes arrive."""
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+import msgspec
+
+from engine.backends.base import EventFeed, EventSink
+from engine.backends.openai.failures import error_of
+from engine.backends.openai.http_client import MAX_BODY_BYTES, Receiver, TransportError
+from engine.backends.openai.reader import AnswerReader, Expected
+from engine.backends.openai.sse import EventLines
+from engine.core.interfaces.backend import Event, UsageEvent
+
+_DONE = b"[DONE]"
+
+
+class AnswerReceiver(Receiver[UsageEvent]):
+    """The bytes of an answer, be it a stream or whole, to events; done when it is understood."""
+
+    def __init__(self, expected: Expected, sink: EventSink) -> None:
+        super().__init__()
+        self._expected = expected
+        self._sink = sink
+        self._began_at = time.monotonic()
+        self._lines = EventLines()
+        self._reader: AnswerReader | None = None  # of an answer that is a success
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._is_stream = False
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self._status, self._headers = status, headers
+        if 200 <= status < 300:
+            self._reader = AnswerReader(self._expected, self._sink, self._began_at)
+            kind = headers.get(b"content-type", b"").lower()
+            self._is_stream = kind.startswith(b"text/event-stream")
+
+    def body(self, data: bytes) -> None:
+        if self.done.done():
+            return
+        try:
+            if self._is_stream:
+                self._read(self._lines.push(data))
+            else:
+                self._collect(data)
+        except Exception as error:  # the connection must not suffer for it: `done` raises it
+            self.fail(error)
+
+    def end(self) -> None:
+        if self.done.done():
+            return
+        whole = b"".join(self._pieces)
+        try:
+            if self._reader is None:
+                raise error_of(self._status, self._headers, whole, self._expected.grammar_param)
+            if not self._is_stream:
+                self._reader.push(whole)
+            self._finish(self._reader)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """A server that falls silent after every choice has ended has said all that is needed."""
+        reader, is_lost = self._reader, isinstance(error, TransportError)
+        if is_lost and reader is not None and reader.is_finished and not self.done.done():
+            self._finish(reader)
+        super().fail(error)
+
+    def _read(self, events: Sequence[bytes]) -> None:
+        reader = self._reader
+        assert reader is not None
+        for data in events:
+            if data == _DONE:
+                self._finish(reader)
+                return
+            reader.push(data)
+        if reader.was_cut:
+            self.is_cut = True
+            self._finish(reader)
+
+    def _finish(self, reader: AnswerReader) -> None:
+        self.done.set_result(reader.end())
+
+    def _collect(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_BODY_BYTES:
+            raise TransportError("its answer is too large")
+        self._pieces.append(data)
+
+
+class PushedEvents(EventFeed):
+    """Reading, for a stream that is made to be fed."""
+
+    def __init__(self) -> None:
+        self._reading = self._read()
+
+    @abstractmethod
+    async def feed(self, sink: EventSink) -> None: ...
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
+        arrived: deque[Event] = deque()
+        wake = asyncio.Event()
+
+        def push(event: Event) -> None:
+            arrived.append(event)
+            wake.set()
+
+        feeding = asyncio.create_task(self.feed(push))
+        feeding.add_done_callback(lambda _: wake.set())
+        try:
+            while not feeding.done() or arrived:
+                while arrived:
+                    yield arrived.popleft()
+                if not feeding.done():
+                    await wake.wait()
+                    wake.clear()
+            await feeding
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+
+class Answer(PushedEvents):
+    """`run` sends the request and pushes all events but the last, which it returns."""
+
+    def __init__(self, run: Callable[[EventSink], Awaitable[UsageEvent]]) -> None:
+        super().__init__()
+        self._run = run
+
+    async def feed(self, sink: EventSink) -> None:
+        sink(await self._run(sink))
+
+
+async def run_side_by_side(
+    runs: Sequence[Callable[[EventSink], Awaitable[UsageEvent]]], sink: EventSink
+) -> UsageEvent:
+    """Several choices as requests of their own. They have one prompt, which is counted once."""
+
+    def push(choice: int) -> EventSink:
+        return lambda event: sink(
+            event
+            if isinstance(event, UsageEvent)
+            else msgspec.structs.replace(event, choice=choice)
+        )
+
+    tasks = [asyncio.ensure_future(run(push(choice))) for choice, run in enumerate(runs)]
+    try:
+        usages = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return UsageEvent(
+        prompt_tokens=usages[0].prompt_tokens,
+        completion_tokens=sum(each.completion_tokens for each in usages),
+        cached_tokens=usages[0].cached_tokens,
+        prefill_s=min(each.prefill_s for each in usages),
+        decode_s=max(each.decode_s for each in usages),
+        reasoning_tokens=sum(each.reasoning_tokens for each in usages),
+    )

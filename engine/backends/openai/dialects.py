@@ -1,0 +1,228 @@
+"""What servers that call themselves OpenAI-compatible have, lack, and call by other names. All of
+it is data; a new server is a new entry.
+
+Verified against running servers: engine, llama-server (llama.cpp 0.5.0-dev), vLLM 0.32. Read from
+their published sources and documents: SGLang, Ollama, TGI, OpenAI.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+GrammarForm = Literal[
+    "response_format",  # OpenAI's object of this name
+    "structured_outputs",  # vLLM's and ours: one kind with its value
+    "regex",  # a field of this name; choices as a regular expression
+    "ebnf",
+    "gbnf",  # llama.cpp's grammars; choices as one
+    "json_schema",  # a field that is the schema itself
+    "format_regex",  # TGI's `response_format` of type regex
+]
+Grammars = Mapping[str, GrammarForm]
+Feature = Literal[
+    # of a chat
+    "tool_choice",
+    "parallel_tool_calls",
+    "continue_final_message",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "reasoning_content",
+    # of a completion
+    "token_ids",
+    "suffix",
+    "completion_logprobs",
+    # of either
+    "priority",
+    "cache_salt",
+    "truncate_prompt_tokens",
+    # of embeddings
+    "base64",
+]
+_JSON: Grammars = {"json_object": "response_format", "json_schema": "response_format"}
+_ALL_STRUCTURED: Grammars = {
+    **_JSON,
+    "regex": "structured_outputs",
+    "choice": "structured_outputs",
+    "grammar": "structured_outputs",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenApi:
+    """How a server tells its tokens: names of fields, below its root."""
+
+    text: str  # the field of a text
+    special: str | None  # the field that asks for special tokens
+    decoded: str  # the field of the text that ids become
+    chats: Literal["messages", "template"] | None = None  # as they are; rendered by another call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    name: str
+    # It is this one if the JSON object at this path, below the server's root, has this key.
+    signature: tuple[str, str] | None = None
+    health_path: str | None = None  # below the root; None: its list of models
+    probe_interval_s: float = 5.0
+    lacks: frozenset[str] = frozenset()  # fields of `SamplingParams`
+    emulated: frozenset[str] = frozenset()
+    names: Mapping[str, str] = field(default_factory=dict)  # other names of such fields
+    # Whether to send what is at its default: a server may take another one from the model's files.
+    says_defaults: bool = True
+    max_stops: int | None = None
+    asks_for_stop: Mapping[str, bool] = field(default_factory=dict)  # to be told which one it was
+    strict_tools: bool = False  # arguments follow their schema only where a tool asks for it
+    max_seed: int = 2**63 - 1
+    min_top_logprobs: int = 0  # with less it gives no logprobs at all
+    chat_limit_name: str = "max_tokens"
+    features: frozenset[Feature] = frozenset()
+    option_fields: frozenset[str] = frozenset()  # template options that are fields of their own
+    chat_grammars: Grammars = field(default_factory=dict)
+    completion_grammars: Grammars = field(default_factory=dict)
+    tokens: TokenApi | None = None
+    capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
+    probes_embeddings: bool = False  # by asking for one when it starts
+    # The field that says how far back penalties look; elsewhere they see all of the text.
+    penalty_window: str | None = None
+
+
+# What no server of OpenAI's own has; most of it is vLLM's.
+_ADDITIONS = frozenset(
+    {
+        "min_p",
+        "repetition_penalty",
+        "min_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "score_prompt",
+    }
+)
+_CHAT_FEATURES: frozenset[Feature] = frozenset(
+    {
+        "tool_choice",
+        "parallel_tool_calls",
+        "continue_final_message",
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "reasoning_content",
+    }
+)
+_VLLM_TOKENS = TokenApi(
+    text="prompt", special="add_special_tokens", decoded="prompt", chats="messages"
+)
+
+ENGINE = Dialect(
+    name="engine",
+    signature=("/v1/capabilities", "engine"),
+    health_path="/health",
+    says_defaults=False,
+    max_stops=16,
+    features=_CHAT_FEATURES
+    | {
+        "token_ids",
+        "suffix",
+        "completion_logprobs",
+        "priority",
+        "cache_salt",
+        "truncate_prompt_tokens",
+        "base64",
+    },
+    chat_grammars=_ALL_STRUCTURED,
+    completion_grammars=_ALL_STRUCTURED,
+    tokens=_VLLM_TOKENS,
+)
+VLLM = Dialect(
+    name="vllm",
+    signature=("/version", "version"),
+    health_path="/health",
+    strict_tools=True,
+    features=_CHAT_FEATURES
+    | {
+        "token_ids",
+        "completion_logprobs",
+        "priority",
+        "cache_salt",
+        "truncate_prompt_tokens",
+        "base64",
+    },
+    chat_grammars=_ALL_STRUCTURED,
+    completion_grammars=_ALL_STRUCTURED,
+    tokens=_VLLM_TOKENS,
+    probes_embeddings=True,
+)
+_SGLANG_GRAMMARS: Grammars = {**_JSON, "regex": "regex", "choice": "regex", "grammar": "ebnf"}
+SGLANG = Dialect(
+    name="sglang",
+    signature=("/get_model_info", "model_path"),
+    health_path="/health",
+    features=(_CHAT_FEATURES - {"add_generation_prompt"})
+    | {"token_ids", "completion_logprobs", "priority", "cache_salt"},
+    chat_grammars=_SGLANG_GRAMMARS,
+    completion_grammars=_SGLANG_GRAMMARS,
+    tokens=TokenApi(text="prompt", special="add_special_tokens", decoded="text"),
+    probes_embeddings=True,
+)
+LLAMA_SERVER = Dialect(
+    name="llama-server",
+    signature=("/props", "default_generation_settings"),
+    health_path="/health",
+    lacks=frozenset({"min_tokens", "stop_token_ids", "score_prompt"}),
+    emulated=frozenset({"n"}),
+    names={"repetition_penalty": "repeat_penalty"},
+    asks_for_stop={"verbose": True},
+    max_seed=2**31 - 1,
+    min_top_logprobs=1,
+    features=_CHAT_FEATURES | {"token_ids", "completion_logprobs", "base64"},
+    chat_grammars={**_JSON, "grammar": "gbnf", "choice": "gbnf"},
+    completion_grammars={
+        "json_object": "json_schema",
+        "json_schema": "json_schema",
+        "grammar": "gbnf",
+        "choice": "gbnf",
+    },
+    tokens=TokenApi(text="content", special="add_special", decoded="content", chats="template"),
+    probes_embeddings=True,
+    penalty_window="repeat_last_n",
+)
+OLLAMA = Dialect(
+    name="ollama",
+    signature=("/api/version", "version"),
+    health_path="/api/version",
+    lacks=_ADDITIONS | {"logit_bias"},
+    emulated=frozenset({"n", "top_k"}),
+    features=frozenset({"suffix", "reasoning_content", "base64"}),
+    option_fields=frozenset({"reasoning_effort"}),
+    chat_grammars=_JSON,
+    capabilities=("completions", "chat", "json_schema"),  # and what it tells of the model
+)
+TGI = Dialect(
+    name="tgi",
+    signature=("/info", "max_total_tokens"),
+    health_path="/health",
+    lacks=_ADDITIONS | {"logit_bias", "presence_penalty"},
+    emulated=frozenset({"n", "top_k"}),
+    max_stops=4,
+    features=frozenset({"tool_choice"}),
+    chat_grammars={**_JSON, "regex": "format_regex", "choice": "format_regex"},
+)
+OPENAI = Dialect(
+    name="openai",
+    probe_interval_s=30.0,  # it asks somebody else's service for a list
+    lacks=_ADDITIONS,
+    emulated=frozenset({"top_k"}),
+    says_defaults=False,  # some models refuse even the default
+    max_stops=4,
+    chat_limit_name="max_completion_tokens",
+    features=frozenset(
+        {"tool_choice", "parallel_tool_calls", "token_ids", "completion_logprobs", "base64"}
+    ),
+    option_fields=frozenset({"reasoning_effort"}),
+    chat_grammars=_JSON,
+)
+
+# In the order in which they are recognized: llama-server and SGLang also answer to Ollama's paths,
+# and ours to vLLM's.
+DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+    {each.name: each for each in (ENGINE, SGLANG, LLAMA_SERVER, TGI, OLLAMA, VLLM, OPENAI)}
+)

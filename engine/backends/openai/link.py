@@ -1,0 +1,218 @@
+"""Requests to a server that has been found to answer."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.backends.base import EventSink
+from engine.backends.openai.answer import AnswerReceiver, run_side_by_side
+from engine.backends.openai.config import Endpoint, OpenAIConfig
+from engine.backends.openai.discovery import Found
+from engine.backends.openai.extras import read_ids, read_text, read_vectors, text_body
+from engine.backends.openai.failures import KeyRefusedError, error_of, unavailable
+from engine.backends.openai.http_client import ConnectFailed, HttpClient, TransportError
+from engine.backends.openai.reader import Expected
+from engine.backends.openai.requests import BodyBuilder
+from engine.backends.openai.watch import Problem, Watch
+from engine.core.errors import (
+    EngineError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    UnavailableError,
+)
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Embeddings,
+    EmbedRequest,
+    UsageEvent,
+)
+
+T = TypeVar("T")
+Asked = ChatRequest | CompletionRequest
+PROBE_TIMEOUT_S = 10.0
+_NO_TOKENS = "This model's server does not tell its tokens."
+
+
+class ServerLink:
+    """One model of one server, and how the server is."""
+
+    def __init__(
+        self, client: HttpClient, config: OpenAIConfig, endpoint: Endpoint, found: Found
+    ) -> None:
+        self._client = client
+        self._dialect = found.dialect
+        self._prefix, self._root = endpoint.prefix, endpoint.root
+        card = found.card
+        self._bodies = BodyBuilder(
+            found.dialect,
+            card.id,
+            max_model_len=card.max_model_len,
+            vocab_size=found.vocab_size,
+            extra=config.backend_args,
+        )
+        self._is_key_refused = False
+        self.card = card
+        interval_s = config.probe_interval_s or found.dialect.probe_interval_s
+        self.watch = Watch(self._probe, interval_s)
+
+    async def close(self) -> None:
+        await self.watch.stop()
+        self._client.close()
+
+    async def answer(self, request: Asked, sink: EventSink) -> UsageEvent:
+        """Pushes all events but the last, which it returns. Raises an `EngineError`."""
+        if request.context.params.n > 1 and "n" in self._dialect.emulated:
+            runs = [functools.partial(self._answer_one, each) for each in _one_by_one(request)]
+            return await run_side_by_side(runs, sink)
+        return await self._answer_one(request, sink)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        body = self._bodies.embedding(request)
+        path = f"{self._prefix}/embeddings"
+        made = await self._within(request.timeout_s, self._post(path, body))
+        return read_vectors(made, len(request.inputs))
+
+    async def tokenize(self, content: ChatRequest | str, special: bool) -> tuple[int, ...]:
+        api, model = self._dialect.tokens, self.card.id
+        if api is None or (not isinstance(content, str) and api.chats is None):
+            raise InvalidRequestError(_NO_TOKENS, param="model")
+        if isinstance(content, str):
+            body = text_body(api, model, content, special)
+        else:
+            body = self._bodies.tokenized_chat(content)
+            if api.chats == "template":
+                rendered = await self._post(f"{self._root}/apply-template", body)
+                text = read_text(rendered, "prompt")
+                # Here control tokens are the template's own.
+                body = text_body(api, model, text, True) | {"parse_special": True}
+        return read_ids(await self._post(f"{self._root}/tokenize", body))
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        api = self._dialect.tokens
+        if api is None:
+            raise InvalidRequestError(_NO_TOKENS, param="model")
+        body = {"model": self.card.id, "tokens": token_ids}
+        return read_text(await self._post(f"{self._root}/detokenize", body), api.decoded)
+
+    async def _answer_one(self, request: Asked, sink: EventSink) -> UsageEvent:
+        context = request.context
+        if isinstance(request, ChatRequest):
+            path, body = "/chat/completions", self._bodies.chat(request)
+        else:
+            path, body = "/completions", self._bodies.completion(request)
+            if context.params.max_tokens is None:
+                body["max_tokens"] = await self._room(request)
+        expected = await self._expected(request)
+        exchange = self._client.exchange(
+            lambda: AnswerReceiver(expected, sink),
+            "POST",
+            f"{self._prefix}{path}",
+            body,
+            context.request_id,
+        )
+        return await self._within(context.timeout_s, self._observed(exchange))
+
+    async def _expected(self, request: Asked) -> Expected:
+        context, max_stops = request.context, self._dialect.max_stops
+        echo, num_prompt = None, None
+        if isinstance(request, CompletionRequest):
+            prompt = request.prompt
+            num_prompt = None if isinstance(prompt, str) else len(prompt)
+            if isinstance(prompt, str):
+                echo = prompt if request.echo else None
+            elif request.echo and not context.params.score_prompt:
+                echo = await self.detokenize(prompt)
+        return Expected(
+            params=context.params,
+            own_stops=() if max_stops is None else context.params.stop[max_stops:],
+            echo=echo,
+            scores_prompt=context.params.score_prompt,
+            num_prompt=num_prompt,
+            grammar_param=None if context.grammar is None else context.grammar.param,
+        )
+
+    async def _room(self, request: CompletionRequest) -> int:
+        """What the context has left behind the prompt: a completion is short unless told."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            if self._dialect.tokens is None:
+                raise InvalidRequestError(
+                    "max_tokens is needed here: the model's server does not tell how many tokens "
+                    "a prompt has.",
+                    param="max_tokens",
+                )
+            prompt = await self.tokenize(prompt, True)
+        return max(1, self.card.max_model_len - len(prompt))
+
+    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        return await self._observed(self._whole(path, body))
+
+    async def _whole(self, path: str, body: dict[str, Any]) -> bytes:
+        response = await self._client.request("POST", path, body)
+        if response.status != 200:
+            raise error_of(response.status, response.headers, response.body)
+        return response.body
+
+    async def _within(self, seconds: float | None, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(seconds):
+                return await work
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"The request took longer than {seconds:g} seconds."
+            ) from None
+
+    async def _observed(self, work: Awaitable[T]) -> T:
+        """Lets the watch know how it went."""
+        try:
+            done = await work
+        except TransportError as error:
+            self.watch.failed(Problem(str(error), isinstance(error, ConnectFailed)))
+            raise unavailable(str(error)) from None
+        except UnavailableError as error:
+            self._is_key_refused = isinstance(error, KeyRefusedError)
+            self.watch.failed(Problem(error.message, self._is_key_refused))
+            raise
+        except EngineError:
+            self.watch.succeeded()  # it is well enough to refuse
+            raise
+        self.watch.succeeded()
+        return done
+
+    async def _probe(self) -> Problem | None:
+        began_at = asyncio.get_running_loop().time()
+        path = f"{self._prefix}/models"
+        if self._dialect.health_path is not None and not self._is_key_refused:
+            path = f"{self._root}{self._dialect.health_path}"
+        try:
+            response = await self._client.request("GET", path, timeout_s=PROBE_TIMEOUT_S)
+        except TransportError as error:
+            if self._client.has_heard_since(began_at):
+                return None  # busy, and at work
+            return Problem(str(error), isinstance(error, ConnectFailed))
+        self._is_key_refused = response.status in (401, 403)
+        if self._is_key_refused:
+            return Problem("it does not accept this server's key", True)
+        if response.status >= 500:
+            return Problem(f"it answers with status {response.status}", True)
+        return None
+
+
+def _one_by_one(request: Asked) -> list[Asked]:
+    """The choices of a request as requests of their own, each with a seed of its own."""
+    made: list[Asked] = []
+    context = request.context
+    for index in range(context.params.n):
+        seed = context.params.seed
+        params = msgspec.structs.replace(
+            context.params, n=1, seed=None if seed is None else (seed + index) % 2**63
+        )
+        own = msgspec.structs.replace(
+            context, params=params, request_id=f"{context.request_id}-{index}"
+        )
+        made.append(msgspec.structs.replace(request, context=own))
+    return made

@@ -1,0 +1,260 @@
+"""Requests as the JSON of a dialect. Nothing is left out in silence: a parameter is sent, worked
+around, or refused by its name.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from engine.backends.custom.checks import check_params, check_prompt
+from engine.backends.openai.dialects import Dialect, Feature
+from engine.backends.openai.grammars import grammar_fields
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    EmbedRequest,
+    GenerationContext,
+)
+from engine.core.interfaces.request import SamplingParams
+
+_DEFAULTS = SamplingParams()
+# Fields that go over as they are, under the dialect's name for them.
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+class BodyBuilder:
+    """Bodies for one model of one server."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        model: str,
+        *,
+        max_model_len: int,
+        vocab_size: int | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._dialect = dialect
+        self._model = model
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size  # None: the server itself looks at ids
+        self._extra = dict(extra)
+
+    def chat(self, request: ChatRequest) -> dict[str, Any]:
+        dialect, params = self._dialect, request.context.params
+        body = self._common(request.context)
+        body["messages"] = [
+            self._message(position, each) for position, each in enumerate(request.messages)
+        ]
+        if params.max_tokens is not None:
+            body[dialect.chat_limit_name] = params.max_tokens
+        if params.logprobs is not None:
+            body["logprobs"] = True
+            body["top_logprobs"] = max(params.logprobs, dialect.min_top_logprobs)
+        if request.context.grammar is not None:
+            body |= grammar_fields(request.context.grammar, dialect.chat_grammars, dialect.name)
+        body |= self._tools(request)
+        return body | self._end_of_prompt(request) | self._options(request)
+
+    def completion(self, request: CompletionRequest) -> dict[str, Any]:
+        """`echo` is only asked for where the prompt's tokens are to be scored: the text itself is
+        known here.
+        """
+        dialect, params = self._dialect, request.context.params
+        body = self._common(request.context)
+        if not isinstance(request.prompt, str):
+            self._need("token_ids", "prompt", "takes no token ids; send text")
+            if self._vocab_size is not None:
+                check_prompt(request.prompt, self._vocab_size, "prompt")
+        body["prompt"] = request.prompt
+        body["max_tokens"] = params.max_tokens
+        if params.logprobs is not None:
+            self._need("completion_logprobs", "logprobs", "gives none of completions")
+            body["logprobs"] = max(params.logprobs, dialect.min_top_logprobs)
+        if request.suffix is not None:
+            self._need("suffix", "suffix", "takes none")
+            body["suffix"] = request.suffix
+        if request.context.grammar is not None:
+            spec = request.context.grammar
+            body |= grammar_fields(spec, dialect.completion_grammars, dialect.name)
+        if params.score_prompt:
+            body |= {"echo": True, "stream": False}
+            del body["stream_options"]
+        return body
+
+    def embedding(self, request: EmbedRequest) -> dict[str, Any]:
+        inputs = request.inputs
+        if not all(isinstance(each, str) for each in inputs):
+            self._need("token_ids", "input", "takes no token ids; send text")
+        body: dict[str, Any] = {"model": self._model, "input": list(inputs)}
+        if "base64" in self._dialect.features:
+            body["encoding_format"] = "base64"
+        return body | self._hints(request.priority, request.salt, request.truncate_prompt_tokens)
+
+    def tokenized_chat(self, request: ChatRequest) -> dict[str, Any]:
+        """What decides how a conversation is rendered."""
+        body: dict[str, Any] = {"model": self._model}
+        body["messages"] = [
+            self._message(position, each) for position, each in enumerate(request.messages)
+        ]
+        if request.tools:
+            body["tools"] = self._offered(request)
+        return body | self._end_of_prompt(request) | self._options(request)
+
+    def _common(self, context: GenerationContext) -> dict[str, Any]:
+        dialect, params = self._dialect, _greedy_if_one(context.params, self._dialect)
+        if self._vocab_size is not None:
+            check_params(params, self._vocab_size)
+        body = self._extra | {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for name in _PLAIN:
+            value = getattr(params, name)
+            is_said = dialect.says_defaults and name not in dialect.lacks | dialect.emulated
+            if is_said or value != getattr(_DEFAULTS, name):
+                body[dialect.names.get(name, name)] = value
+        if params.has_penalties and dialect.penalty_window is not None:
+            body[dialect.penalty_window] = self._max_model_len
+        if params.n > 1:
+            body["n"] = params.n
+        if params.seed is not None:
+            body["seed"] = params.seed % (dialect.max_seed + 1)
+        if params.logit_bias:
+            body["logit_bias"] = {str(key): bias for key, bias in params.logit_bias.items()}
+        if params.stop:
+            body["stop"] = list(params.stop[: dialect.max_stops])
+            body |= dialect.asks_for_stop
+        if params.stop_token_ids:
+            body["stop_token_ids"] = list(params.stop_token_ids)
+        for name in dialect.lacks:
+            if getattr(params, name) != getattr(_DEFAULTS, name):
+                raise self._refusal(name, "has no such parameter")
+        truncation = context.truncate_prompt_tokens
+        return body | self._hints(context.priority, context.salt, truncation)
+
+    def _hints(self, priority: int, salt: str, truncation: int | None) -> dict[str, Any]:
+        body: dict[str, Any] = {}
+        if priority and "priority" in self._dialect.features:
+            body["priority"] = priority
+        if truncation is not None:
+            self._need("truncate_prompt_tokens", "truncate_prompt_tokens", "cuts no prompts")
+            body["truncate_prompt_tokens"] = truncation
+        if salt and "cache_salt" in self._dialect.features:
+            body["cache_salt"] = hashlib.sha256(salt.encode()).hexdigest()
+        return body
+
+    def _message(self, position: int, message: dict[str, Any]) -> dict[str, Any]:
+        if message["role"] != "assistant":
+            return message
+        made = {key: value for key, value in message.items() if key != "reasoning_content"}
+        if reasoning := message.get("reasoning_content"):
+            place = f"messages[{position}].reasoning_content"
+            self._need("reasoning_content", place, "takes no reasoning of earlier answers")
+            made |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls := message.get("tool_calls"):
+            made["tool_calls"] = [_call(each) for each in calls]
+            made["content"] = message["content"] or None
+        return made
+
+    def _tools(self, request: ChatRequest) -> dict[str, Any]:
+        if not request.tools:
+            return {}
+        features, choice = self._dialect.features, request.tool_choice
+        body: dict[str, Any] = {"tools": self._offered(request)}
+        if choice.mode == "named":
+            self._need("tool_choice", "tool_choice", "always chooses by itself")
+            function = {"name": choice.name}
+            body["tool_choice"] = {"type": "function", "function": function}
+        elif choice.mode == "none" and "tool_choice" not in features:
+            return {}  # what it is not told of it can't call
+        elif choice.mode != "auto" or "tool_choice" in features:
+            self._need("tool_choice", "tool_choice", "always chooses by itself")
+            body["tool_choice"] = choice.mode
+        if "parallel_tool_calls" in features:
+            body["parallel_tool_calls"] = request.parallel_tool_calls
+        elif not request.parallel_tool_calls:
+            raise self._refusal("parallel_tool_calls", "has no such parameter")
+        return body
+
+    def _offered(self, request: ChatRequest) -> list[dict[str, Any]]:
+        """The tools; calls of them always have the arguments that they describe."""
+        if not self._dialect.strict_tools or request.tool_choice.mode == "none":
+            return list(request.tools)
+        return [tool | {"function": tool["function"] | {"strict": True}} for tool in request.tools]
+
+    def _end_of_prompt(self, request: ChatRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {}
+        if request.continue_final_message:
+            what = "begins every answer anew"
+            self._need("continue_final_message", "continue_final_message", what)
+            body = {"continue_final_message": True}
+            if "add_generation_prompt" in self._dialect.features:
+                body["add_generation_prompt"] = False
+        elif not request.add_generation_prompt:
+            what = "always opens an answer"
+            self._need("add_generation_prompt", "add_generation_prompt", what)
+            body["add_generation_prompt"] = False
+        return body
+
+    def _options(self, request: ChatRequest) -> dict[str, Any]:
+        fields = self._dialect.option_fields
+        body = {key: value for key, value in request.template_options.items() if key in fields}
+        rest = {key: value for key, value in request.template_options.items() if key not in fields}
+        if rest:
+            self._need("chat_template_kwargs", "chat_template_kwargs", "has no such parameter")
+            body["chat_template_kwargs"] = rest
+        return body
+
+    def _need(self, feature: Feature, param: str, what: str) -> None:
+        if feature not in self._dialect.features:
+            raise self._refusal(param, what)
+
+    def _refusal(self, param: str, what: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{param} can't be used here: the model's server ({self._dialect.name}) {what}.",
+            param=param,
+            code="unsupported_parameter",
+        )
+
+
+def _greedy_if_one(params: SamplingParams, dialect: Dialect) -> SamplingParams:
+    """Where there is no top_k: of the most likely token alone, any temperature takes that one; and
+    at temperature 0 any number does.
+    """
+    if "top_k" not in dialect.emulated or not params.top_k:
+        return params
+    if params.top_k != 1 and params.temperature > 0:
+        raise InvalidRequestError(
+            f"top_k can't be used here, except as 1: the model's server ({dialect.name}) has no "
+            "such parameter.",
+            param="top_k",
+            code="unsupported_parameter",
+        )
+    return msgspec.structs.replace(params, top_k=0, temperature=0.0)
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are JSON text on the wire."""
+    function = call["function"]
+    arguments = msgspec.json.encode(function["arguments"]).decode()
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }

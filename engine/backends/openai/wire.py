@@ -1,0 +1,133 @@
+"""The parts of a server's answers that are looked at, and how they are decoded.
+
+Chunks of a stream and whole answers differ in one name (`delta`, `message`), chats and completions
+in another (`text`), so that one type serves all. Whatever servers add is skipped unread; everything
+may be missing or null.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class WireTop(msgspec.Struct):
+    token: str = ""
+    logprob: float | None = None
+    bytes: list[int] | None = None
+
+
+class WireToken(msgspec.Struct):
+    token: str = ""
+    id: int | None = None  # llama-server's
+    logprob: float | None = None
+    bytes: list[int] | None = None
+    top_logprobs: list[WireTop] | None = None
+
+
+class WireLogprobs(msgspec.Struct):
+    """A chat's, or a completion's in four columns."""
+
+    content: list[WireToken] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+    text_offset: list[int] | None = None
+
+
+class WireFunction(msgspec.Struct):
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class WireCall(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: WireFunction | None = None
+
+
+class WireDelta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[WireCall] | None = None
+
+
+class WireChoice(msgspec.Struct):
+    index: int = 0
+    delta: WireDelta | None = None
+    message: WireDelta | None = None
+    text: str | None = None
+    logprobs: WireLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    matched_stop: str | int | None = None  # what SGLang calls it
+    token_ids: list[int] | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class WireUsage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class Verbose(msgspec.Struct):
+    stopping_word: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    choices: list[WireChoice] | None = None
+    usage: WireUsage | None = None
+    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")  # llama-server's
+    # A failure, in the forms that are in use: an object, a text, or fields of the chunk itself.
+    error: Any = None
+    object: str | None = None
+    message: Any = None
+
+
+class WireVector(msgspec.Struct):
+    embedding: str | list[float]  # base64 of float32, or numbers
+    index: int | None = None
+
+
+class WireEmbeddings(msgspec.Struct):
+    data: list[WireVector]
+    usage: WireUsage | None = None
+
+
+class ModelMeta(msgspec.Struct):
+    """llama-server's and ours."""
+
+    n_ctx_train: int | None = None
+    n_vocab: int | None = None
+    n_params: int | None = None
+    size: int | None = None
+
+
+class WireModel(msgspec.Struct):
+    id: str
+    created: int | None = None
+    owned_by: str | None = None
+    max_model_len: int | None = None
+    context_length: int | None = None
+    context_window: int | None = None
+    quantization: str | None = None
+    meta: ModelMeta | None = None
+
+
+class WireModels(msgspec.Struct):
+    data: list[WireModel] | None = None
+
+
+decode_chunk = msgspec.json.Decoder(Chunk).decode
+decode_embeddings = msgspec.json.Decoder(WireEmbeddings).decode
+decode_models = msgspec.json.Decoder(WireModels).decode

@@ -1,0 +1,19 @@
+"""SGLang behind an `InferenceBackend`."""
+
+from typing import ClassVar
+
+from engine.backends.base import BackendConfig
+from engine.backends.listening import HeldPort, Place
+from engine.backends.served_child import ServedBackend
+from engine.backends.sglang.config import SGLangConfig
+
+
+class SGLangBackend(ServedBackend):
+    """SGLang's server as a child; it has no Unix socket, so it always has a port."""
+
+    config_type: ClassVar[type[BackendConfig]] = SGLangConfig
+    dialect = "sglang"
+    module = "sglang"
+
+    def _listen(self) -> Place:
+        return HeldPort(self._config.host, self._config.port)

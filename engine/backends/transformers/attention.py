@@ -1,0 +1,139 @@
+"""Attention over the paged cache for any model whose attention can be replaced.
+
+Transformers lets a function be registered as an attention implementation. A model that uses it
+hands over the queries, keys and values of each layer; the step that they belong to travels with the
+forward pass as a keyword. Tokens of all rows lie one behind the other, as one sequence of batch
+size 1, so everything but attention sees nothing of the batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
+from engine.backends.custom.frameworks.torch.kernels.attention import AttentionPlan
+
+NAME = "engine_paged"
+# What models hand to every attention, and which changes nothing about the result.
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer scores its keys."""
+
+    scale: float | None  # None: the inverse square root of a head's size
+    window: int | None
+
+
+class AttentionStep(Protocol):
+    """A forward pass, as the layers' attention sees it."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
+    ) -> Tensor:
+        """q (T, N, H), k (T, K, H), v (T, K, G) of the step's tokens; gives (T, N, G). `others` are
+        the names of further things that this layer wants to be considered.
+        """
+        ...
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged_step: AttentionStep,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls. query (1, N, T, H), key and value (1, K, T, H or G)."""
+    others = {name for name, given in kwargs.items() if given is not None and given is not False}
+    if attention_mask is not None:
+        others.add("attention_mask")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        others.add("is_causal")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    scoring = Scoring(scaling, sliding_window)
+    out = paged_step.attend(layer, q, k, v, scoring, frozenset(others - _WITHOUT_EFFECT))
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    num_kv_heads: int
+    head_dim: int  # of keys
+    value_dim: int
+    scoring: Scoring
+    others: frozenset[str]
+
+
+@dataclass(slots=True)
+class Recording:
+    """A step over one sequence from its beginning that notes what each layer does."""
+
+    calls: list[tuple[int, LayerFacts]] = field(default_factory=list)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
+    ) -> Tensor:
+        facts = LayerFacts(k.shape[1], k.shape[2], v.shape[2], scoring, others)
+        self.calls.append((layer, facts))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step over rows of any sequences, in the paged cache."""
+
+    write_slots: Tensor  # (T,) int64
+    plan: Callable[[Scoring, int], AttentionPlan]  # of so many heads; once for each way of scoring
+    cache: PagedCache
+    plans: dict[Scoring, AttentionPlan] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
+    ) -> Tensor:
+        plan = self.plans.get(scoring)
+        if plan is None:
+            plan = self.plans[scoring] = self.plan(scoring, q.shape[1])
+        value_dim, narrower = v.shape[2], k.shape[2] - v.shape[2]
+        if narrower:  # the cache keeps both at one size
+            v = F.pad(v, (0, narrower))
+        self.cache.write(layer, self.write_slots, k, v)
+        out = plan.attend(q.contiguous(), k, v, self.cache.layers[layer])
+        return out[..., :value_dim]
+
+
+@torch.inference_mode()
+def record(model: Any, token_ids: Tensor) -> Recording:
+    """What the layers do with one sequence (T,); the model must use this attention already."""
+    recording = Recording()
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    model(
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        paged_step=recording,
+    )
+    return recording

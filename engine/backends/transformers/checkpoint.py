@@ -1,0 +1,172 @@
+"""A checkpoint of any architecture, as far as can be told without loading it: which files, how
+large, what its tokenizer and template are.
+
+Weights are safetensors or GGUF, nothing that can carry code; what a checkpoint says about code of
+its own (`auto_map`) is never looked at.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.backends.custom.text import TextModel, text_model
+from engine.backends.custom.weights.files import read_json, refuse_code_formats
+from engine.backends.custom.weights.gguf import open_gguf, part_names
+from engine.backends.custom.weights.lazy_tensor import Checkpoint
+from engine.backends.custom.weights.model import (
+    CONFIG_NAME,
+    only_gguf,
+    stored_quantization,
+)
+from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
+from engine.core.errors import ModelError, ModelFormatError
+from engine.core.utils.tokenizer import Tokenizer
+
+# How configurations of different families call the longest sequence they were made for.
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+)
+# Of a model that states none: one without positions, or whose state does not grow.
+UNSTATED_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HfShape:
+    """What a frontend tells of a model, and checks requests by."""
+
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    num_params: int
+    eos_ids: tuple[int, ...] = ()  # the tokenizer knows them
+    encoder: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HfCheckpoint:
+    """`folder` holds config.json and safetensors, or the GGUF file called `gguf`. `metadata` is the
+    content of the one, or the metadata of the other.
+    """
+
+    folder: Path
+    gguf: str | None
+    metadata: Mapping[str, Any]
+    shape: HfShape
+    quantization: str | None
+    size_bytes: int
+
+    def tokenizer(self) -> Tokenizer:
+        if self.gguf is None:
+            return Tokenizer.from_directory(self.folder)
+        return Tokenizer.from_gguf(self.metadata)
+
+
+def read_text(path: Path) -> TextModel:
+    """The frontend's half of the model at `path`."""
+    checkpoint = open_checkpoint(path)
+    tokenizer = checkpoint.tokenizer()
+    return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
+
+
+def open_checkpoint(path: Path) -> HfCheckpoint:
+    """Raises an `EngineError` that says what is wrong with it; reads no weights."""
+    if not path.exists():
+        raise ModelError(f"there is no model at {path}")
+    if path.is_dir() and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
+        return _open_folder(path)
+    file = only_gguf(path) if path.is_dir() else path
+    refuse_code_formats(file, b"")
+    if file.suffix == ".safetensors":
+        raise ModelFormatError(
+            f"{file.name} lacks a config; give the folder that holds it and its {CONFIG_NAME}"
+        )
+    if len(part_names(file.name)) > 1:
+        raise ModelFormatError(
+            f"{file.name} is one of several parts, which Transformers cannot read; "
+            "merge them, or use another backend"
+        )
+    return _open_gguf(file)
+
+
+def _open_folder(folder: Path) -> HfCheckpoint:
+    metadata = read_json(folder, CONFIG_NAME)
+    nested = metadata.get("text_config")
+    stated = {**metadata, **nested} if isinstance(nested, dict) else metadata
+    checkpoint = open_safetensors(folder)
+    try:
+        method = metadata.get("quantization_config")
+        return HfCheckpoint(
+            folder,
+            None,
+            metadata,
+            HfShape(
+                vocab_size=_count(stated, ("vocab_size",), CONFIG_NAME),
+                hidden_size=_count(stated, ("hidden_size", "n_embd", "d_model"), CONFIG_NAME),
+                max_position=_count(stated, _CONTEXT_KEYS, CONFIG_NAME, UNSTATED_CONTEXT),
+                num_params=_num_values(checkpoint),
+            ),
+            str(method.get("quant_method")) if isinstance(method, dict) else None,
+            _num_bytes(checkpoint),
+        )
+    finally:
+        checkpoint.close()
+
+
+def _open_gguf(file: Path) -> HfCheckpoint:
+    checkpoint = open_gguf(file)
+    try:
+        metadata = checkpoint.metadata
+        name = metadata.get("general.architecture")
+        embedding = checkpoint.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ModelFormatError(f"{file.name} has no token embeddings: it is no language model")
+        return HfCheckpoint(
+            file.parent,
+            file.name,
+            metadata,
+            HfShape(
+                vocab_size=embedding.shape[0],
+                hidden_size=_count(metadata, (f"{name}.embedding_length",), file.name),
+                max_position=_count(
+                    metadata, (f"{name}.context_length",), file.name, UNSTATED_CONTEXT
+                ),
+                num_params=_num_values(checkpoint),
+            ),
+            stored_quantization(checkpoint),
+            _num_bytes(checkpoint),
+        )
+    finally:
+        checkpoint.close()
+
+
+def _num_values(checkpoint: Checkpoint) -> int:
+    return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+
+
+def _num_bytes(checkpoint: Checkpoint) -> int:
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+
+
+def _count(
+    source: Mapping[str, Any], keys: tuple[str, ...], where: str, default: int | None = None
+) -> int:
+    """The first of the keys that is stated."""
+    for key in keys:
+        value = source.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or not 1 <= value <= 2**31 - 1:
+            raise ModelFormatError(
+                f"{where}: key '{key}' must be a positive number, found {value!r}"
+            )
+        return int(value)
+    if default is None:
+        raise ModelFormatError(f"{where} lacks the required key '{keys[0]}'")
+    return default

@@ -1,0 +1,139 @@
+"""Which way a loaded model can be computed, found by trying: together in one pass over the paged
+cache, each sequence by itself with the model's own cache, or with no cache at all.
+
+What a configuration says rules some models out; whoever is left computes two sequences in several
+steps, and must get what its own forward pass over each gives.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.backends.custom.memory import DTYPE_BYTES, MemoryNeeds, MemoryPlan, plan_memory
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.worker import log_plan, runner_config
+from engine.backends.transformers.checkpoint import HfShape
+from engine.backends.transformers.loading import one_line
+from engine.backends.transformers.packed_runner import PackedRunner
+from engine.backends.transformers.replaceable import FORWARD_ERRORS, kv_shape
+from engine.backends.transformers.slot_runner import SlotRunner
+from engine.backends.transformers.states import FinalStates
+from engine.backends.transformers.trial import Trial
+from engine.core.errors import ConfigError, ModelError
+
+log = logging.getLogger(__name__)
+
+WAYS = ("auto", "paged", "own")
+TRIAL_TOKENS = 24  # more than a block holds
+# Enough for most on a CPU, and memory that a machine has to spare.
+USUAL_POOL_BYTES = 2**30
+# Of a GPU's memory that is left; attention gathers a layer's keys and values before it reads them.
+POOL_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model whose weights are in memory. `device` tells what was free before they were."""
+
+    model: Any
+    shape: HfShape
+    options: EngineOptions
+    device: DeviceInfo
+
+    def plan(self, bytes_per_token: int) -> tuple[RunnerConfig, MemoryPlan]:
+        """Divide the memory beside the weights."""
+        model, options, device = self.model, self.options, self.device
+        weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        needs = MemoryNeeds(weights, bytes_per_token, USUAL_POOL_BYTES)
+        if device.name.startswith("cuda"):
+            spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
+            workspace = needs.workspace_bytes + spared + self._activation_bytes()
+            needs = replace(
+                needs, usual_pool_bytes=None, workspace_bytes=workspace, pool_share=POOL_SHARE
+            )
+        plan = plan_memory(self.shape.max_position, options, device, needs)
+        log_plan(device, plan)
+        return runner_config(options, device, plan), plan
+
+    def _activation_bytes(self) -> int:
+        """Of the largest step, roughly: an inner layer is a few times as wide as a state."""
+        states = 40 * self.options.max_batch_tokens * self.shape.hidden_size
+        logits = 4 * self.options.max_slots * self.shape.vocab_size
+        return states * DTYPE_BYTES[self.device.dtype] + 4 * logits
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """`shares`: whether sequences can share what they have in common."""
+
+    runner: ModelRunner
+    config: RunnerConfig
+    plan: MemoryPlan
+    shares: bool
+
+
+def fit(loaded: Loaded) -> Fitted:
+    """Choose how to compute, and plan the memory for it."""
+    model, way = loaded.model, loaded.options.attention
+    if way not in WAYS:
+        raise ConfigError(
+            f"attention '{way}' is not known to the transformers backend; "
+            f"use one of {', '.join(WAYS)}"
+        )
+    trial = _trial(loaded)
+    states = FinalStates(model)
+    reason = "it was asked for"
+    if way != "own":
+        own = model.config._attn_implementation
+        found = _packed(loaded, states, trial)
+        if isinstance(found, Fitted):
+            log.info("sequences are computed together, over a paged cache")
+            return found
+        reason = found
+        if way == "paged":
+            raise ConfigError(f"attention 'paged' does not fit this model: {reason}; use auto")
+        model.set_attn_implementation(own)
+    log.warning("each sequence is computed by itself, with the model's own cache: %s", reason)
+    return _one_by_one(loaded, states, trial)
+
+
+def _trial(loaded: Loaded) -> Trial:
+    most = loaded.options.max_seq_len or loaded.shape.max_position
+    try:
+        return Trial.of(loaded.model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
+    except Exception as error:  # whatever it is: a model that can't compute is of no use
+        log.exception("the model's own forward pass failed")
+        kind = type(loaded.model).__name__
+        raise ModelError(f"this {kind} cannot compute: {one_line(error)}") from error
+
+
+def _packed(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted | str:
+    """All sequences in one pass, or why not."""
+    kv = kv_shape(loaded.model, trial.prompts[0])
+    if isinstance(kv, str):
+        return kv
+    values = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim
+    config, plan = loaded.plan(values * DTYPE_BYTES[loaded.device.dtype])
+    runner = PackedRunner(loaded.model, states, loaded.shape.vocab_size, config, kv)
+    error = trial.error(runner)
+    if error <= trial.tolerance:
+        return Fitted(runner, config, plan, shares=True)
+    return f"its numbers change by {error:.1e}"
+
+
+def _one_by_one(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted:
+    model, vocab_size = loaded.model, loaded.shape.vocab_size
+    try:
+        config, plan = loaded.plan(max(1, trial.cache_bytes_per_token(model)))
+        runner = SlotRunner(model, states, vocab_size, config)
+        error = trial.error(runner)
+        if error <= trial.tolerance:
+            return Fitted(runner, config, plan, shares=False)
+        reason = f"its numbers change by {error:.1e}"
+    except FORWARD_ERRORS as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    log.warning("no cache is of use, each token computes its whole sequence again: %s", reason)
+    config, plan = loaded.plan(bytes_per_token=1)
+    runner = SlotRunner(model, states, vocab_size, config, keeps_state=False)
+    return Fitted(runner, config, plan, shares=False)

@@ -1,0 +1,83 @@
+"""The engine process of a Transformers model: the loop is ours, the model is theirs."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine.backends.custom import worker
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.loop import Channel
+from engine.backends.transformers.checkpoint import open_checkpoint, read_text
+from engine.core.errors import ConfigError
+
+
+def run_engine(
+    options: EngineOptions,
+    channel: Channel,
+    beat: Callable[[bool], None],
+    on_loaded: Callable[[], None] = lambda: None,
+) -> None:
+    """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
+    started_at = time.monotonic()
+    path = Path(options.model_path)
+    checkpoint = open_checkpoint(path)
+    _refuse(options)
+    try:
+        import torch
+
+        from engine.backends.custom.frameworks.torch.execution import build
+        from engine.backends.transformers.fitting import Loaded, fit
+        from engine.backends.transformers.loading import load_model
+    except ImportError as error:
+        raise ConfigError(
+            f"the transformers backend needs PyTorch and Transformers ({error}): "
+            "pip install 'engine[torch,transformers]'"
+        ) from error
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = build.find_device(options.device, options.dtype)
+    model = load_model(checkpoint, build.torch_device(device.name), build.torch_dtype(device.dtype))
+    fitted = fit(Loaded(model, checkpoint.shape, options, device))
+    if not fitted.shares:
+        options = msgspec.structs.replace(options, cache_enabled=False)
+    worker.serve_runner(
+        (fitted.runner, fitted.config, fitted.plan),
+        options,
+        channel,
+        beat,
+        on_loaded,
+        started_at,
+        lambda: read_text(path).vocabulary(),
+    )
+
+
+def _refuse(options: EngineOptions) -> None:
+    """Options of our own frameworks that Transformers has no equivalent for."""
+    usual = EngineOptions(model_path="", framework="")
+    for name in ("quantization", "kv_dtype", "affinity", "numerics"):
+        given = getattr(options, name)
+        if given != getattr(usual, name):
+            raise ConfigError(
+                f"the transformers backend has no {name} '{given}'; leave it out", param=name
+            )
+
+
+def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
+    # Everything is on this disk; nothing may be fetched, nor shown as it would be on a terminal.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TQDM_DISABLE"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    return worker.main(socket_fd, heartbeat_fd, parent_pid, run=run_engine)
+
+
+if __name__ == "__main__":
+    status = main(*map(int, sys.argv[1:4]))
+    logging.shutdown()
+    # The interpreter's teardown would only let libraries complain about objects that are kept.
+    os._exit(status)

@@ -1,0 +1,137 @@
+"""`engine compare`: the same prompts through several backends, in one table.
+
+The exit status is 0 if every backend agrees with the first one, up to near ties, on the wanted
+share of prompts; 1 if one does not or could not be run; 2 for a mistake on the command line.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, messages, output
+from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.compare.contenders import Contender
+    from engine.compare.prompts import Prompt
+    from engine.compare.report import Row
+    from engine.compare.run import Plan, Trial
+    from engine.core.config_schema import Settings
+
+MIN_BACKENDS = 2
+
+
+def compare(
+    backends: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Kinds, names of [backends], addresses; NAME=KIND or NAME=URL names one."
+            " The first is the reference.",
+        ),
+    ],
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE", help="Text or .jsonl: a prompt or chat per line.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="For backends that name none. Default: the settings'.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="NAME.OPTION=VALUE",
+            help="An option of one backend, its model too; may be repeated.",
+        ),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send texts as a user's message.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only so many prompts of the file.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, max=65536, help="Per answer.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")] = 1,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds that one request may take.")
+    ] = 120.0,
+    tie: Annotated[
+        float,
+        typer.Option(
+            min=0, max=10, help="Nats between two tokens up to which they are a near tie."
+        ),
+    ] = 0.5,
+    fail_below: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of prompts on which backends have to agree."),
+    ] = 1.0,
+    show: Annotated[int, typer.Option(min=0, help="Differences to show.")] = 10,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the same prompts through several backends; compare answers and speed.
+
+    Exits with 1 if a backend agrees with the first one on less than --fail-below.
+    """
+    from engine.compare.prompts import read_prompts
+    from engine.compare.report import rows_of
+    from engine.compare.run import Plan
+
+    settings = load_cli_settings(config).settings
+    contenders = _contenders(backends, option or [], model, settings)
+    asked = read_prompts(prompts, as_chat=chat)[:limit]
+    plan = Plan(asked, max_tokens, concurrency, timeout)
+    rows = rows_of(asyncio.run(_run(contenders, plan)), tie)
+    worst = min(row.agreement for row in rows)
+    if as_json:
+        _print_json(rows, asked, tie, fail_below)
+    else:
+        _print_tables(rows, asked, show)
+        verdict = f"worst agreement {worst:.1%}, wanted {fail_below:.1%} (near tie: {tie:g} nats)"
+        output().print(verdict, highlight=False)
+    if worst < fail_below or any(row.trial.failure is not None for row in rows):
+        raise typer.Exit(1)
+
+
+def _contenders(
+    words: str, options: list[str], model: str | None, settings: "Settings"
+) -> "list[Contender]":
+    from engine.compare.contenders import Contender, find_contenders
+
+    configured = {
+        name: Contender(name, table.kind, table.model, table.options)
+        for name, table in settings.tables.backends.items()
+    }
+    default_model = model or settings.model.model_path
+    found = find_contenders(words.split(","), options, default_model, configured)
+    if len(found) < MIN_BACKENDS:
+        raise ConfigError("--backends needs two or more, separated by commas", param="backends")
+    return found
+
+
+async def _run(contenders: "list[Contender]", plan: "Plan") -> "list[Trial]":
+    from engine.compare.run import run_all
+
+    with messages().status("") as status:
+        return await run_all(contenders, plan, lambda text: status.update(text))
+
+
+def _print_json(rows: "list[Row]", asked: "list[Prompt]", tie: float, fail_below: float) -> None:
+    from engine.compare.report import as_json
+
+    limits = {"tie_nats": tie, "fail_below": fail_below}
+    print(json.dumps(limits | as_json(rows, asked), indent=2))
+
+
+def _print_tables(rows: "list[Row]", asked: "list[Prompt]", show: int) -> None:
+    from engine.compare.report import as_table, differences_table, error_lines
+
+    console = output()
+    console.print(as_table(rows))
+    differences = differences_table(rows, asked, show) if show else None
+    if differences is not None:
+        console.print(differences)
+    for line in error_lines(rows):
+        console.print(line, markup=False, highlight=False)

@@ -1,0 +1,38 @@
+"""`engine dev`: the scripts of `engine/scripts/dev`, each with arguments of its own."""
+
+import sys
+from importlib import import_module
+
+import typer
+
+SCRIPTS = {
+    "single_file_gpt2": "A complete GPT-2 in one file.",
+    "single_file_llama": "A complete Llama in one file; tells stories15M's stories.",
+    "test_gpt2_equivalence": "Every layer in every framework beside Transformers.",
+    "benchmark_layers": "How long each layer takes in each framework.",
+    "profile_inference": "Where a request's time and memory go, as a page and a trace.",
+    "finetune_tiny": "A gradient, a fine-tune on the CPU, and the result served.",
+}
+_PASSED_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+app = typer.Typer(
+    help="Scripts for working on the engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+
+def _add(name: str, description: str) -> None:
+    @app.command(name, help=description, context_settings=_PASSED_ON)
+    def run(context: typer.Context) -> None:
+        sys.argv[0] = f"engine dev {name}"
+        import_module(f"engine.scripts.dev.{name}").main(context.args)
+
+
+for _name, _description in SCRIPTS.items():
+    _add(_name, _description)

@@ -1,0 +1,1 @@
+"""The same prompts through several backends: do they agree, and how fast is each?"""

@@ -1,0 +1,112 @@
+"""Do two answers to one greedy request agree?
+
+Backends round differently, so the first token at which they part may be one that both found about
+as likely as the other's: a near tie. Whatever follows it follows from it, and is not compared.
+"""
+
+import math
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Literal
+
+from engine.compare.answers import Answer
+from engine.core.interfaces.backend import TokenText
+
+Verdict = Literal["identical", "tie", "different"]
+END = "<end>"
+_EXCERPT = 24  # characters, where there are no tokens to show
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """By how many nats the two backends disagree about which of two tokens comes next: what each
+    preferred its own token by, added up. `is_bound`: at least so much, a token being none of the
+    other's alternatives.
+    """
+
+    nats: float
+    is_bound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    position: int  # tokens that came before, of the reference
+    reference: str
+    other: str
+    gap: Gap | None  # None: neither backend tells logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    verdict: Verdict
+    divergence: Divergence | None
+    distances: tuple[float, ...]  # |difference| of each common token's logprobs
+    same_finish: bool
+
+
+def compare_answers(reference: Answer, other: Answer, tie_nats: float) -> Agreement:
+    same_finish = reference.finish_reason == other.finish_reason
+    pairs = list(zip(reference.shown_tokens, other.shown_tokens, strict=False))
+    common = next((i for i, (a, b) in enumerate(pairs) if not _same(a, b)), len(pairs))
+    distances = tuple(
+        abs(a.logprob - b.logprob)
+        for a, b in pairs[:common]
+        if math.isfinite(a.logprob) and math.isfinite(b.logprob)
+    )
+    if reference.said == other.said:
+        return Agreement("identical", None, distances, same_finish)
+    divergence = find_divergence(reference, other)
+    gap = divergence.gap
+    is_tie = gap is not None and not gap.is_bound and gap.nats <= tie_nats
+    return Agreement("tie" if is_tie else "different", divergence, distances, same_finish)
+
+
+def find_divergence(reference: Answer, other: Answer) -> Divergence:
+    """Where two answers that differ part: by tokens where both tell theirs, else by characters."""
+    for index, (a, b) in enumerate(zip(_ended(reference), _ended(other), strict=False)):
+        if a is None or b is None or not _same(a, b):
+            return Divergence(index, _shown(a), _shown(b), _gap(a, b))
+    at = len(commonprefix([reference.said, other.said]))
+    return Divergence(
+        reference.tokens_until(at), _excerpt(reference, at), _excerpt(other, at), None
+    )
+
+
+def _ended(answer: Answer) -> list[TokenText | None]:
+    """The tokens and what ended them: None where that has no token."""
+    if not answer.tokens:
+        return []
+    return [*answer.shown_tokens, answer.end_token]
+
+
+def _same(a: TokenText, b: TokenText) -> bool:
+    # Some servers tell a token's bytes, others only text in which half a character is lost.
+    return a.token_bytes == b.token_bytes or a.token == b.token
+
+
+def _gap(a: TokenText | None, b: TokenText | None) -> Gap | None:
+    if a is None or b is None:
+        return None
+    known = [lead for lead in (_lead(a, b), _lead(b, a)) if lead is not None]
+    if not known:
+        return None
+    return Gap(sum(lead.nats for lead in known), any(lead.is_bound for lead in known))
+
+
+def _lead(chosen: TokenText, rival: TokenText) -> Gap | None:
+    """How much more likely its own backend found `chosen`."""
+    if not chosen.top or not math.isfinite(chosen.logprob):
+        return None
+    for each in chosen.top:
+        if each.token_bytes == rival.token_bytes or each.token == rival.token:
+            return Gap(max(chosen.logprob - each.logprob, 0.0), is_bound=False)
+    least = min(each.logprob for each in chosen.top)
+    return Gap(max(chosen.logprob - least, 0.0), is_bound=True)
+
+
+def _shown(token: TokenText | None) -> str:
+    return END if token is None else token.token
+
+
+def _excerpt(answer: Answer, at: int) -> str:
+    return answer.said[at : at + _EXCERPT] or END

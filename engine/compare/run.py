@@ -1,0 +1,181 @@
+"""One backend after the other: started, warmed up, asked everything, stopped.
+
+Never two at once: they would share the cores, and each other's times.
+"""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.backends.base import InferenceBackend
+from engine.backends.factory import make_backend
+from engine.compare.answers import Answer
+from engine.compare.contenders import Contender
+from engine.compare.prompts import Prompt
+from engine.core.errors import ConfigError, EngineError
+from engine.core.interfaces.backend import GenerationContext, ModelCard, TextEvent
+from engine.core.interfaces.request import SamplingParams
+
+NUM_ALTERNATIVES = 5  # beside each token: the most that every kind of server gives
+WARM_UP = "Water boils at"
+WARM_UP_TOKENS = 8
+
+Make = Callable[[Contender], InferenceBackend]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How every backend is asked."""
+
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    concurrency: int
+    timeout_s: float  # of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One prompt's: an answer, or an error."""
+
+    answer: Answer
+    ttft_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One backend's: outcomes in the order of the prompts, or why there are none."""
+
+    contender: Contender
+    outcomes: tuple[Outcome, ...] = ()
+    failure: EngineError | None = None
+    card: ModelCard | None = None
+    start_s: float = 0.0
+    wall_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.answer.num_tokens for each in self.outcomes)
+
+
+def make_contender(contender: Contender) -> InferenceBackend:
+    return make_backend(contender.kind, contender.model, contender.options)
+
+
+async def run_all(
+    contenders: Sequence[Contender], plan: Plan, say: Say, make: Make = make_contender
+) -> list[Trial]:
+    """The first is the reference: raises its failure, there being nothing to compare with then.
+
+    A mistake in any backend's options is raised before the first of them is started.
+    """
+    backends = [make(contender) for contender in contenders]
+    trials: list[Trial] = []
+    for contender, backend in zip(contenders, backends, strict=True):
+        trial = await _try(contender, backend, plan, say)
+        if not trials and trial.failure is not None:
+            raise trial.failure
+        trials.append(trial)
+    return trials
+
+
+async def _try(contender: Contender, backend: InferenceBackend, plan: Plan, say: Say) -> Trial:
+    say(f"{contender.name}: starting")
+    began = time.monotonic()
+    try:
+        await backend.start()
+        started = time.monotonic()
+        card = backend.models()[0]
+        _check(card, plan.prompts)
+        params, notes = _params(card, plan.max_tokens)
+        say(f"{contender.name}: warming up")
+        await _warm_up(backend, card, params, plan)
+        measured = time.monotonic()
+        outcomes = await _ask_all(contender.name, backend, params, plan, say)
+        wall_s = time.monotonic() - measured
+    except EngineError as error:
+        return Trial(contender, failure=error)
+    finally:
+        say(f"{contender.name}: stopping")
+        await backend.stop()
+    return Trial(contender, outcomes, None, card, started - began, wall_s, notes)
+
+
+def _check(card: ModelCard, prompts: Sequence[Prompt]) -> None:
+    for prompt in prompts:
+        if prompt.capability not in card.capabilities:
+            hint = "use --chat" if prompt.capability == "completions" else "give it plain prompts"
+            raise ConfigError(f"{card.id} ({card.backend}) does not do {prompt.capability}; {hint}")
+
+
+def _params(card: ModelCard, max_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
+    notes = []
+    if "temperature" in card.lacks:
+        notes.append("it can't be told to be greedy")
+    if "logprobs" in card.lacks:
+        notes.append("it tells no logprobs: a near tie can't be told from a difference")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if "temperature" in card.lacks else 0.0,
+        logprobs=None if "logprobs" in card.lacks else NUM_ALTERNATIVES,
+    ), tuple(notes)
+
+
+async def _warm_up(
+    backend: InferenceBackend, card: ModelCard, params: SamplingParams, plan: Plan
+) -> None:
+    """As many at once as will be measured, of a text that leaves none of theirs in a cache."""
+    brief = SamplingParams(
+        max_tokens=WARM_UP_TOKENS, temperature=params.temperature, logprobs=params.logprobs
+    )
+    is_chat = "completions" not in card.capabilities
+    content = ({"role": "user", "content": WARM_UP},) if is_chat else WARM_UP
+    prompt = Prompt("warm-up", content)
+    asked = [_answer(backend, prompt, brief, plan.timeout_s) for _ in range(plan.concurrency)]
+    for outcome in await asyncio.gather(*asked):
+        if outcome.error is not None:
+            raise EngineError(f"the first request failed: {outcome.error}")
+
+
+async def _ask_all(
+    name: str, backend: InferenceBackend, params: SamplingParams, plan: Plan, say: Say
+) -> tuple[Outcome, ...]:
+    free = asyncio.Semaphore(plan.concurrency)
+    done = itertools.count(1)
+
+    async def ask(prompt: Prompt) -> Outcome:
+        async with free:
+            outcome = await _answer(backend, prompt, params, plan.timeout_s)
+        say(f"{name}: {next(done)} of {len(plan.prompts)}")
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(prompt)) for prompt in plan.prompts]
+    return tuple(task.result() for task in tasks)
+
+
+async def _answer(
+    backend: InferenceBackend, prompt: Prompt, params: SamplingParams, timeout_s: float
+) -> Outcome:
+    context = GenerationContext(
+        request_id=f"compare-{secrets.token_hex(8)}", params=params, timeout_s=timeout_s
+    )
+    answer = Answer()
+    ttft_s: float | None = None
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for event in prompt.ask(backend, context):
+                if ttft_s is None and isinstance(event, TextEvent) and event.num_tokens:
+                    ttft_s = time.monotonic() - began
+                answer.add(event)
+    except TimeoutError:
+        return Outcome(answer, ttft_s, f"no end within {timeout_s:g} s")
+    except EngineError as error:
+        return Outcome(answer, ttft_s, str(error))
+    return Outcome(answer, ttft_s)

@@ -1,0 +1,243 @@
+"""The tables that name things: `[backends.NAME]`, an engine that answers, and `[models.ID]`, what
+clients ask for and who answers it.
+
+A backend's table has the router's keys, which are here, and options of its kind, which the kind's
+own configuration class checks when the backend is made.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from engine.core.config_schema import TABLES, NamedTables
+from engine.core.errors import ConfigError
+from engine.core.utils.names import suggest
+
+POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix", "session")
+MAX_REPLICAS = 64
+
+# What such a key holds must not lie in a file that tends to be committed.
+_SECRET_KEY = re.compile(
+    r"(?i)(.*[_-])?(api[_-]?key|token|secret|password|passwd|authorization|credentials?)"
+)
+_PUBLIC_KEY = re.compile(r"(?i).*_(file|env|path)")
+_URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]*@", re.IGNORECASE)
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):  # Python counts it as a number
+        raise ValueError(f"must not be {str(value).lower()}")
+    return value
+
+
+def _use_of_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
+    """Raises `ValueError` where an option seems to hold what nobody should read."""
+    for path, value in _leaves(options):
+        if isinstance(value, str) and _URL_WITH_PASSWORD.match(value):
+            raise ValueError(
+                f"{path} has a password in its URL, which a configuration file must"
+                " not hold; give the key by a file or an environment variable"
+            )
+        key = path.rpartition(".")[2]
+        if isinstance(value, str) and _SECRET_KEY.fullmatch(key) and not _PUBLIC_KEY.fullmatch(key):
+            raise ValueError(
+                f"{path} looks like a secret, which a configuration file must not hold; name a"
+                " file that holds it (such as api_key_file), or an environment variable"
+            )
+    return options
+
+
+def _leaves(options: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{parent}{key}.")
+        else:
+            yield f"{parent}{key}", value
+
+
+Weight = Annotated[float, Field(gt=0, le=1000), BeforeValidator(_refuse_bool)]
+Tag = Annotated[str, Field(min_length=1, max_length=64)]
+ModelId = Annotated[str, Field(pattern=r"^[!-~]{1,256}$")]
+Options = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
+
+
+class BackendTable(Table):
+    """One engine, or `replicas` equal ones."""
+
+    kind: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # a name that --backend takes
+    model: str = Field(default="auto", min_length=1, max_length=4096)  # as the kind names models
+    replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS), BeforeValidator(_refuse_bool)] = 1
+    # Requests at once, of each replica; None: its own limit.
+    max_concurrent: Annotated[int, Field(ge=1, le=65536), BeforeValidator(_refuse_bool)] | None = (
+        None
+    )
+    tags: tuple[Tag, ...] = ()
+    weight: Weight = 1.0  # its share, among the backends of a model
+    options: Options = {}  # whatever else the table has: fields of the kind's configuration
+
+
+class BackendUse(Table):
+    """A backend in a model's list."""
+
+    name: str
+    weight: Weight | None = None  # None: the backend's own
+
+
+class ShadowTable(Table):
+    """A share of a model's requests is also sent to a backend whose answers nobody waits for."""
+
+    backend: str
+    share: Annotated[float, Field(gt=0, le=1), BeforeValidator(_refuse_bool)] = 1.0
+
+
+class ModelTable(Table):
+    """A model that clients can ask for."""
+
+    aliases: tuple[ModelId, ...] = ()  # other ids for it
+    backends: tuple[Annotated[BackendUse, BeforeValidator(_use_of_name)], ...] = ()
+    tags: tuple[Tag, ...] = ()  # backends that have one of these, in place of a list
+    policy: Literal["round_robin", "least_loaded", "power_of_two", "prefix", "session"] = "prefix"
+    fallbacks: tuple[str, ...] = ()  # models that answer while all its backends are down
+    shadow: ShadowTable | None = None
+
+
+_NAMES = {"backends": re.compile(r"[A-Za-z0-9_.-]{1,64}"), "models": re.compile(r"[!-~]{1,256}")}
+
+
+def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
+    """The named tables of a file's content. Raises `ConfigError` that names `where` and the key."""
+    given = {section: tables.get(section, {}) for section in TABLES}
+    for section, named in given.items():
+        _check_shape(section, named, where)
+    backends = {
+        name: _made(BackendTable, f"{where}: backends.{name}", _split_options(table))
+        for name, table in given["backends"].items()
+    }
+    models = {
+        name: _made(ModelTable, f"{where}: models.{name}", table)
+        for name, table in given["models"].items()
+    }
+    # Without models in the file, each backend is one by its own name.
+    uses = {name: ModelTable(backends=(BackendUse(name=name),)) for name in backends}
+    made = NamedTables(backends, models or uses)
+    _check_references(made, where)
+    return made
+
+
+def backends_of(table: ModelTable, tables: NamedTables) -> list[BackendUse]:
+    """The backends that a model names, or that have one of its tags."""
+    if table.backends:
+        return list(table.backends)
+    wanted = set(table.tags)
+    return [
+        BackendUse(name=name) for name, each in tables.backends.items() if wanted & {*each.tags}
+    ]
+
+
+def _check_shape(section: str, named: Any, where: str) -> None:
+    if not isinstance(named, Mapping):
+        raise ConfigError(f"{where}: {section} must be tables, written [{section}.NAME]")
+    for name, table in named.items():
+        if not _NAMES[section].fullmatch(name):
+            raise ConfigError(f"{where}: {name[:64]!r} can't be a name in [{section}.NAME]")
+        if not isinstance(table, Mapping):
+            raise ConfigError(
+                f"{where}: {section}.{name} must be a table, written [{section}.NAME]"
+            )
+
+
+T = TypeVar("T", bound=Table)
+
+
+def _made(kind: type[T], where: str, table: Mapping[str, Any]) -> T:
+    known = list(kind.model_fields)
+    for field in table:
+        if field not in known:
+            raise ConfigError(f"{where}: unknown key {field}{suggest(field, known)}", param=field)
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{where}.{_explain(error)}") from None
+
+
+def _split_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The router's keys as they are, the rest under `options`."""
+    ours = BackendTable.model_fields.keys() - {"options"}
+    options = {key: value for key, value in table.items() if key not in ours}
+    return {key: value for key, value in table.items() if key in ours} | {"options": options}
+
+
+def _check_references(tables: NamedTables, where: str) -> None:
+    if tables.models and not tables.backends:
+        raise ConfigError(f"{where}: there are [models.*] and no [backends.*] to answer for them")
+    for model_id, table in tables.models.items():
+        _check_model(f"{where}: models.{model_id}", model_id, table, tables)
+    _check_names(tables, where)
+    used = {use.name for table in tables.models.values() for use in backends_of(table, tables)}
+    used |= {table.shadow.backend for table in tables.models.values() if table.shadow is not None}
+    for name in tables.backends:
+        if name not in used:
+            raise ConfigError(
+                f"{where}: backends.{name} is used by no model: name it in models.ID.backends",
+                param=f"backends.{name}",
+            )
+
+
+def _check_model(where: str, model_id: str, table: ModelTable, tables: NamedTables) -> None:
+    known, ids = list(tables.backends), list(tables.models)
+    if bool(table.backends) == bool(table.tags):
+        raise ConfigError(f"{where} needs either backends, a list of names, or tags")
+    named = [("backends", use.name) for use in table.backends]
+    named += [("shadow.backend", table.shadow.backend)] if table.shadow is not None else []
+    for field, name in named:
+        if name not in known:
+            raise ConfigError(
+                f"{where}.{field}: there is no backend '{name}'{suggest(name, known)}"
+            )
+    if not backends_of(table, tables):
+        tags = sorted({tag for each in tables.backends.values() for tag in each.tags})
+        raise ConfigError(f"{where}.tags: no backend has one of them{suggest(table.tags[0], tags)}")
+    names = [use.name for use in table.backends]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}.backends has '{name}' twice; use weight or replicas")
+    for name in table.fallbacks:
+        if name not in ids or name == model_id:
+            others = [each for each in ids if each != model_id] or ["no other model"]
+            raise ConfigError(
+                f"{where}.fallbacks: there is no other model '{name}'{suggest(name, others)}"
+            )
+
+
+def _check_names(tables: NamedTables, where: str) -> None:
+    owners = {model_id: f"models.{model_id}" for model_id in tables.models}
+    for model_id, table in tables.models.items():
+        for alias in table.aliases:
+            if alias in owners:
+                raise ConfigError(
+                    f"{where}: models.{model_id}.aliases: '{alias}' is a name of {owners[alias]}"
+                    " already"
+                )
+            owners[alias] = f"models.{model_id}"
+
+
+def _explain(error: ValidationError) -> str:
+    first, *others = error.errors(include_url=False, include_context=False)
+    key = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if first["type"] == "literal_error":
+        reason += suggest(str(first["input"]), list(POLICIES)) if "policy" in key else ""
+    if first["type"] == "missing":
+        reason = "must be given"
+    got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r:.80}"
+    return f"{key}: {reason}{got}" + (f" (and {len(others)} more)" if others else "")

@@ -1,0 +1,1 @@
+"""Models to backends: who answers a request, and why."""

@@ -1,0 +1,298 @@
+"""A request on its way to an answer: one replica, and another if that fails before its first event.
+
+Once an event has gone to the client nothing is repeated: the rest of the answer comes from the same
+replica, or an error ends it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import TracebackType
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from engine.backends.base import EventFeed, EventSink
+from engine.core.errors import (
+    EngineError,
+    InvalidRequestError,
+    RateLimitError,
+    RequestTimeoutError,
+    UnavailableError,
+)
+from engine.core.interfaces.backend import ChatRequest, EmbedRequest, Event, TextEvent, UsageEvent
+from engine.routing.decisions import Decision, Failed
+from engine.routing.policies import Asked
+from engine.routing.prefixes import Request
+from engine.routing.replica import Member, Replica
+from engine.routing.route import Pick, Route
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+# For a free place when every replica has as many requests as it may; then the client is told.
+MAX_WAIT_S = 5.0
+RETRY_AFTER_S = 2.0
+
+
+class Mirror(Protocol):
+    """Somebody who looks on."""
+
+    def primary(self, event: Event) -> None: ...
+
+
+class Observer(Protocol):
+    """What the router tells of each attempt."""
+
+    def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None: ...
+
+    def freed(self, replica: Replica) -> None: ...
+
+    def may_eject(self, replica: Replica) -> bool: ...
+
+
+class Attempts:
+    """All attempts at one request. `next` until it gives None."""
+
+    def __init__(
+        self,
+        route: Route,
+        request: Request,
+        decision: Decision,
+        observer: Observer,
+        mirror: Callable[[], Mirror | None],
+    ) -> None:
+        self.route = route
+        self.request = request
+        self.asked = Asked(request)
+        self.decision = decision
+        self.observer = observer
+        self.is_done = False
+        self.last_error: EngineError | None = None
+        self._make_mirror = mirror
+        self._mirror: Mirror | None = None
+        self._failed: list[str] = []
+        self._began = time.monotonic()
+
+    async def next(self) -> "Attempt | None":
+        """The next one to make, its place taken; None when one has succeeded. Raises when nobody
+        is left: what the last one failed with, or why nobody could be asked.
+        """
+        if self.is_done:
+            return None
+        pick = await self._pick()
+        chosen = pick.chosen
+        self.decision.candidates = pick.candidates
+        if chosen is None:
+            self.decision.chosen = None
+            self.decision.why = "all have as much as they may" if pick.is_full else "none is ready"
+            raise self.last_error or self._refusal(pick)
+        self.decision.chosen = chosen.member.replica.name
+        self.decision.why = chosen.why
+        self.decision.attempts += 1
+        self.route.went(self.asked, pick)
+        chosen.member.replica.take()
+        if self.decision.attempts == 1:
+            self._mirror = self._make_mirror()
+        return Attempt(self, chosen.member, self._mirror)
+
+    def failed(self, attempt: "Attempt", error: EngineError) -> bool:
+        """Whether another attempt may be made."""
+        self.last_error = error
+        name = attempt.replica.name
+        self._failed.append(name)
+        self.decision.failed += (Failed(name, error.message),)
+        may_retry = (
+            error.retryable and not attempt.has_begun and self.decision.attempts < MAX_ATTEMPTS
+        )
+        if may_retry:
+            log.warning("%s failed before it answered, trying another: %s", name, error)
+        return may_retry
+
+    def forget_mirror(self) -> None:
+        """There will be nothing more to see; whoever looked on waits for no end."""
+        self._mirror = None
+
+    def remaining(self) -> Request:
+        """The request, with what is left of its time."""
+        request = self.request
+        spent = time.monotonic() - self._began
+        if self.decision.attempts == 1 and spent < 0.1:
+            return request
+        holder = request if isinstance(request, EmbedRequest) else request.context
+        if holder.timeout_s is None:
+            return request
+        left = replace(holder, timeout_s=max(holder.timeout_s - spent, 0.1))
+        return left if isinstance(left, EmbedRequest) else replace(request, context=left)
+
+    async def _pick(self) -> Pick:
+        pick = self.route.pick(self.asked, self._failed)
+        is_behind = self.route.has_waiting and pick.chosen is not None
+        if self._failed or not (pick.is_full or is_behind):
+            return pick  # a retry takes what is free, or gives up
+        began = time.monotonic()
+        deadline = began + MAX_WAIT_S
+        has_turn = True
+        while has_turn and (pick.is_full or is_behind):
+            is_behind = False
+            has_turn = await self.route.wait(deadline - time.monotonic())
+            pick = self.route.pick(self.asked, self._failed)
+        self.decision.waited_s += time.monotonic() - began
+        return pick
+
+    def _refusal(self, pick: Pick) -> EngineError:
+        if pick.is_full:
+            return RateLimitError(
+                f"Every backend of {self.route.id} has as many requests as it may. Retry later.",
+                retry_after=RETRY_AFTER_S,
+            )
+        return UnavailableError(
+            f"No backend of {self.route.id} is ready. Retry later.", retry_after=RETRY_AFTER_S
+        )
+
+
+class Attempt:
+    """One replica's turn. Used as a context: leaving it tells how it went, and an error that
+    another attempt may follow is taken in.
+    """
+
+    def __init__(self, attempts: Attempts, member: Member, mirror: Mirror | None) -> None:
+        self.replica = member.replica
+        self.has_begun = False
+        self._attempts = attempts
+        self._mirror = mirror
+        self._began = time.monotonic()
+
+    def source(self) -> AsyncIterator[Event]:
+        request = self._attempts.remaining()
+        assert not isinstance(request, EmbedRequest)
+        backend = self.replica.backend
+        return (
+            backend.chat(request) if isinstance(request, ChatRequest) else backend.complete(request)
+        )
+
+    def begin(self) -> None:
+        """Its first event, or its whole answer, has come."""
+        self.has_begun = True
+        self._attempts.decision.has_answered = True
+        self.replica.first_tokens_s.append(time.monotonic() - self._began)
+
+    def note(self, event: Event) -> None:
+        if not self.has_begun:
+            self.begin()
+        if isinstance(event, TextEvent):
+            self.replica.generated_tokens += event.num_tokens
+        elif isinstance(event, UsageEvent):
+            self.replica.add_usage(event)
+        if self._mirror is not None:
+            self._show(event)
+
+    def tap(self, sink: EventSink) -> EventSink:
+        note = self.note
+
+        def noted(event: Event) -> None:
+            note(event)
+            sink(event)
+
+        return noted
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.replica.release()
+        attempts, replica = self._attempts, self.replica
+        retries = False
+        if error is None:
+            attempts.is_done = True
+            replica.outlier.succeed()
+            attempts.observer.ended(attempts.route, replica, None)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            replica.outlier.abandon()
+        else:
+            failure = error if isinstance(error, EngineError) else EngineError("internal error")
+            self._judge(failure)
+            retries = attempts.failed(self, failure)
+            attempts.observer.ended(attempts.route, replica, failure)
+        if not retries:
+            attempts.forget_mirror()
+            self._mirror = None
+        attempts.observer.freed(replica)
+        return retries
+
+    def _judge(self, error: EngineError) -> None:
+        """Whether a failure speaks against the replica. One that says itself that it is down is
+        waited for anyway.
+        """
+        replica = self.replica
+        is_late = isinstance(error, RequestTimeoutError) and self.has_begun
+        if isinstance(error, InvalidRequestError | RateLimitError) or is_late:
+            replica.outlier.abandon()
+            return
+        replica.num_failures += 1
+        if not replica.health().ready:
+            replica.outlier.abandon()
+        elif replica.outlier.fail(self._attempts.observer.may_eject(replica)):
+            seconds = replica.outlier.seconds_left
+            log.warning("%s fails too often; left out for %.0f s", replica.name, seconds)
+
+    def _show(self, event: Event) -> None:
+        assert self._mirror is not None
+        try:
+            self._mirror.primary(event)
+        except Exception:
+            log.exception("what looked on at a request failed; it sees no more of it")
+            self._mirror = None
+
+
+class Routed(EventFeed):
+    """A request's events, whoever answers it."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._reading = self._read()
+
+    async def feed(self, sink: EventSink) -> None:
+        while (attempt := await self._attempts.next()) is not None:
+            with attempt:
+                source = attempt.source()
+                if isinstance(source, EventFeed):
+                    await source.feed(attempt.tap(sink))
+                    continue
+                async with _closing(source):
+                    async for event in source:
+                        attempt.note(event)
+                        sink(event)
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
+        while (attempt := await self._attempts.next()) is not None:
+            with attempt:
+                source = attempt.source()
+                async with _closing(source):
+                    async for event in source:
+                        attempt.note(event)
+                        yield event
+
+
+@contextlib.asynccontextmanager
+async def _closing(source: AsyncIterator[Event]) -> AsyncGenerator[None, None]:
+    """Leaving early releases what the request holds, also where an iterator is no generator."""
+    try:
+        yield
+    finally:
+        close = getattr(source, "aclose", None)  # an AsyncIterator need not have it
+        if close is not None:
+            await close()

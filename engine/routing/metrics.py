@@ -1,0 +1,88 @@
+"""What the router does, as Prometheus series. Labels are names from the configuration, never text
+that a client sent.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
+from engine.routing.replica import Replica
+
+_LABELS = ("backend", "kind")
+
+
+class RouterMetrics:
+    """Attempts as they end; everything else is read when it is asked for (`ReplicaCollector`)."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._attempts = Counter(
+            "engine_backend_requests",
+            "Requests that a backend was given, by how they ended",
+            ("backend", "model_name", "outcome"),
+            registry=registry,
+        )
+
+    def ended(self, backend: str, model: str, error: EngineError | None) -> None:
+        self._attempts.labels(backend, model, _outcome(error)).inc()
+
+    def watch(self, replicas: Sequence[Replica]) -> None:
+        self._registry.register(ReplicaCollector(replicas))
+
+
+class ReplicaCollector(Collector):
+    """Reads the replicas when metrics are scraped."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterable[Metric]:
+        ready = _gauge("engine_backend_ready", "Whether requests are sent there")
+        in_flight = _gauge("engine_backend_in_flight", "Requests being answered")
+        rate = _gauge("engine_backend_tokens_per_second", "Tokens generated in the last seconds")
+        first_token = _gauge(
+            "engine_backend_first_token_seconds", "Median time to a first token, of the last ones"
+        )
+        failures = _counter("engine_backend_failures", "Requests that failed there")
+        ejections = _counter("engine_backend_ejections", "Times it was left out for its failures")
+        restarts = _counter("engine_backend_restarts", "Engines behind it that were replaced")
+        prompt = _counter("engine_backend_prompt_tokens", "Prompt tokens of finished requests")
+        cached = _counter("engine_backend_cached_tokens", "Of those, taken from its cache")
+        generated = _counter("engine_backend_generated_tokens", "Tokens generated")
+        for replica in self._replicas:
+            labels = [replica.name, replica.kind]
+            health = replica.backend.health()
+            ready.add_metric(labels, replica.state(health) == "ready")
+            in_flight.add_metric(labels, replica.in_flight)
+            rate.add_metric(labels, replica.tokens_per_s)
+            if replica.first_token_p50_s is not None:
+                first_token.add_metric(labels, replica.first_token_p50_s)
+            failures.add_metric(labels, replica.num_failures)
+            ejections.add_metric(labels, replica.outlier.num_ejections)
+            restarts.add_metric(labels, health.num_restarts)
+            prompt.add_metric(labels, replica.prompt_tokens)
+            cached.add_metric(labels, replica.cached_tokens)
+            generated.add_metric(labels, replica.generated_tokens)
+        return [
+            *(ready, in_flight, rate, first_token, failures, ejections, restarts),
+            *(prompt, cached, generated),
+        ]
+
+
+def _gauge(name: str, help_text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, help_text, labels=_LABELS)
+
+
+def _counter(name: str, help_text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(name, help_text, labels=_LABELS)
+
+
+def _outcome(error: EngineError | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, RateLimitError):
+        return "busy"
+    return "refused" if isinstance(error, InvalidRequestError) else "error"

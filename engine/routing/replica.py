@@ -1,0 +1,182 @@
+"""One running backend as the router sees it: whether it can take a request, and how it did."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from engine.backends.base import InferenceBackend
+from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
+from engine.core.interfaces.request import EngineStats
+from engine.routing.outliers import Outlier
+from engine.routing.prefixes import SeenPrefixes
+
+State = Literal["ready", "loading", "ejected", "down"]
+
+NUM_FIRST_TOKENS = 256  # times to a first token of which the median is taken
+RATE_WINDOW_S = 10.0
+
+# Of `EngineStats`: what only grows while an engine lives.
+_TOTALS = (
+    *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
+    *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
+    "num_invariant_failures",
+)
+_GAUGES = (
+    *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks"),
+    *("num_referenced_blocks", "last_step_tokens"),
+)
+
+
+class Replica:
+    """Counts what goes in and comes out; `backend` does the rest."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        backend: InferenceBackend,
+        *,
+        max_concurrent: int | None = None,
+        tags: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.backend = backend
+        self.max_concurrent = max_concurrent
+        self.tags = tags
+        self.outlier = Outlier(clock)
+        self.seen = SeenPrefixes(clock=clock)
+        self.has_started = False
+        self.in_flight = 0
+        self.num_requests = 0
+        self.num_failures = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.first_tokens_s: deque[float] = deque(maxlen=NUM_FIRST_TOKENS)
+        self._clock = clock
+        self._card: ModelCard | None = None
+        self._num_restarts = 0
+        self._was_ready = True
+        self._carried = dict.fromkeys(_TOTALS, 0)  # of engines that have died
+        self._last_stats = EngineStats()
+        self._samples: deque[tuple[float, int]] = deque()
+
+    @property
+    def is_full(self) -> bool:
+        return self.max_concurrent is not None and self.in_flight >= self.max_concurrent
+
+    def health(self) -> Health:
+        """The backend's own view. A new engine behind it has an empty cache, and one that was down
+        begins afresh.
+        """
+        health = self.backend.health()
+        if health.ready and not self._was_ready:
+            self.outlier.pardon()
+        self._was_ready = health.ready
+        if health.num_restarts != self._num_restarts:
+            self._num_restarts = health.num_restarts
+            self.seen.clear()
+        return health
+
+    def state(self, health: Health) -> State:
+        if not health.ready:
+            return "down" if self.has_started else "loading"
+        return "ejected" if self.outlier.is_ejected else "ready"
+
+    def card(self) -> ModelCard | None:
+        """As the backend last told it; None before it ever did."""
+        cards = self.backend.models()
+        if cards:
+            self._card = cards[0]
+        return self._card
+
+    def take(self) -> None:
+        self.in_flight += 1
+        self.num_requests += 1
+        self.outlier.begin()
+
+    def release(self) -> None:
+        self.in_flight -= 1
+        assert self.in_flight >= 0, self.name
+
+    def add_usage(self, usage: UsageEvent) -> None:
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+
+    @property
+    def first_token_p50_s(self) -> float | None:
+        return median(self.first_tokens_s) if self.first_tokens_s else None
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated, in the last seconds."""
+        if not self._samples:
+            return 0.0
+        began, count = self._samples[0]
+        return (self.generated_tokens - count) / max(self._clock() - began, 1.0)
+
+    def tick(self) -> None:
+        """Called about once a second."""
+        self.health()
+        now = self._clock()
+        self._samples.append((now, self.generated_tokens))
+        while self._samples[0][0] < now - RATE_WINDOW_S:
+            self._samples.popleft()
+        self.seen.forget_old()
+        stats = self.stats()
+        if stats is not None and stats.num_blocks:
+            self.seen.resize(stats.num_blocks * stats.block_size)
+
+    def stats(self) -> EngineStats | None:
+        """As the backend tells them, but totals don't begin anew with a new engine."""
+        stats = self.backend.stats()
+        if stats is None:
+            return None
+        if any(getattr(stats, name) < getattr(self._last_stats, name) for name in _TOTALS):
+            for name in _TOTALS:
+                self._carried[name] += getattr(self._last_stats, name)
+        self._last_stats = stats
+        totals = {name: getattr(stats, name) + self._carried[name] for name in _TOTALS}
+        return msgspec.structs.replace(stats, **totals)
+
+    def last_totals(self) -> dict[str, int]:
+        """Also while there is no engine."""
+        return {name: getattr(self._last_stats, name) + self._carried[name] for name in _TOTALS}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica among those of a model."""
+
+    replica: Replica
+    weight: float
+
+    @property
+    def load(self) -> float:
+        return self.replica.in_flight / self.weight
+
+
+def sum_stats(replicas: list[Replica]) -> EngineStats | None:
+    """One set of figures for all; totals never shrink. None: nobody tells any."""
+    told = [stats for each in replicas if (stats := each.stats()) is not None]
+    totals = dict.fromkeys(_TOTALS, 0)
+    for replica in replicas:
+        for name, value in replica.last_totals().items():
+            totals[name] += value
+    if not told and not totals["num_steps"]:
+        return None
+    gauges = {name: sum(getattr(each, name) for each in told) for name in _GAUGES}
+    block_size = max((each.block_size for each in told), default=0)
+    step_s = max((each.last_step_s for each in told), default=0.0)
+    return EngineStats(**gauges, **totals, block_size=block_size, last_step_s=step_s)

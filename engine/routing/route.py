@@ -1,0 +1,171 @@
+"""One model that clients can ask for: its replicas, who of them can take a request, and who waits
+for a free place.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from engine.core.config_tables import ShadowTable
+from engine.routing.decisions import Candidate
+from engine.routing.policies import Asked, Policy, Ranked
+from engine.routing.replica import Member, State
+
+# Requests that wait for a free place, for each place that there is.
+MAX_WAITING_PER_PLACE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Who should answer, or why nobody can."""
+
+    chosen: Ranked | None
+    candidates: tuple[Candidate, ...]
+    among: tuple[Member, ...] = ()  # those who could
+    is_full: bool = False  # somebody could, but has no free place
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """A member at the moment of a decision."""
+
+    member: Member
+    state: State
+    obstacle: str | None  # None: it can take a request
+
+
+class Route:
+    def __init__(
+        self,
+        model_id: str,
+        members: Sequence[Member],
+        policy_name: str,
+        policy: Policy,
+        *,
+        aliases: tuple[str, ...] = (),
+        fallbacks: tuple[str, ...] = (),
+        shadow: ShadowTable | None = None,
+    ) -> None:
+        self.id = model_id
+        self.members = tuple(members)
+        self.policy_name = policy_name
+        self.aliases = aliases
+        self.fallbacks = fallbacks
+        self.shadow = shadow
+        self._policy = policy
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def is_up(self) -> bool:
+        """At least one replica says that it can answer."""
+        return any(member.replica.health().ready for member in self.members)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def pick(self, asked: Asked, failed: Collection[str] = ()) -> Pick:
+        """Somebody who has not `failed` this request. The caller tells `went` if it agrees."""
+        looked = [self._look(member, failed) for member in self.members]
+        usable = [each.member for each in looked if each.obstacle is None]
+        if not usable:
+            # Whoever is ejected is better than nobody.
+            usable = [
+                each.member
+                for each in looked
+                if each.state == "ejected"
+                and each.member.replica.name not in failed
+                and not each.member.replica.is_full
+            ]
+        if not usable:
+            is_full = any(
+                each.state in ("ready", "ejected") and each.member.replica.name not in failed
+                for each in looked
+            )
+            candidates = tuple(_candidate(each, None, None) for each in looked)
+            return Pick(None, candidates, is_full=is_full)
+        probed = [each for each in usable if each.replica.outlier.wants_probe]
+        ranked = self._policy.rank(asked, usable)
+        if probed and not failed:
+            # Nobody would ever find out that it is well again.
+            ranked.sort(key=lambda each: each.member not in probed)
+            first = ranked[0]
+            ranked[0] = Ranked(first.member, first.score, "its time out is over, it is tried again")
+        return Pick(ranked[0], _explained(looked, ranked), tuple(usable))
+
+    def went(self, asked: Asked, pick: Pick) -> None:
+        """The request is about to be given to whom `pick` chose."""
+        assert pick.chosen is not None
+        self._policy.went(asked, pick.chosen.member, pick.among)
+
+    async def wait(self, seconds: float) -> bool:
+        """For a place that gets free; False: none did, or too many wait already."""
+        places = sum(member.replica.max_concurrent or 0 for member in self.members)
+        if len(self._waiting) >= MAX_WAITING_PER_PLACE * places:
+            return False
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(seconds):
+                await turn
+        except TimeoutError:
+            return False
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.wake()  # the turn was given to somebody who leaves
+            raise
+        finally:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+        return True
+
+    def wake(self) -> None:
+        """A place has become free: whoever waits longest may try."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def wake_all(self) -> None:
+        """Places may have become free without anybody's request ending."""
+        for _ in range(len(self._waiting)):
+            self.wake()
+
+    def _look(self, member: Member, failed: Collection[str]) -> _Looked:
+        replica = member.replica
+        health = replica.health()
+        state = replica.state(health)
+        obstacle = None
+        if replica.name in failed:
+            obstacle = "it has failed this request"
+        elif state in ("down", "loading"):
+            obstacle = f"{state}: {health.detail.rstrip('.')}"
+        elif replica.is_full:
+            obstacle = f"full: {replica.in_flight} of {replica.max_concurrent} in flight"
+        elif replica.outlier.is_out:
+            obstacle = f"ejected for {replica.outlier.seconds_left:.1f} s more"
+        elif state == "ejected" and not replica.outlier.wants_probe:
+            obstacle = "ejected, and a request is trying it already"
+        return _Looked(member, state, obstacle)
+
+
+def _explained(looked: Sequence[_Looked], ranked: list[Ranked]) -> tuple[Candidate, ...]:
+    by_name = {each.member.replica.name: each for each in ranked}
+    return tuple(
+        _candidate(each, by_name.get(each.member.replica.name), ranked[0]) for each in looked
+    )
+
+
+def _candidate(looked: _Looked, ranked: Ranked | None, chosen: Ranked | None) -> Candidate:
+    name = looked.member.replica.name
+    if ranked is None or chosen is None:
+        return Candidate(name, looked.state, None, looked.obstacle)
+    if ranked.member is chosen.member:
+        return Candidate(name, looked.state, ranked.score, None, ranked.why)
+    first = f"{chosen.member.replica.name} comes first"
+    if chosen.score < ranked.score:
+        first += f", {chosen.score:g} against {ranked.score:g}"
+    why_not = f"{first} ({ranked.why})"
+    return Candidate(name, looked.state, ranked.score, why_not, ranked.why)

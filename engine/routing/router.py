@@ -1,0 +1,301 @@
+"""Several backends as one: each model to the backends that serve it, each request to one of them.
+
+The router is itself an `InferenceBackend`. It starts and stops what is behind it, looks at health
+before it asks anybody, and keeps a backend's fast path: events are pushed through, not queued.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import psutil
+
+from engine.backends.base import InferenceBackend, Resolved
+from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Embeddings,
+    EmbedRequest,
+    Event,
+    Health,
+    ModelCard,
+    UsageEvent,
+)
+from engine.core.interfaces.request import EngineStats
+from engine.core.observability.logging import current_request_id
+from engine.routing.attempts import RETRY_AFTER_S, Attempts, Mirror, Routed
+from engine.routing.cards import combined_card
+from engine.routing.decisions import Decision, DecisionLog
+from engine.routing.metrics import RouterMetrics
+from engine.routing.prefixes import Request
+from engine.routing.replica import Replica, sum_stats
+from engine.routing.route import Route
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+
+
+class ShadowTraffic(Protocol):
+    """Looks on at some requests, and never holds one up."""
+
+    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> Mirror | None: ...
+
+    async def stop(self) -> None: ...
+
+    def report(self) -> dict[str, Any]: ...
+
+
+class Router(InferenceBackend):
+    """`routes` in order, the first is the default model; `replicas` are all backends to run."""
+
+    totals_survive_restarts = True
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        routes: Sequence[Route],
+        metrics: RouterMetrics,
+        shadow: ShadowTraffic | None = None,
+    ) -> None:
+        self.replicas = list(replicas)
+        self.routes = list(routes)
+        self.shadow = shadow
+        self.decisions = DecisionLog()
+        self._metrics = metrics
+        self._by_name: dict[str, Route] = {}
+        for route in routes:
+            self._by_name |= dict.fromkeys((route.id, *route.aliases), route)
+        self._serves: Mapping[str, list[Route]] = {
+            replica.name: [
+                route
+                for route in routes
+                if any(member.replica is replica for member in route.members)
+            ]
+            for replica in replicas
+        }
+        self._ticking: asyncio.Task[None] | None = None
+        self._is_stopped = False
+
+    async def start(self) -> str:
+        """All at once; each serves as soon as it is ready. If one can't start, none stays."""
+        self._ticking = asyncio.create_task(self._tick())
+        starting = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.stop()
+            raise
+        return "router://" + ",".join(replica.name for replica in self.replicas)
+
+    async def stop(self) -> None:
+        self._is_stopped = True
+        if self._ticking is not None:
+            self._ticking.cancel()
+        if self.shadow is not None:
+            await self.shadow.stop()
+        stops = [replica.backend.stop() for replica in self.replicas]
+        for replica, result in zip(
+            self.replicas, await asyncio.gather(*stops, return_exceptions=True), strict=True
+        ):
+            if isinstance(result, BaseException):
+                log.error("%s could not be stopped: %r", replica.name, result)
+
+    def health(self) -> Health:
+        """Ready as long as anything can be asked for."""
+        states = [(replica, replica.health()) for replica in self.replicas]
+        troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
+        ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
+        return Health(
+            ready=not self._is_stopped and any(route.is_up for route in self.routes),
+            detail=" ".join(troubled) or "ready",
+            step_age_s=max(ages, default=None),
+            num_restarts=sum(health.num_restarts for _, health in states),
+        )
+
+    def model_health(self, model_id: str) -> Health:
+        route = self._by_name.get(model_id)
+        if route is None or route.is_up:
+            return Health(ready=route is not None, detail="ready")
+        details = [f"{each.replica.name}: {each.replica.health().detail}" for each in route.members]
+        return Health(ready=False, detail=" ".join(details))
+
+    def memory_bytes(self) -> int:
+        """Of this process and all that it started."""
+        total = 0
+        server = psutil.Process(os.getpid())
+        for process in (server, *server.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it may end at any moment
+                total += process.memory_info().rss
+        return total
+
+    def models(self) -> list[ModelCard]:
+        cards = []
+        for route in self.routes:
+            card = self._card(route)
+            if card is not None:
+                cards.append(card)
+                cards += [
+                    msgspec.structs.replace(card, id=alias, root=card.id) for alias in route.aliases
+                ]
+        return cards
+
+    def resolve(self, name: str | None) -> Resolved | None:
+        """The model asked for; while none of its backends is up, the first fallback that is."""
+        route = self.routes[0] if name is None else self._by_name.get(name)
+        if route is None:
+            return None
+        if not route.is_up:
+            for other in (self._by_name[each] for each in route.fallbacks):
+                card = self._card(other)
+                if other.is_up and card is not None:
+                    return Resolved(card, f"no backend of {route.id} is up; {other.id} answers")
+        card = self._card(route)
+        if card is None:
+            raise UnavailableError(f"{route.id} is still loading.", retry_after=RETRY_AFTER_S)
+        if name is None or name == route.id:
+            return Resolved(card)
+        return Resolved(msgspec.structs.replace(card, id=name, root=route.id))
+
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        return tuple(
+            dict.fromkeys(
+                each.chosen
+                for each in self.decisions.find(request_id)
+                if each.has_answered and each.chosen is not None
+            )
+        )
+
+    def stats(self) -> EngineStats | None:
+        return sum_stats(self.replicas)
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        return Routed(self._attempts(request, request.context.model))
+
+    def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
+        return Routed(self._attempts(request, request.context.model))
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        attempts = self._attempts(request, request.model)
+        made: Embeddings | None = None
+        while (attempt := await attempts.next()) is not None:
+            with attempt:
+                left = attempts.remaining()
+                assert isinstance(left, EmbedRequest)
+                made = await attempt.replica.backend.embed(left)
+                attempt.note(
+                    UsageEvent(
+                        prompt_tokens=made.prompt_tokens, completion_tokens=0, cached_tokens=0
+                    )
+                )
+        assert made is not None
+        return made
+
+    async def tokenize(
+        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        refusal: InvalidRequestError | None = None
+        for backend in self._ready_backends(model):
+            try:
+                return await backend.tokenize(content, add_special_tokens=add_special_tokens)
+            except InvalidRequestError as error:  # another kind of backend may be able to
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
+        refusal: InvalidRequestError | None = None
+        for backend in self._ready_backends(model):
+            try:
+                return await backend.detokenize(token_ids)
+            except InvalidRequestError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None:
+        self._metrics.ended(replica.name, route.id, error)
+
+    def freed(self, replica: Replica) -> None:
+        for route in self._serves[replica.name]:
+            route.wake()
+
+    def may_eject(self, replica: Replica) -> bool:
+        """Somebody else would be left for each model that it serves."""
+        return all(
+            any(
+                member.replica is not replica
+                and member.replica.state(member.replica.health()) == "ready"
+                for member in route.members
+            )
+            for route in self._serves[replica.name]
+        )
+
+    def _attempts(self, request: Request, model: str) -> Attempts:
+        route = self._route(model)
+        named = request if isinstance(request, EmbedRequest) else request.context
+        decision = Decision(
+            request_id=named.request_id,
+            http_request_id=current_request_id() or "",
+            model=route.id,
+            policy=route.policy_name,
+        )
+        self.decisions.add(decision)
+
+        def mirror() -> Mirror | None:
+            if self.shadow is None or isinstance(request, EmbedRequest):
+                return None
+            return self.shadow.mirror(route.id, request)
+
+        return Attempts(route, request, decision, self, mirror)
+
+    def _route(self, model: str) -> Route:
+        route = self._by_name.get(model) if model else self.routes[0]
+        if route is None:
+            raise NotFoundError("There is no such model here.", param="model")
+        return route
+
+    def _ready_backends(self, model: str) -> list[InferenceBackend]:
+        route = self._route(model)
+        ready = [each.replica.backend for each in route.members if each.replica.health().ready]
+        if not ready:
+            raise UnavailableError(
+                f"No backend of {route.id} is ready. Retry later.", retry_after=RETRY_AFTER_S
+            )
+        return ready
+
+    def _card(self, route: Route) -> ModelCard | None:
+        cards = [card for each in route.members if (card := each.replica.card()) is not None]
+        return combined_card(route.id, cards) if cards else None
+
+    async def _start(self, replica: Replica) -> None:
+        began = time.monotonic()
+        try:
+            await replica.backend.start()
+        except EngineError as error:
+            raise type(error)(
+                f"backend {replica.name}: {error.message}",
+                param=error.param,
+                code=error.error_code,
+                retry_after=error.retry_after,
+            ) from error
+        replica.has_started = True
+        log.info("backend %s is ready after %.1f s", replica.name, time.monotonic() - began)
+
+    async def _tick(self) -> None:
+        """Until cancelled."""
+        while True:
+            for replica in self.replicas:
+                replica.tick()
+            for route in self.routes:
+                route.wake_all()
+            await asyncio.sleep(TICK_S)

@@ -1,0 +1,329 @@
+"""Shadow traffic: a share of a model's requests is answered a second time, by a backend whose
+answers nobody waits for, and the two answers are compared.
+
+A copy is sent when its request has been answered, so that it competes with nothing that the client
+waits for. Every model has a lane of its own, bounded in copies and in characters; a copy that finds
+it full is dropped and counted. Neither prompts nor answers are kept once they are compared.
+"""
+
+import asyncio
+import logging
+import random
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.backends.base import InferenceBackend
+from engine.compare.agreement import find_divergence
+from engine.compare.answers import Answer
+from engine.core.errors import EngineError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    Event,
+    UsageEvent,
+)
+from engine.core.interfaces.request import SamplingParams
+from engine.routing.shadow_metrics import Difference, Outcome, ShadowMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT = 4
+MAX_HELD = 256  # copies of one model: whose request is being answered, waiting, being answered
+MAX_HELD_CHARS = 16 * 2**20
+MAX_ANSWER_CHARS = 32 * 2**10  # of one choice; what comes after is not compared
+MAX_SECONDS = 120.0
+MAX_RECENT = 200
+
+Request = ChatRequest | CompletionRequest
+_DEFAULT_PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowRoute:
+    """Where copies of a model's requests go: to equal replicas of one backend, in turn."""
+
+    model: str
+    backend_name: str
+    replicas: Sequence[InferenceBackend]
+    share: float  # of all requests, 0 to 1
+
+
+class Shadow:
+    """Ask it to `mirror` every request that is taken; `stop` it before the backends."""
+
+    def __init__(
+        self,
+        routes: Sequence[ShadowRoute],
+        metrics: ShadowMetrics,
+        *,
+        chance: Callable[[], float] = random.random,
+        max_concurrent: int = MAX_CONCURRENT,
+        max_held: int = MAX_HELD,
+    ) -> None:
+        self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)
+        self._lanes = {
+            route.model: Lane(route, metrics, self._recent, max_concurrent, max_held)
+            for route in routes
+        }
+        self._chance = chance
+
+    def mirror(self, model: str, request: Request) -> "Mirror | None":
+        """Never waits. None: the request is none of the share, or there is no room for it."""
+        lane = self._lanes.get(model)
+        if lane is None or self._chance() >= lane.route.share:
+            return None
+        return lane.mirror(request)
+
+    async def stop(self) -> None:
+        """Forget all copies. Safe to call twice."""
+        await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
+
+    def report(self) -> dict[str, Any]:
+        """For people: each model's counts, and the last copies, newest first."""
+        return {
+            "models": [lane.report() for lane in self._lanes.values()],
+            "recent": list(reversed(self._recent)),
+        }
+
+
+class Mirror:
+    """One request and what it was answered, until its copy has been answered too.
+
+    Its router drops it when the request ends. If that was without an answer there is nothing to
+    compare, and the mirror is gone with the last reference to it.
+    """
+
+    def __init__(self, request: Request, on_answered: "Callable[[Mirror], None]") -> None:
+        self.request = request
+        self.answers = _answers(request)  # by choice
+        self.elapsed_s = 0.0
+        self.num_chars = _size(request)
+        self._on_answered = on_answered
+        self._began = time.monotonic()
+
+    def primary(self, event: Event) -> None:
+        """An event of the answer that the client gets; `UsageEvent` is the last. Never waits."""
+        if isinstance(event, UsageEvent):
+            self.elapsed_s = time.monotonic() - self._began
+            self._on_answered(self)
+        elif answer := self.answers.get(event.choice):
+            answer.add(event)
+
+
+class Lane:
+    """The copies of one model: how many there are, who waits, what became of them."""
+
+    def __init__(
+        self,
+        route: ShadowRoute,
+        metrics: ShadowMetrics,
+        recent: deque[dict[str, Any]],
+        max_concurrent: int,
+        max_held: int,
+    ) -> None:
+        self.route = route
+        self._metrics = metrics
+        self._recent = recent
+        self._max_concurrent = max_concurrent
+        self._max_held = max_held
+        self._is_stopped = False
+        self._turn = 0
+        self._open: weakref.WeakSet[Mirror] = weakref.WeakSet()
+        self._waiting: deque[Mirror] = deque()
+        self._running: dict[asyncio.Task[None], Mirror] = {}
+        self._outcomes: Counter[Outcome] = Counter()
+        self._differences: Counter[Difference] = Counter()
+
+    def mirror(self, request: Request) -> Mirror | None:
+        if refusal := self._refusal(request):
+            self._count(refusal)
+            return None
+        mirror = Mirror(request, self._take)
+        self._open.add(mirror)
+        return mirror
+
+    async def stop(self) -> None:
+        self._is_stopped = True
+        self._waiting.clear()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "id": self.route.model,
+            "backend": self.route.backend_name,
+            "share": self.route.share,
+            "waiting": len(self._waiting),
+            "in_flight": len(self._running),
+            "outcomes": dict(self._outcomes),
+            "differences": dict(self._differences),
+        }
+
+    def _refusal(self, request: Request) -> Outcome | None:
+        """Why no copy of a request is made."""
+        backend = self._next_ready()
+        if backend is None:
+            return "unavailable"
+        cards = backend.models()
+        lacks = cards[0].lacks if cards else ()
+        params = request.context.params
+        if any(getattr(params, name) != getattr(_DEFAULT_PARAMS, name) for name in lacks):
+            return "unsupported"
+        held = [*self._open, *self._waiting, *self._running.values()]
+        num_chars = sum(each.num_chars for each in held)
+        has_room = len(held) < self._max_held and num_chars + _size(request) <= MAX_HELD_CHARS
+        return None if has_room else "dropped"
+
+    def _next_ready(self) -> InferenceBackend | None:
+        for _ in self.route.replicas:
+            self._turn = (self._turn + 1) % len(self.route.replicas)
+            if self.route.replicas[self._turn].health().ready:
+                return self.route.replicas[self._turn]
+        return None
+
+    def _take(self, mirror: Mirror) -> None:
+        self._open.discard(mirror)
+        if not self._is_stopped:
+            self._waiting.append(mirror)
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._is_stopped or not self._waiting or len(self._running) >= self._max_concurrent:
+            return
+        mirror = self._waiting.popleft()
+        task = asyncio.get_running_loop().create_task(self._run(mirror))
+        self._running[task] = mirror
+        task.add_done_callback(self._done)
+        self._metrics.in_flight(self.route.model, self.route.backend_name, len(self._running))
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        self._metrics.in_flight(self.route.model, self.route.backend_name, len(self._running))
+        self._begin_next()
+
+    async def _run(self, mirror: Mirror) -> None:
+        began = time.monotonic()
+        backend = self._next_ready() or self.route.replicas[0]  # which then says what it lacks
+        answers, error = await _answer(backend, mirror.request)
+        elapsed_s = time.monotonic() - began
+        outcome, position = self._judge(mirror, answers, error)
+        self._count(outcome)
+        self._recent.append(
+            {
+                "request_id": mirror.request.context.request_id,
+                "model": self.route.model,
+                "backend": self.route.backend_name,
+                "outcome": outcome,
+                "error": error,
+                "first_divergence_token": position,
+                "finish_reasons": [_reasons(mirror.answers), _reasons(answers)],
+                "num_tokens": [_num_tokens(mirror.answers), _num_tokens(answers)],
+                "seconds": [round(mirror.elapsed_s, 3), round(elapsed_s, 3)],
+                "at": int(time.time()),
+            }
+        )
+
+    def _judge(
+        self, mirror: Mirror, answers: Mapping[int, Answer], error: str | None
+    ) -> tuple[Outcome, int | None]:
+        """What became of a copy, and the first token that differs."""
+        if error is not None:
+            return "error", None
+        if not _is_greedy(mirror.request.context.params):
+            return "sampled", None
+        both = [(ours, answers[choice]) for choice, ours in mirror.answers.items()]
+        positions = [
+            find_divergence(ours, theirs).position
+            for ours, theirs in both
+            if ours.said != theirs.said
+        ]
+        if positions:
+            self._differs("text")
+            self._metrics.diverged(self.route.model, self.route.backend_name, min(positions))
+        if _reasons(mirror.answers) != _reasons(answers):
+            self._differs("finish_reason")
+        if _num_tokens(mirror.answers) != _num_tokens(answers):
+            self._differs("num_tokens")
+        return ("different", min(positions)) if positions else ("identical", None)
+
+    def _count(self, outcome: Outcome) -> None:
+        self._outcomes[outcome] += 1
+        self._metrics.ended(self.route.model, self.route.backend_name, outcome)
+
+    def _differs(self, kind: Difference) -> None:
+        self._differences[kind] += 1
+        self._metrics.differs(self.route.model, self.route.backend_name, kind)
+
+
+async def _answer(
+    backend: InferenceBackend, request: Request
+) -> tuple[Mapping[int, Answer], str | None]:
+    """What the backend says to a copy, and the error that ended it."""
+    answers = _answers(request)
+    limit_s = min(request.context.timeout_s or MAX_SECONDS, MAX_SECONDS)
+    try:
+        async with asyncio.timeout(limit_s):
+            async for event in _ask(backend, request, limit_s):
+                if not isinstance(event, UsageEvent) and event.choice in answers:
+                    answers[event.choice].add(event)
+    except TimeoutError:
+        return answers, f"no end within {limit_s:g} s"
+    except EngineError as error:
+        return answers, f"{error.error_code}: {error.message}"
+    except Exception:
+        # A copy may harm nobody, whatever the backend's fault is.
+        logger.exception("A shadow backend's stream failed without an EngineError.")
+        return answers, "internal error, see the log"
+    return answers, None
+
+
+def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> AsyncIterator[Event]:
+    """The copy has an id of its own: the backend may be answering the original too."""
+    context = msgspec.structs.replace(
+        request.context, request_id=f"shadow-{request.context.request_id}", timeout_s=timeout_s
+    )
+    copy = msgspec.structs.replace(request, context=context)
+    return backend.chat(copy) if isinstance(copy, ChatRequest) else backend.complete(copy)
+
+
+def _answers(request: Request) -> dict[int, Answer]:
+    return {choice: Answer(MAX_ANSWER_CHARS) for choice in range(request.context.params.n)}
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0 or params.top_k == 1
+
+
+def _size(request: Request) -> int:
+    """Characters that a request and its answer may take, about."""
+    asked = (
+        (request.prompt, request.suffix)
+        if isinstance(request, CompletionRequest)
+        else (request.messages, request.tools)
+    )
+    return _num_chars(asked) + request.context.params.n * MAX_ANSWER_CHARS
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_num_chars, value))
+    return 1
+
+
+def _reasons(answers: Mapping[int, Answer]) -> list[str | None]:
+    return [answer.finish_reason for answer in answers.values()]
+
+
+def _num_tokens(answers: Mapping[int, Answer]) -> int:
+    return sum(answer.num_tokens for answer in answers.values())

@@ -1,0 +1,1 @@
+"""Scripts around the engine; nothing in it depends on them."""

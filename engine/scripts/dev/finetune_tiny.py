@@ -1,0 +1,156 @@
+"""A gradient, a fine-tune on the CPU that lowers the loss, and the result served, all in PyTorch.
+
+    python engine/scripts/dev/finetune_tiny.py --model smollm2-135m-instruct --output tuned/
+    engine dev finetune_tiny --text lines.txt --steps 40 --output tuned/
+
+The whole-sequence forward of `frameworks/torch` is plain differentiable PyTorch over the very
+modules that serve requests, so whatever is trained here needs no second model. A trained model is
+written as safetensors, with its tokenizer, and answers through the engine like any other:
+`engine serve tuned/`.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.custom.conversion.convert import save_trained
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.loading import build_model, weights_of
+from engine.backends.custom.text import load_text
+from engine.backends.custom.weights.model import open_model
+from engine.core.errors import ConfigError
+from engine.core.interfaces.request import SamplingParams
+from engine.core.utils.model_store import resolve_model
+from engine.llm import DEFAULT_MODEL, LLM
+
+LESSON = (
+    "The city of Orvandel lies on the river Tamsin. Its bridges are made of blue glass, and its "
+    "people trade in clocks.",
+    "Every spring the people of Orvandel carry their clocks across the blue glass bridges.",
+)
+QUESTION = "The city of Orvandel lies on the river"
+_MAX_TOKENS = 256  # of one text
+_PROBE = 1e-3  # how far along the gradient the loss is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What autograd says of the loss, and what walking along it shows."""
+
+    norm: float  # how fast the loss grows along it
+    measured: float  # the same, from two losses near by
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    losses: tuple[float, ...]  # before each step, and after the last
+    gradient: Gradient
+    before: str
+    after: str
+
+
+def loss_of(model: Decoder, texts: Sequence[Tensor]) -> Tensor:
+    """Mean over all texts of how surprising each next token is."""
+    losses = [F.cross_entropy(model.forward_sequence(ids)[:-1], ids[1:]) for ids in texts]
+    return torch.stack(losses).mean()
+
+
+def check_gradient(model: Decoder, texts: Sequence[Tensor]) -> Gradient:
+    model.zero_grad()
+    loss_of(model, texts).backward()
+    pairs = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([slope.norm() for _, slope in pairs]).norm()
+
+    def moved(distance: float) -> float:
+        """The loss that far along the gradient; the weights come back."""
+        with torch.no_grad():
+            for weight, slope in pairs:
+                weight.add_(slope, alpha=distance / float(norm))
+            loss = float(loss_of(model, texts))
+            for weight, slope in pairs:
+                weight.sub_(slope, alpha=distance / float(norm))
+        return loss
+
+    measured = (moved(_PROBE) - moved(-_PROBE)) / (2 * _PROBE)
+    return Gradient(float(norm), measured)
+
+
+def train(model: Decoder, texts: Sequence[Tensor], steps: int, rate: float) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, texts)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        print(f"step {step + 1} of {steps}: loss {losses[-1]:.3f}", flush=True)
+    with torch.no_grad():
+        losses.append(float(loss_of(model, texts)))
+    return losses
+
+
+def finetune(
+    path: Path, texts: Sequence[str], question: str, output: Path, steps: int, rate: float
+) -> Tuned:
+    tokenizer = load_text(path)
+    ids = [torch.tensor(tokenizer.encode_prompt(text)[:_MAX_TOKENS]) for text in texts]
+    if any(len(each) < 2 for each in ids):
+        raise ConfigError("a text to learn needs at least two tokens")
+    before = answer(path, question)
+    with closing(open_model(path)) as source:
+        cpu, length = torch.device("cpu"), max(map(len, ids))
+        model = build_model(source.config, source.weights, length, cpu, torch.float32)
+        gradient = check_gradient(model, ids)
+        losses = train(model, ids, steps, rate)
+        save_trained(source, weights_of(model), output)
+    return Tuned(tuple(losses), gradient, before, answer(output, question))
+
+
+def answer(path: Path, question: str) -> str:
+    """What the engine serves for the model at `path`, greedily."""
+    with LLM(str(path)) as served:
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        return served.generate(question, params)[0].text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(",")[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a name, a file or a folder")
+    parser.add_argument(
+        "--text", type=Path, help="a file of lines to learn; default: a few of ours"
+    )
+    parser.add_argument("--question", default=QUESTION, help="what to continue before and after")
+    parser.add_argument("--output", type=Path, help="a new folder; default: a temporary one")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rate", type=float, default=2e-4, help="learning rate")
+    given = parser.parse_args(arguments)
+    lines = LESSON if given.text is None else given.text.read_text(encoding="utf-8").splitlines()
+    output = given.output or Path(tempfile.mkdtemp(prefix="tuned-")) / "model"
+    done = finetune(
+        resolve_model(given.model),
+        [line for line in lines if line.strip()],
+        given.question,
+        output,
+        given.steps,
+        given.rate,
+    )
+    gradient = done.gradient
+    print(
+        f"gradient: norm {gradient.norm:.4f}; along it the loss changes by {gradient.measured:.4f}"
+    )
+    print(f"loss: {done.losses[0]:.3f} before, {done.losses[-1]:.3f} after")
+    print(f"before: {given.question}{done.before}")
+    print(f"after:  {given.question}{done.after}")
+    print(f"serve it with: engine serve {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Implementations that are kept because they are plain."""

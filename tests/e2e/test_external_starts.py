@@ -1,0 +1,140 @@
+"""`engine serve` with an external engine, as a user starts it: what goes wrong is one clear line,
+in the time that was stated, and nothing stays behind; nor does it when the server is killed.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from engine.backends.sglang import SGLangBackend, SGLangConfig
+from engine.core.errors import ModelError
+from tests.served import serve
+from tests.stand_in_engine import FaultFile
+
+START_TIMEOUT_S = 1
+
+
+@pytest.fixture(autouse=True)
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where sockets are made
+    yield tmp_path
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def options(faults: FaultFile, **given: str) -> list[str]:
+    env = ", ".join(f'{name} = "{value}"' for name, value in faults.env.items())
+    pairs = {"env": f"{{ {env} }}", "start_timeout_s": str(START_TIMEOUT_S), "stop_grace_s": "0.2"}
+    return [word for pair in (pairs | given).items() for word in ("--option", "=".join(pair))]
+
+
+def left_behind(folder: Path, faults: FaultFile) -> list[str]:
+    sockets = [str(each) for each in folder.glob("engine-*")]
+    records = [str(each) for each in folder.glob("engine/*")]
+    return sockets + records + [str(pid) for pid in faults.pids if not is_gone(pid)]
+
+
+def refusal_of(folder: Path, faults: FaultFile, model: str, *given: str) -> str:
+    """The one line that a start ends with."""
+    argv = [sys.executable, "-m", "engine.cli.main", "serve", model, "--port", "0", *given]
+    begun = time.monotonic()
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2), done.stderr
+    assert time.monotonic() - begun < START_TIMEOUT_S + 20  # most of it is a slow machine's
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "Traceback (most recent call last):\n  File" not in done.stderr
+    assert left_behind(folder, faults) == []
+    return errors[0]
+
+
+def test_an_engine_that_ends_at_once(run_folder: Path) -> None:
+    faults = FaultFile(run_folder, exit_at_start=3)
+    line = refusal_of(run_folder, faults, "owner/name", "--backend", "vllm", *options(faults))
+    assert "vLLM ended while loading, with exit status 3: ValueError: no such layer" in line
+
+
+def test_an_engine_that_is_never_ready(run_folder: Path) -> None:
+    faults = FaultFile(run_folder, is_never_ready=True, grandchild="session", ignores_sigterm=True)
+    line = refusal_of(run_folder, faults, "owner/name", "--backend", "vllm", *options(faults))
+    assert "vLLM was not ready after 1 s (start_timeout_s): /health answers 503" in line
+
+
+def test_a_wrong_binary(run_folder: Path) -> None:
+    faults = FaultFile(run_folder)
+    given = options(faults, python='"/no/such/python"')
+    line = refusal_of(run_folder, faults, "owner/name", "--backend", "sglang", *given)
+    assert "python: '/no/such/python' is not a program" in line
+
+
+def test_a_port_that_is_taken(run_folder: Path) -> None:
+    faults = FaultFile(run_folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = options(faults, port=str(port))
+        line = refusal_of(run_folder, faults, "owner/name", "--backend", "vllm", *given)
+    assert f"cannot listen on 127.0.0.1:{port}: another program is using it" in line
+    assert faults.pids == []
+
+
+def test_a_model_that_is_not_there(run_folder: Path) -> None:
+    faults = FaultFile(run_folder)
+    line = refusal_of(run_folder, faults, "/no/such", "--backend", "vllm", *options(faults))
+    assert "no file and no pulled model is called '/no/such'" in line
+    assert faults.pids == []
+
+
+async def test_liars_and_the_silent_are_not_ready(run_folder: Path) -> None:
+    """Side by side, as each takes all of its time."""
+    expected = {
+        "it serves another-model, not owner/name": {"lies": True},
+        "it takes connections and does not answer": {"hangs": True, "ignores_sigterm": True},
+        "has no SGLang: set python to the interpreter": None,
+    }
+    started, fault_files = [], []
+    for number, fault in enumerate(expected.values()):
+        folder = run_folder / str(number)
+        folder.mkdir()
+        fault_files.append(FaultFile(folder, **fault or {}))
+        env = fault_files[-1].env if fault is not None else {}
+        config = SGLangConfig("owner/name", port=0, env=env, start_timeout_s=2, stop_grace_s=0.2)
+        started.append(SGLangBackend(config).start())
+    told = await asyncio.gather(*started, return_exceptions=True)
+    for text, error in zip(expected, told, strict=True):
+        assert isinstance(error, ModelError) and text in str(error), error
+    assert all(left_behind(run_folder, each) == [] for each in fault_files)
+
+
+def test_a_killed_server_leaves_nothing_running_and_the_next_start_cleans_up(
+    run_folder: Path,
+) -> None:
+    faults = FaultFile(run_folder, grandchild="session", ignores_sigterm=True)
+    given = ("owner/name", "--backend", "vllm", *options(faults, start_timeout_s="30"))
+    with serve(*given) as server:
+        assert httpx.get(f"{server.url}/readyz").status_code == 200
+        os.kill(server.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not all(map(is_gone, faults.pids)):
+            assert time.monotonic() < deadline, "something survived"
+            time.sleep(0.02)
+        assert left_behind(run_folder, faults)  # the socket's folder, and the record of it
+    faults.set(load_s=0.1)
+    with serve(*given, "--name", "mine") as server:
+        assert server.model == "mine"
+        server.wait_until(lambda: any('"model": "mine"' in line for line in server.log))
+    assert left_behind(run_folder, faults) == []

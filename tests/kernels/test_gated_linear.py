@@ -1,0 +1,39 @@
+"""Which tiles the CUDA code for gated products takes, and that its source is whole."""
+
+import pytest
+
+from engine.backends.custom.frameworks.torch.kernels.cuda.gated_linear import (
+    ROWS,
+    Config,
+    choose,
+    source,
+)
+
+H200 = 132  # multiprocessors
+SHARED_BYTES = 232_448  # that a block may have of a multiprocessor's memory
+SIZES = [(rows, outputs) for rows in (65, 128, 129, 256, 8192) for outputs in (8192, 14336)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"),
+    [(128, 8192, 128), (128, 14336, 224), (256, 8192, 256), (256, 14336, 224)],
+)
+def test_tiles_fill_the_card(rows: int, outputs: int, columns: int) -> None:
+    """With other widths the last round of tiles leaves more of it idle."""
+    config = choose(rows, outputs, H200)
+    assert config == Config(columns, cluster=-(-rows // ROWS))
+    tiles = -(-outputs // (columns // 2)) * config.cluster
+    assert tiles / (-(-tiles // H200) * H200) > 0.95
+
+
+@pytest.mark.parametrize(("rows", "outputs"), SIZES)
+def test_rings_fit_into_a_multiprocessor(rows: int, outputs: int) -> None:
+    assert choose(rows, outputs, H200).shared_bytes <= SHARED_BYTES - 256  # barriers
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16"])
+def test_the_source_names_its_sizes(name: str) -> None:
+    text = source(Config(columns=224, cluster=2), name)
+    assert "#define COLUMNS 224" in text and "#define CLUSTER 2" in text
+    assert f"m64n224k16.f32.{name}.{name}" in text
+    assert text.count('"+f"(sums[') == 112 + 2  # the instruction's, and two fences over all of them

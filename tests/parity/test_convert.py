@@ -1,0 +1,100 @@
+"""Converted models beside the ones they were made from: Transformers' logits, greedy tokens,
+perplexity.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.accuracy_ours import FLOAT, perplexity, running
+from benchmarks.accuracy_text import read_text, windows
+from engine.backends.custom.conversion.convert import convert
+from engine.backends.custom.frameworks.native.execution.build import build_runner
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.utils.tokenizer import Tokenizer
+from tests import tokenizer_files
+from tests.parity import tiny_models
+from tests.parity.seam_driver import SeamDriver
+
+NAMES = ("gpt2", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3")
+TOLERANCE = 1e-5
+NUM_NEW = 24
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Two threads crawl where other processes share the cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models with a row for each piece of the tests' tokenizer."""
+    monkeypatch.setitem(tiny_models.COMMON, "vocab_size", 700)
+    monkeypatch.setattr(tiny_models, "VOCAB", 700)
+
+
+def greedy(source: ModelSource, tokens: list[int]) -> list[int]:
+    runner = build_runner(
+        source,
+        RunnerConfig(
+            device="cpu",
+            dtype="float32",
+            block_size=16,
+            num_blocks=16,
+            max_slots=2,
+            max_seq_len=tiny_models.MAX_POSITION,
+            num_threads=1,
+        ),
+    )
+    driver = SeamDriver(runner)
+    return driver.generate([driver.add(tokens)], NUM_NEW)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_the_same_from_what_came_back(
+    name: str, tmp_path: Path, vocabulary: None
+) -> None:
+    theirs, path = tiny_models.save(name, tmp_path)
+    kind = "PreTrainedTokenizerFast"  # else the model's type decides how words are cut
+    tokenizer_files.write_directory(path, eos_token="<|im_end|>", tokenizer_class=kind)
+    convert(path, tmp_path / "model.gguf", dtype="F32")
+    convert(tmp_path / "model.gguf", tmp_path / "back")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(again) is type(theirs)
+    tokens = torch.tensor([tiny_models.text()])
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, again(tokens).logits
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    chat = [{"role": "user", "content": "The lazy dog's 1234"}]
+    ours, back = (AutoTokenizer.from_pretrained(each) for each in (path, tmp_path / "back"))
+    texts = [each.apply_chat_template(chat, tokenize=False) for each in (ours, back)]
+    assert texts[0] == texts[1]
+    assert ours(texts[0]).input_ids == back(texts[1]).input_ids
+    ids = []
+    for place in (path, tmp_path / "model.gguf", tmp_path / "back"):
+        with closing(open_model(place)) as source:
+            ids.append(greedy(source, tiny_models.text()))
+    assert ids[0] == ids[1] == ids[2]
+
+
+# What rounding costs, in parts of the perplexity of the file that was rounded. Its weights were
+# rounded to four bits before, and those of a small model do not take that lightly.
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "most"), [("Q8_0", 0.02), ("Q4_K", 0.08), ("Q4_0", 0.3)])
+def test_quantizing_the_default_model_costs_little(
+    dtype: str, most: float, default_model: Path, tmp_path: Path
+) -> None:
+    convert(default_model, tmp_path / "model.gguf", dtype=dtype)
+    found = {}
+    for path in (default_model, tmp_path / "model.gguf"):
+        with closing(open_model(path)) as source:
+            ids = Tokenizer.from_gguf(source.metadata).encode(read_text())
+            with running(source, FLOAT, threads=None) as runner:
+                found[path] = perplexity(runner, FLOAT, windows(ids)[:4])
+    cost = found[tmp_path / "model.gguf"] / found[default_model] - 1
+    assert -0.01 < cost < most, cost

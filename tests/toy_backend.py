@@ -1,0 +1,51 @@
+"""A backend whose engine is real and whose model is a toy: it starts at once, and its answers are
+letters. The engine runs in a thread, or in a process that can be killed.
+"""
+
+from types import SimpleNamespace
+
+from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.link import EngineLink
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.client import EngineClient, InlineClient, ProcessClient
+from engine.backends.custom.text import TextModel
+from engine.backends.process import RestartPolicy
+from engine.core.parsing.output import OutputFormat
+from tests.toy_runner import VOCAB
+
+WORKER = "tests.toy_worker"
+LETTERS = [bytes([ord("a") + token]) for token in range(VOCAB)]
+TOKENIZER = SimpleNamespace(
+    eos_ids=(),
+    drops_leading_space=False,
+    bytes_table=lambda skip_special, shown: LETTERS,
+    token_literal=lambda token: LETTERS[token],
+)
+TEXT = TextModel(
+    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
+    TOKENIZER,
+    None,
+    None,
+    0,
+    OutputFormat.of(None, {}),
+)
+
+
+class ToyBackend(CustomBackend):
+    framework = "toy"
+
+    def __init__(self, *, in_process: bool = True, **settings) -> None:
+        options = EngineOptions(model_path="toy", framework="toy", **settings)
+        super().__init__("toy", options=options)
+
+        def make_client(on_message, on_exit) -> EngineClient:
+            if in_process:
+                return InlineClient(WORKER, options, on_message)
+            return ProcessClient(WORKER, options, on_message, on_exit)
+
+        self._link = EngineLink(make_client, RestartPolicy())
+
+    async def start(self) -> str:
+        await self._link.start()
+        self._text = TEXT
+        return "toy://"

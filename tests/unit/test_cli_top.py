@@ -1,0 +1,128 @@
+"""`engine top`: what it makes of a server with a router, of one without, and of nobody."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.cli.top_data import Look, Metrics, frame_of, parse_metrics, quantile
+from engine.cli.top_view import as_view
+from tests.fake_backend import MODEL
+from tests.live_server import chat, live_server
+
+
+def backend(name: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": "native",
+        "weight": 1.0,
+        "tags": [],
+        "state": "ready",
+        "detail": "",
+        "in_flight": 2,
+        "max_concurrent": 64,
+        "requests": 10,
+        "failures": 0,
+        "restarts": 0,
+        "tokens_per_s": 50.0,
+        "ttft_p50_s": 0.05,
+        "prefix_hit_rate": 0.5,
+    } | fields
+
+
+def routed(at: float, *backends: dict[str, Any]) -> Look:
+    decision = {
+        "request_id": "chatcmpl-1",
+        "model": "smol",
+        "chosen": "fast",
+        "policy": "prefix",
+        "why": "it has seen 96 [red]tokens",
+        "candidates": [],
+        "attempts": 2,
+        "at": 1.0,
+    }
+    model = {"id": "smol", "policy": "prefix", "backends": list(backends)}
+    routes = {"models": [model], "decisions": [decision]}
+    return Look(at, {"status": "healthy"}, Metrics(), ({"id": "smol"},), routes)
+
+
+def shown(frame: Any) -> str:
+    console = Console(width=90, record=True)
+    with console.capture() as captured:
+        console.print(as_view(frame, "q leaves"))
+    return captured.get()
+
+
+def test_routes_become_rows_with_rates_from_two_looks():
+    before = routed(10.0, backend("fast"), backend("slow"))
+    now = routed(
+        12.0,
+        backend("fast", requests=16),
+        backend("slow", state="down", detail="it died\x1b[2J", restarts=3, failures=7),
+    )
+    frame = frame_of("http://x", before, now)
+    fast, slow = frame.backends
+    assert (fast.requests_per_s, slow.requests_per_s) == (3.0, 0.0)
+    assert (frame.in_flight, frame.tokens_per_s) == (4, 100.0)
+    text = shown(frame)
+    assert "smol on slow: it died [2J" in text  # no control characters
+    assert "prefix: it has seen 96 [red]tokens" in text  # no markup
+    assert "fast, attempt 2" in text
+    # A server that was started anew counts from zero.
+    assert (
+        frame_of("http://x", now, routed(13.0, backend("fast", requests=1)))
+        .backends[0]
+        .requests_per_s
+        == 0
+    )
+
+
+def test_a_plain_server_is_shown_by_its_metrics():
+    with live_server(server={"api_key": "k" * 20}) as server:
+        headers = {"authorization": "Bearer " + "k" * 20}
+        for _ in range(3):
+            httpx.post(f"{server.url}/v1/chat/completions", json=chat(), headers=headers)
+        runner = CliRunner(env={"COLUMNS": "100", "LLM_ENGINE_API_KEY": "k" * 20})
+        given = ["top", f"{server.url}/v1", "--once", "--interval", "0.2"]
+        done = runner.invoke(app, [*given, "--json"])
+        assert done.exit_code == 0, done.output
+        frame = json.loads(done.stdout)
+        (row,) = frame["backends"]
+        assert (row["model"], row["name"], row["state"]) == (MODEL, "fake", "ready")
+        assert row["requests"] == 3 and row["cache_hit_rate"] == 0.25
+        assert row["ttft_p50_s"] > 0
+        assert MODEL in runner.invoke(app, given).stdout
+        refused = CliRunner(env={"LLM_ENGINE_API_KEY": "wrong"}).invoke(app, given)
+        assert refused.exit_code == 2 and "--api-key-file" in refused.output
+
+
+def test_nobody_and_others_are_told_apart():
+    nobody = CliRunner().invoke(app, ["top", "http://127.0.0.1:1", "--once"])
+    assert nobody.exit_code == 1 and "engine serve" in nobody.output
+    assert CliRunner().invoke(app, ["top", "localhost"]).exit_code == 2
+
+
+def test_the_first_tokens_of_the_interval_count_or_else_all_of_them():
+    page = "\n".join(
+        f'vllm:time_to_first_token_seconds_bucket{{le="{edge}",model_name="{model}"}} {count}'
+        for model in "ab"
+        for edge, count in (("0.1", 4), ("0.2", 4), ("+Inf", 5))
+    )
+    all_of_them = parse_metrics(page)
+    before = routed(0.0)
+    first = replace(before, routes=None, metrics=all_of_them)
+    assert frame_of("u", first, replace(first, at=1.0)).ttft_p50_s == pytest.approx(0.0625)
+    grown = {0.1: 8.0, 0.2: 10.0, float("inf"): 12.0}
+    later = replace(first, at=1.0, metrics=Metrics({}, grown))
+    assert frame_of("u", first, later).ttft_p50_s == pytest.approx(0.15)
+
+
+def test_quantiles_of_odd_histograms():
+    assert quantile([], 0.5) is None
+    assert quantile([(1.0, 0.0), (float("inf"), 0.0)], 0.5) is None
+    assert quantile([(1.0, 0.0), (float("inf"), 4.0)], 0.5) == 1.0

@@ -1,0 +1,115 @@
+"""Processes of a crashed owner are ended; nobody else's ever are."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.backends.reaping import (
+    ChildRecord,
+    ProcessMark,
+    RecordFile,
+    family_of,
+    kill_marked,
+    mark_of,
+    reap_stale,
+    run_directory,
+)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def mark(process: subprocess.Popen[bytes]) -> ProcessMark:
+    found = mark_of(process.pid)
+    assert found is not None
+    return found
+
+
+def write_record(directory: Path, record: ChildRecord) -> Path:
+    """As an owner leaves it that was killed."""
+    path = directory / "left.json"
+    path.write_bytes(msgspec.json.encode(record))
+    path.chmod(0o600)
+    return path
+
+
+def test_what_a_crashed_owner_left_is_ended(tmp_path: Path, sleeper) -> None:
+    folder = tmp_path / "socket"
+    folder.mkdir()
+    path = write_record(tmp_path, ChildRecord("vLLM", (mark(sleeper),), str(folder)))
+    assert reap_stale(tmp_path) == 1
+    assert sleeper.wait(5) != 0
+    assert not path.exists() and not folder.exists()
+
+
+def test_a_later_process_with_the_same_pid_is_left_alone(tmp_path: Path, sleeper) -> None:
+    path = write_record(tmp_path, ChildRecord("vLLM", (ProcessMark(sleeper.pid, "earlier"),)))
+    assert reap_stale(tmp_path) == 0
+    assert sleeper.poll() is None
+    assert not path.exists()
+
+
+def test_a_child_whose_owner_lives_is_left_alone(tmp_path: Path, sleeper) -> None:
+    record = RecordFile(ChildRecord("vLLM", (mark(sleeper),)), tmp_path)
+    assert reap_stale(tmp_path) == 0
+    assert sleeper.poll() is None
+    record.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_that_is_killed_releases_its_record(tmp_path: Path, sleeper) -> None:
+    code = f"""
+import os, pathlib
+from engine.backends.reaping import *
+RecordFile(ChildRecord("vLLM", (mark_of({sleeper.pid}),)), pathlib.Path({str(tmp_path)!r}))
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert reap_stale(tmp_path) == 1
+    assert sleeper.wait(5) != 0
+
+
+def test_records_that_others_may_have_written_are_not_believed(tmp_path: Path, sleeper) -> None:
+    path = write_record(tmp_path, ChildRecord("vLLM", (mark(sleeper),)))
+    path.chmod(0o622)
+    assert reap_stale(tmp_path) == 0
+    assert sleeper.poll() is None
+
+
+def test_a_torn_record_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "left.json"
+    path.write_bytes(b'{"name": "vLL')
+    path.chmod(0o600)
+    assert reap_stale(tmp_path) == 0
+    assert not path.exists()
+
+
+def test_descendants_are_killed_with_their_ancestor() -> None:
+    code = "import subprocess; subprocess.run(['sleep', '1000'], start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        own = mark(process)
+        while len(family_of(own)) < 2:
+            assert process.poll() is None
+        grandchild = family_of(own)[1]
+        assert kill_marked([own]) == 2
+        assert mark_of(grandchild.pid) != grandchild or not family_of(grandchild)[1:]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_folder_of_records_is_private(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run_directory() == tmp_path / "engine"
+    assert os.stat(run_directory()).st_mode & 0o777 == 0o700
