@@ -76,8 +76,7 @@ def test_paged_attention_equals_plain_attention(window) -> None:
         steps.append([x[-count:] for x in (q, k, v, at, slots, rows)])
         expected.append(plain_attention(q, k, v, window)[-count:])
     q, k, v, at, slots, rows = (
-        Tensor(np.concatenate(parts), device="CPU").realize()
-        for parts in zip(*steps, strict=True)
+        Tensor(np.concatenate(parts), device="CPU").realize() for parts in zip(*steps, strict=True)
     )
     keys, values, table = (
         Tensor(array, device="CPU").contiguous().realize() for array in (keys, values, tables)

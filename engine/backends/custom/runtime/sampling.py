@@ -100,7 +100,8 @@ def _penalized(sampling: SamplingInputs) -> Bools:
 def allowed(mask: U32, vocab_size: int) -> Bools:
     """The mask's bits as booleans, (R, V)."""
     bits = np.unpackbits(mask.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-    return bits.view(np.bool_)
+    found: Bools = bits.view(np.bool_)
+    return found
 
 
 def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
@@ -111,7 +112,8 @@ def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
     if (top_p < 1).any() or min_p.any():
         keep_likely(logits, top_p, min_p)
     keys = row_keys(sampling.seed[rows], sampling.choice[rows], sampling.position[rows])
-    return (logits + gumbel(keys, words)).argmax(axis=1)
+    drawn: Rows = (logits + gumbel(keys, words)).argmax(axis=1)
+    return drawn
 
 
 def keep_top_k(logits: F32, top_k: I32) -> None:
@@ -155,7 +157,8 @@ def gumbel(keys: I32, words: I32) -> F32:
     bits = (bits * _MIX_2) & _MASK_31
     # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
     uniform = np.clip(bits.astype(np.float32), 0.5, 2.0**31 - 128) * np.float32(2.0**-31)
-    return -np.log(-np.log1p(-uniform))
+    noise: F32 = -np.log(-np.log1p(-uniform))
+    return noise
 
 
 def with_logprobs(logits: F32, tokens: I32, num_top: int) -> Sampled:
