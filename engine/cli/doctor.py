@@ -35,6 +35,7 @@ _NATIVE_FIX = (
 # Packages that a built-in backend needs, and the extra that installs them.
 _BACKEND_NEEDS = {
     "jax": (("jax",), "jax"),
+    "tinygrad": (("tinygrad",), "tinygrad"),
     "torch": (("torch",), "torch"),
     "transformers": (("torch", "transformers"), "torch,transformers"),
 }
@@ -44,7 +45,11 @@ _ELSEWHERE = {
     "sglang": "runs in the environment that its option python names",
     "openai": "runs wherever its option base_url says",
 }
-_PACKAGES = ("torch", "jax", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
+_PACKAGES = (
+    *("torch", "jax", "tinygrad", "transformers"),
+    *("tokenizers", "numpy", "fastapi", "uvicorn"),
+)
+_CLANG_FIX = "install clang (for example: apt-get install clang)"
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},
@@ -214,12 +219,20 @@ def _backends(has_gpu: bool) -> list[Finding]:
             fix = f"pip install 'engine[{extra}]'"
             found.append(Finding("backend", name, f"needs {', '.join(missing)}", False, fix))
             continue
+        if name == "tinygrad" and not (has_gpu or _has_clang()):
+            detail = "needs clang, with which it compiles for a CPU"
+            found.append(Finding("backend", name, detail, False, _CLANG_FIX))
+            continue
         versions = [f"{each} {_installed_version(each)}" for each in packages]
         detail = f"can run ({', '.join(versions) or 'added by another package'})"
         if has_gpu and any(each.endswith("+cpu") for each in versions):
             detail += "; this build cannot use the GPU"
         found.append(Finding("backend", name, detail, True))
     return found
+
+
+def _has_clang() -> bool:
+    return shutil.which(os.environ.get("CC", "clang")) is not None
 
 
 def _native_backend() -> Finding:

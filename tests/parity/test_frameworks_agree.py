@@ -12,7 +12,7 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenLogprobs
 
-FRAMEWORKS = ("native", "torch", "jax")
+FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
 NUM_PROMPTS, NUM_NEW = 32, 64
 # Two sums of the same numbers in another order differ by less.
 TIE = 1e-3
