@@ -136,7 +136,7 @@ def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -
 def test_no_step_copies_the_cache(tmp_path: Path) -> None:
     """A lone row, several, and a prompt: each program writes a donated cache where it lies."""
     _, path = tiny_models.save("gpt2", tmp_path)
-    runner = build_runner(open_model(path), CONFIG)
+    runner = build_runner(open_model(path), replace(CONFIG, block_size=16))
     driver = SeamDriver(runner)
     for counts in ((1,), (1, 1, 1), (5, 1)):
         inputs = driver.inputs([(driver.add(range(count)), count) for count in counts])

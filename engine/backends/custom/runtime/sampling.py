@@ -94,14 +94,14 @@ class HostSampler:
 
 
 def _penalized(sampling: SamplingInputs) -> Bools:
-    return (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    found: Bools = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    return found
 
 
 def allowed(mask: U32, vocab_size: int) -> Bools:
     """The mask's bits as booleans, (R, V)."""
     bits = np.unpackbits(mask.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-    found: Bools = bits.view(np.bool_)
-    return found
+    return bits.view(np.bool_)
 
 
 def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:

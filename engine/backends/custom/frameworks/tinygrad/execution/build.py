@@ -9,7 +9,7 @@ from engine.backends.custom.frameworks.tinygrad.execution.device import find_dev
 from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
 from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cache, padded_size
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
-from engine.backends.custom.memory import MemoryNeeds, dense_needs
+from engine.backends.custom.memory import MIB, MemoryNeeds, dense_needs
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig, RunnerSpec
 from engine.backends.custom.weights.model import ModelSource
@@ -24,6 +24,8 @@ DTYPES = {
 }
 # A larger step gains little, and every size is one more program to compile.
 MOST_STEP_TOKENS = 128
+# Enough for tens of conversations of a small model; a cache is written once at the start.
+USUAL_POOL_BYTES = 512 * MIB
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
@@ -33,7 +35,11 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     longest = min(options.max_seq_len or config.max_position, config.max_position)
     largest = padded_size(max(MOST_STEP_TOKENS, options.max_slots))
     scores = 2 * 4 * largest * config.num_heads * longest
-    return replace(needs, workspace_bytes=needs.workspace_bytes + scores)
+    return replace(
+        needs,
+        usual_pool_bytes=USUAL_POOL_BYTES if device.name == "cpu" else None,
+        workspace_bytes=needs.workspace_bytes + scores,
+    )
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:

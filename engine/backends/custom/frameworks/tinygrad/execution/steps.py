@@ -81,7 +81,7 @@ class Input:
         self.tensor = Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
         self._buffer = self.tensor.uop.base.buffer
         self._host = np.zeros(shape, np.float32 if dtype == dtypes.float32 else np.int32)
-        memory = memoryview(self._host.reshape(-1)).cast("B")
+        memory = self._host.reshape(-1).view(np.uint8).data
         self._source = Buffer("PYTHON", self._host.size, dtype, opaque=memory)
 
     def put(self, values: NDArray[np.generic]) -> None:
