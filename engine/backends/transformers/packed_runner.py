@@ -76,12 +76,9 @@ class PackedRunner(DrawingRunner):
         self, model: Any, states: FinalStates, vocab_size: int, config: RunnerConfig, shape: KVShape
     ) -> None:
         device: torch.device = model.device
-        spec = RunnerSpec(
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            max_slots=config.max_slots,
-            max_seq_len=config.max_seq_len,
-            vocab_size=vocab_size,
+        spec = RunnerSpec.of(
+            config,
+            vocab_size,
             depth=0 if device.type == "cpu" else 1,
             target_step_s=None if device.type == "cpu" else TARGET_STEP_S,
         )

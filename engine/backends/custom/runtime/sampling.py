@@ -6,28 +6,17 @@ least likely one kept is kept too, so that the result depends on values alone. T
 Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.runtime.noise import row_keys, token_words
+from engine.backends.custom.runtime.noise import gumbel, row_keys, token_words
+from engine.backends.custom.runtime.results import Sampled
 from engine.backends.custom.runtime.seam import DRAW, F32, I32, U32, Bools, SamplingInputs
 
-_MIX_1, _MIX_2 = np.int32(0x7FEB352D), np.int32(-0x7B935975)  # they spread a bit over the word
-_MASK_31 = np.int32(0x7FFFFFFF)
-
 Rows = NDArray[np.intp]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What no row asked for is None."""
-
-    tokens: I32  # (R,)
-    logprobs: F32 | None = None  # (R,)
-    top_ids: I32 | None = None  # (R, K)
-    top_logprobs: F32 | None = None  # (R, K)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +56,7 @@ class HostSampler:
 
     def _begin(self, sampling: SamplingInputs) -> None:
         """Take over the histories that came with a step."""
-        for index, slot in enumerate(sampling.history_slots.tolist()):
-            start, end = sampling.history_start[index : index + 2]
-            middle = start + sampling.history_num_prompt[index]
-            in_prompt = np.zeros(self._vocab_size, np.bool_)
-            in_prompt[sampling.history_tokens[start:middle]] = True
-            output = sampling.history_tokens[middle:end]
-            in_output = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
+        for slot, in_prompt, in_output in histories(sampling, self._vocab_size):
             self._counts[slot] = Counts(in_prompt, in_output)
 
     def _penalize(self, logits: F32, sampling: SamplingInputs) -> None:
@@ -91,6 +74,19 @@ class HostSampler:
     def _append(self, tokens: I32, sampling: SamplingInputs) -> None:
         for row in np.flatnonzero(_penalized(sampling) & (sampling.forced == DRAW)):
             self._counts[int(sampling.slots[row])].in_output[tokens[row]] += 1
+
+
+def histories(sampling: SamplingInputs, vocab_size: int) -> Iterator[tuple[int, Bools, I32]]:
+    """Of each slot whose history came with the step: which tokens its prompt has, and how often its
+    output has each, (V,).
+    """
+    for index, slot in enumerate(sampling.history_slots.tolist()):
+        start, end = sampling.history_start[index : index + 2]
+        middle = start + sampling.history_num_prompt[index]
+        in_prompt = np.zeros(vocab_size, np.bool_)
+        in_prompt[sampling.history_tokens[start:middle]] = True
+        output = sampling.history_tokens[middle:end]
+        yield slot, in_prompt, np.bincount(output, minlength=vocab_size).astype(np.int32)
 
 
 def _penalized(sampling: SamplingInputs) -> Bools:
@@ -112,7 +108,7 @@ def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
     if (top_p < 1).any() or min_p.any():
         keep_likely(logits, top_p, min_p)
     keys = row_keys(sampling.seed[rows], sampling.choice[rows], sampling.position[rows])
-    drawn: Rows = (logits + gumbel(keys, words)).argmax(axis=1)
+    drawn: Rows = (logits + gumbel(np, keys, words)).argmax(axis=1)
     return drawn
 
 
@@ -146,19 +142,6 @@ def nucleus_floor(probs: F32, target: F32) -> F32:
         mass = np.where(probs >= higher.view(np.float32)[:, None], probs, 0).sum(axis=1)
         floor = np.where(mass >= target, higher, floor)
     return floor.view(np.float32)
-
-
-def gumbel(keys: I32, words: I32) -> F32:
-    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,)."""
-    bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32, wrapping around
-    bits ^= (bits >> 15) & 0x1FFFF
-    bits *= _MIX_1
-    bits ^= (bits >> 16) & 0xFFFF
-    bits = (bits * _MIX_2) & _MASK_31
-    # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
-    uniform = np.clip(bits.astype(np.float32), 0.5, 2.0**31 - 128) * np.float32(2.0**-31)
-    noise: F32 = -np.log(-np.log1p(-uniform))
-    return noise
 
 
 def with_logprobs(logits: F32, tokens: I32, num_top: int) -> Sampled:

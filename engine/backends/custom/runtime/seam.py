@@ -67,6 +67,27 @@ class RunnerSpec:
     most_step_tokens: int | None = None  # a larger step gains nothing; None: the larger the better
     target_step_s: float | None = None  # how long prompts may keep others waiting; None: as usual
 
+    @classmethod
+    def of(
+        cls,
+        config: RunnerConfig,
+        vocab_size: int,
+        depth: int,
+        most_step_tokens: int | None = None,
+        target_step_s: float | None = None,
+    ) -> "RunnerSpec":
+        """Of a runner that holds as much as its configuration says."""
+        return cls(
+            config.block_size,
+            config.num_blocks,
+            config.max_slots,
+            config.max_seq_len,
+            vocab_size,
+            depth,
+            most_step_tokens,
+            target_step_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:

@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-from engine.backends.custom.memory import MemoryNeeds, dense_needs, on_gpu
+from engine.backends.custom.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs, on_gpu
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
-
-# XLA writes its whole KV pool at the start; this much holds tens of a small model's conversations.
-USUAL_POOL_BYTES = 512 * 2**20
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:

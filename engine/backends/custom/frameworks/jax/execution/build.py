@@ -10,12 +10,13 @@ import psutil
 from jax.typing import ArrayLike
 
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
-from engine.backends.custom.frameworks.jax.execution.sharding import (
-    home,
-    make_mesh,
-    param_spec,
-)
+from engine.backends.custom.frameworks.jax.execution.sharding import home, make_mesh, param_spec
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
+from engine.backends.custom.frameworks.refusals import (
+    check_config,
+    check_dtype,
+    refuse_quantization,
+)
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
@@ -72,26 +73,13 @@ def keep_compiled(folder: Path) -> None:
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"dtype '{config.dtype}' is unknown; use one of {', '.join(DTYPES)}")
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise ConfigError(
-            f"the jax backend keeps keys and values as {config.dtype}, the type it computes in; "
-            f"kv_dtype {config.kv_dtype} needs --backend native"
-        )
-    if config.affinity not in ("auto", "off"):
-        raise ConfigError("performance.affinity binds the native backend's threads, not XLA's")
+    check_dtype(config.dtype, DTYPES)
+    check_config("jax", "XLA", source.config, config)
+    refuse_quantization(config.quantization)
     if config.num_threads is not None:
         raise ConfigError(
             "XLA takes a thread for every CPU that its process may use; leave performance.threads "
             "out, and start the engine with taskset to give it fewer"
-        )
-    if config.quantization != "auto":
-        raise ConfigError(f"quantization {config.quantization} needs --backend torch on a GPU")
-    if source.config.rope is None and config.max_seq_len > source.config.max_position:
-        raise ConfigError(
-            f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
-            "learned positions; lower it"
         )
 
 

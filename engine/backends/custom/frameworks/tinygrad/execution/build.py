@@ -5,11 +5,16 @@ from dataclasses import replace
 from tinygrad import dtypes
 from tinygrad.helpers import PARALLEL
 
+from engine.backends.custom.frameworks.refusals import (
+    check_config,
+    check_dtype,
+    refuse_quantization,
+)
 from engine.backends.custom.frameworks.tinygrad.execution.device import find_device, open_device
 from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
 from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cache, padded_size
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
-from engine.backends.custom.memory import MIB, MemoryNeeds, dense_needs
+from engine.backends.custom.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig, RunnerSpec
 from engine.backends.custom.weights.model import ModelSource
@@ -24,8 +29,6 @@ DTYPES = {
 }
 # A larger step gains little, and every size is one more program to compile.
 MOST_STEP_TOKENS = 128
-# Enough for tens of conversations of a small model; a cache is written once at the start.
-USUAL_POOL_BYTES = 512 * MIB
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
@@ -57,12 +60,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
         dtype,
         device,
     )
-    spec = RunnerSpec(
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        max_slots=config.max_slots,
-        max_seq_len=config.max_seq_len,
-        vocab_size=source.config.vocab_size,
+    spec = RunnerSpec.of(
+        config,
+        source.config.vocab_size,
         depth=0,
         most_step_tokens=MOST_STEP_TOKENS,
     )
@@ -70,24 +70,10 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"dtype '{config.dtype}' is unknown; use one of {', '.join(DTYPES)}")
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise ConfigError(
-            f"the tinygrad backend keeps keys and values as {config.dtype}, the type it computes "
-            f"in; kv_dtype {config.kv_dtype} needs --backend native"
-        )
+    check_dtype(config.dtype, DTYPES)
+    check_config("tinygrad", "tinygrad", source.config, config)
+    refuse_quantization(config.quantization)
     if config.attention != "auto":
         raise ConfigError(f"the tinygrad backend has one attention, not '{config.attention}'")
-    if config.affinity not in ("auto", "off") or config.num_threads not in (None, 1):
-        raise ConfigError(
-            "tinygrad runs its programs in one thread; leave performance.threads and "
-            "performance.affinity out"
-        )
-    if config.quantization != "auto":
-        raise ConfigError(f"quantization {config.quantization} needs --backend torch on a GPU")
-    if source.config.rope is None and config.max_seq_len > source.config.max_position:
-        raise ConfigError(
-            f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
-            "learned positions; lower it"
-        )
+    if config.num_threads not in (None, 1):
+        raise ConfigError("tinygrad runs its programs in one thread; leave performance.threads out")

@@ -12,6 +12,7 @@ from engine.backends.custom.frameworks.tinygrad.execution.steps import (
     padded_size,
 )
 from engine.backends.custom.frameworks.tinygrad.models.base import Model
+from engine.backends.custom.runtime.results import step_output
 from engine.backends.custom.runtime.sampling import HostSampler
 from engine.backends.custom.runtime.seam import (
     DRAW,
@@ -66,26 +67,15 @@ class TinygradRunner:
         return StepHandle(size, self._forwards[size](inputs, token_ids), inputs.query_start)
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
-        sums = handle.forwarded.sums.numpy()
-        finite = np.logical_and.reduceat(np.isfinite(sums), handle.query_start[:-1])
-        count = len(sampling.slots)
-        if not count:
-            return Finished(StepOutput(np.empty(0, np.int32), finite))
-        hidden, logits = self._head(handle.size, count)(handle.forwarded.states)
-        sampled = self._sampler.sample(logits.numpy()[:count], sampling)
-        is_drawn = sampling.forced == DRAW
-        self._last_token[sampling.slots[is_drawn]] = sampled.tokens[is_drawn]
-        wanted = hidden.numpy()[sampling.hidden_rows] if len(sampling.hidden_rows) else None
-        return Finished(
-            StepOutput(
-                sampled.tokens,
-                finite,
-                sampled.logprobs,
-                sampled.top_ids,
-                sampled.top_logprobs,
-                wanted,
-            )
-        )
+        finite = np.isfinite(handle.forwarded.sums.numpy())
+        sampled, states, count = None, None, len(sampling.slots)
+        if count:
+            hidden, logits = self._head(handle.size, count)(handle.forwarded.states)
+            sampled = self._sampler.sample(logits.numpy()[:count], sampling)
+            is_drawn = sampling.forced == DRAW
+            self._last_token[sampling.slots[is_drawn]] = sampled.tokens[is_drawn]
+            states = hidden.numpy() if len(sampling.hidden_rows) else None
+        return Finished(step_output(sampled, states, finite, handle.query_start, sampling))
 
     def close(self) -> None:
         """Free the model and the cache; the runner cannot be used again."""

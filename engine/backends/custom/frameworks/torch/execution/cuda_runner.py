@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
@@ -27,11 +28,7 @@ from engine.backends.custom.frameworks.torch.execution.graphs import (
     row_sizes,
 )
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
-from engine.backends.custom.frameworks.torch.execution.staging import (
-    Layout,
-    Pinned,
-    PinnedRing,
-)
+from engine.backends.custom.frameworks.torch.execution.staging import Pinned, PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     SHARED_FIELDS,
     SPAN_FIELDS,
