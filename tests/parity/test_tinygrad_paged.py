@@ -125,7 +125,11 @@ def test_unusable_settings_are_refused_by_name(changes, word, tmp_path: Path) ->
         build_runner(open_model(path), RunnerConfig(**SETTINGS | changes))
 
 
-def test_who_has_no_clang_is_told_to_install_it(monkeypatch) -> None:
-    monkeypatch.setenv("CC", "clang-that-is-not-there")
-    with pytest.raises(ConfigError, match="apt-get install clang"):
+@pytest.mark.parametrize(
+    ("compiler", "advice"),
+    [("clang-that-is-not-there", "apt-get install clang"), ("true", "unset CC")],
+)
+def test_who_has_no_clang_is_told_to_install_it(compiler, advice, monkeypatch) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(ConfigError, match=advice):
         device.find_device("cpu", "auto")

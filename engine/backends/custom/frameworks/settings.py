@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.noise import row_keys
-from engine.backends.custom.runtime.seam import DRAW, I32, SamplingInputs
+from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
 
 KEEPS = "keeps"  # the slot that a row's token is kept for; a forced one is kept for nobody
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
@@ -35,11 +35,12 @@ PADS = {
 
 
 def settings_sizes(rows: int, biases: int) -> dict[str, int]:
-    return dict.fromkeys(PADS, rows) | {"keys": 2 * rows} | dict.fromkeys(_BIASES, biases)
+    per_row = dict.fromkeys((*PADS, KEEPS), rows)
+    return per_row | {"keys": 2 * rows} | dict.fromkeys(_BIASES, biases)
 
 
-def settings_arrays(sampling: SamplingInputs) -> dict[str, NDArray[np.generic]]:
-    """All of them int32."""
+def settings_arrays(sampling: SamplingInputs, nobody: int) -> dict[str, NDArray[np.generic]]:
+    """All of them int32. `nobody` is a slot that no sequence has."""
     stated: dict[str, NDArray[np.generic]] = {
         "slots": sampling.slots,
         "top_k": sampling.top_k,
@@ -47,13 +48,9 @@ def settings_arrays(sampling: SamplingInputs) -> dict[str, NDArray[np.generic]]:
         "keys": row_keys(sampling.seed, sampling.choice, sampling.position),
         "bias_rows": sampling.bias_rows,
         "bias_ids": sampling.bias_ids,
+        KEEPS: np.where(sampling.forced == DRAW, sampling.slots, np.int32(nobody)),
     }
     return stated | {name: getattr(sampling, name).view(np.int32) for name in _FLOATS}
-
-
-def kept_slots(sampling: SamplingInputs, nobody: int) -> I32:
-    """`KEEPS` of each row."""
-    return np.where(sampling.forced == DRAW, sampling.slots, np.int32(nobody))
 
 
 def settings_views(layout: Layout, buffer: Any, float32: Any) -> dict[str, Any]:

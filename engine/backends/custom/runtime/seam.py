@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 FROM_DEVICE = -1  # in token_ids: the slot's last sampled token, which the host may not know yet
 DRAW = -1  # in forced: nothing is
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
+# `target_step_s` on a GPU: large steps use it best, and it soon has no prompt left to compute.
+GPU_STEP_S = 0.2
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

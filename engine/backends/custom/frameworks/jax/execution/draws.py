@@ -46,12 +46,10 @@ def _num_top(wanted: int, vocab_size: int) -> int | None:
 @cache
 def settings_layout(traits: Traits, max_slots: int) -> Layout:
     """Of the settings of `frameworks/settings.py`; a slot beyond the last is nobody's."""
-    rows, keeps = traits.num_rows, settings.KEEPS
-    sizes = settings.settings_sizes(rows, traits.num_biases) | {keeps: rows}
-    return Layout(sizes, settings.PADS | {keeps: max_slots})
+    sizes = settings.settings_sizes(traits.num_rows, traits.num_biases)
+    return Layout(sizes, settings.PADS | {settings.KEEPS: max_slots})
 
 
 def packed_settings(sampling: SamplingInputs, traits: Traits, max_slots: int) -> I32:
-    kept = {settings.KEEPS: settings.kept_slots(sampling, max_slots)}
-    arrays = settings.settings_arrays(sampling) | kept
+    arrays = settings.settings_arrays(sampling, max_slots)
     return settings_layout(traits, max_slots).packed(arrays)

@@ -33,6 +33,7 @@ from engine.backends.custom.runtime.noise import token_words
 from engine.backends.custom.runtime.results import Sampled, step_output
 from engine.backends.custom.runtime.sampling import histories
 from engine.backends.custom.runtime.seam import (
+    GPU_STEP_S,
     I32,
     BatchInputs,
     RunnerConfig,
@@ -43,7 +44,6 @@ from engine.backends.custom.runtime.seam import (
 
 # Where a step's activations leave the second-level cache, a larger one gains nothing.
 MOST_CPU_TOKENS = 512
-TARGET_GPU_STEP_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class JAXRunner:
             model.config.vocab_size,
             depth=1,
             most_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
-            target_step_s=TARGET_GPU_STEP_S if on_gpu else None,
+            target_step_s=GPU_STEP_S if on_gpu else None,
         )
         self._params = params
         self._home = home(P(), mesh, device)

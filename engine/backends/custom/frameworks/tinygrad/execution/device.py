@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import shutil
+import subprocess
 
 import psutil
 from tinygrad import Device
@@ -33,12 +34,24 @@ def open_device(device: str) -> str:
     """tinygrad's name of a device that is there and can be used."""
     if NAME.fullmatch(device) is None:
         raise ConfigError(f"device '{device}' is unknown; use cpu, cuda, cuda:N or metal")
-    if device == "cpu" and shutil.which(os.environ.get("CC", "clang")) is None:
-        raise ConfigError(NO_CLANG)
+    if device == "cpu":
+        _check_clang(os.environ.get("CC", "clang"))
     name = Device.canonicalize(device)
     if not _is_there(name):
         raise ConfigError(f"device '{device}' is not there for tinygrad; use cpu")
     return name
+
+
+def _check_clang(compiler: str) -> None:
+    """tinygrad takes what CC names, with options that only clang has."""
+    if shutil.which(compiler) is None:
+        raise ConfigError(NO_CLANG)
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    if "clang" not in answer.stdout:
+        raise ConfigError(
+            f"tinygrad compiles with '{compiler}', which the variable CC names and which is no "
+            "clang: unset CC, or name a clang there"
+        )
 
 
 def _is_there(name: str) -> bool:

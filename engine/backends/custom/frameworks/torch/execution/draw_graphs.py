@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.frameworks.settings import KEEPS, kept_slots
+from engine.backends.custom.frameworks.settings import KEEPS
 from engine.backends.custom.frameworks.torch.execution.device_sampler import (
     MASK,
     PADS,
@@ -60,7 +60,7 @@ class Drawer:
         self._nobody = max_slots
         self._history, self._last_token, self._words = history, last_token, words
         self._capturer = capturer
-        sizes = settings_sizes(max_slots, MAX_BIASES) | {KEEPS: max_slots}
+        sizes = settings_sizes(max_slots, MAX_BIASES)
         self._layout = Layout(sizes, PADS | {KEEPS: self._nobody}, last=MASK)
         longest = self._layout.size + max_slots * -(-vocab_size // 32)
         self._buffer = torch.zeros(longest, dtype=torch.int32, device=device)
@@ -109,7 +109,6 @@ class Drawer:
 
     def _send(self, sampling: SamplingInputs) -> None:
         arrays = settings_arrays(sampling, self._history)
-        arrays[KEEPS] = kept_slots(sampling, self._nobody)
         length = self._layout.length(arrays)
         pinned = self._inbound.take(length)
         self._layout.write(pinned.array, arrays)
