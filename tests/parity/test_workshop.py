@@ -44,7 +44,7 @@ def test_every_framework_has_every_layer_of_transformers(family: str, tmp_path: 
     model = save_tiny(family, tmp_path, num_layers=2)
     report = test_gpt2_equivalence.compare(family, model, tmp_path, IDS)
     here, _ = frameworks()
-    assert {"native", "torch"} <= set(here)
+    assert set(here) >= {"native", "torch", "jax", "tinygrad"}
     for framework in here:
         assert report.first_diverging(framework) is None, report.found[framework]
         served = {site for site in report.sites if site.startswith("served.")}
@@ -58,7 +58,7 @@ def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
     model = save_tiny("gpt2", tmp_path, num_layers=3)
     with torch.no_grad():
         model.transformer.h[1].attn.c_proj.bias[0] += 0.01
-    report = test_gpt2_equivalence.compare("gpt2", model, tmp_path, IDS)
+    report = test_gpt2_equivalence.compare("gpt2", model, tmp_path, IDS, ("native", "torch"))
     assert report.first_diverging("native") == report.first_diverging("torch") == "layers.1.attn"
     assert report.first_diverging("reference") is None, "it was given the changed weights"
     assert not report.agrees
@@ -66,7 +66,7 @@ def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
 
 def test_the_table_and_the_exit_code_tell(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        test_gpt2_equivalence.main(["--length", "6"])
+        test_gpt2_equivalence.main(["--length", "6", "--frameworks", "native", "torch"])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"reference: agrees", "native: agrees", "torch: agrees"} <= set(lines)
@@ -174,6 +174,16 @@ def test_a_profile_is_a_page_and_a_trace(tmp_path: Path) -> None:
     assert "time to first token" in page
     assert "<h2>native</h2>" in page
     assert json.loads((tmp_path / "native.trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_who_has_no_profile_says_so_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--prompt-tokens", "6", "--tokens", "3", "--output", str(tmp_path)]
+    profile_inference.main([*sizes, "--frameworks", "tinygrad", "native"])
+    assert "tinygrad: the tinygrad backend has no profile" in capsys.readouterr().out
+    assert "<h2>native</h2>" in (tmp_path / "index.html").read_text()
 
 
 def test_a_fine_tuned_model_has_learned_and_is_served(tmp_path: Path) -> None:

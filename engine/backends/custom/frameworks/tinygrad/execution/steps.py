@@ -71,7 +71,9 @@ def make_cache(
         )
         for _ in range(config.num_layers)
     ]
-    return Cache(tuple(pages), block_size, -(-max_seq_len // block_size), max_rows, device)
+    # Of a variable that can have one value only tinygrad makes a constant, which is no argument.
+    max_blocks = max(2, -(-max_seq_len // block_size))
+    return Cache(tuple(pages), block_size, max_blocks, max_rows, device)
 
 
 class Input:
