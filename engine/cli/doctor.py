@@ -49,7 +49,6 @@ _PACKAGES = (
     *("torch", "jax", "tinygrad", "transformers"),
     *("tokenizers", "numpy", "fastapi", "uvicorn"),
 )
-_CLANG_FIX = "install clang (for example: apt-get install clang)"
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},
@@ -203,6 +202,7 @@ def _measured_speed() -> dict[str, Any]:
 
 
 def _backends(has_gpu: bool) -> list[Finding]:
+    from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
     from engine.core.registry.backend_registry import backend_names
 
     found = []
@@ -219,9 +219,8 @@ def _backends(has_gpu: bool) -> list[Finding]:
             fix = f"pip install 'engine[{extra}]'"
             found.append(Finding("backend", name, f"needs {', '.join(missing)}", False, fix))
             continue
-        if name == "tinygrad" and not (has_gpu or _has_clang()):
-            detail = "needs clang, with which it compiles for a CPU"
-            found.append(Finding("backend", name, detail, False, _CLANG_FIX))
+        if name == "tinygrad" and not has_gpu and (problem := missing_clang()) is not None:
+            found.append(Finding("backend", name, "needs clang", False, problem))
             continue
         versions = [f"{each} {_installed_version(each)}" for each in packages]
         detail = f"can run ({', '.join(versions) or 'added by another package'})"
@@ -229,10 +228,6 @@ def _backends(has_gpu: bool) -> list[Finding]:
             detail += "; this build cannot use the GPU"
         found.append(Finding("backend", name, detail, True))
     return found
-
-
-def _has_clang() -> bool:
-    return shutil.which(os.environ.get("CC", "clang")) is not None
 
 
 def _native_backend() -> Finding:

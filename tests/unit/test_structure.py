@@ -179,6 +179,14 @@ def test_frameworks_stay_in_their_rooms() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("name", ["jax", "tinygrad"])
+def test_small_frameworks_stay_small(name: str) -> None:
+    """What a second framework would need too belongs beside their folders."""
+    folder = ROOT / FRAMEWORKS_FOLDER.replace(".", "/") / name
+    lines = [path.read_text(encoding="utf-8").count("\n") for path in folder.rglob("*.py")]
+    assert sum(lines) < 1500
+
+
 def test_frameworks_do_not_import_each_other() -> None:
     def name(module: str) -> str | None:
         if not module.startswith(FRAMEWORKS_FOLDER + "."):

@@ -1,22 +1,16 @@
 """Where tinygrad can run here, and what keeps it from it."""
 
 import ctypes
-import os
 import re
-import shutil
-import subprocess
 
 import psutil
 from tinygrad import Device
 
+from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
 from engine.backends.custom.runtime.seam import DeviceInfo
 from engine.core.errors import ConfigError
 
 NAME = re.compile(r"(cpu|metal|cuda(:\d+)?)")
-NO_CLANG = (
-    "tinygrad compiles its programs for a CPU with clang, which is not there: "
-    "apt-get install clang (or brew install llvm), or name a clang in the variable CC"
-)
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
@@ -34,24 +28,13 @@ def open_device(device: str) -> str:
     """tinygrad's name of a device that is there and can be used."""
     if NAME.fullmatch(device) is None:
         raise ConfigError(f"device '{device}' is unknown; use cpu, cuda, cuda:N or metal")
-    if device == "cpu":
-        _check_clang(os.environ.get("CC", "clang"))
+    problem = missing_clang() if device == "cpu" else None
+    if problem is not None:
+        raise ConfigError(problem)
     name = Device.canonicalize(device)
     if not _is_there(name):
         raise ConfigError(f"device '{device}' is not there for tinygrad; use cpu")
     return name
-
-
-def _check_clang(compiler: str) -> None:
-    """tinygrad takes what CC names, with options that only clang has."""
-    if shutil.which(compiler) is None:
-        raise ConfigError(NO_CLANG)
-    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    if "clang" not in answer.stdout:
-        raise ConfigError(
-            f"tinygrad compiles with '{compiler}', which the variable CC names and which is no "
-            "clang: unset CC, or name a clang there"
-        )
 
 
 def _is_there(name: str) -> bool:
