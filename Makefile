@@ -12,7 +12,7 @@ CODE := engine tests benchmarks examples
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench clean
+.PHONY: help serve clang test scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	$(call step,Serving $(MODEL))
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
-test: $(VENV)/.dev ## Run every test that is quick
+test: $(VENV)/.dev clang ## Run every test that is quick
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; for level in $(LEVELS); do \
@@ -33,7 +33,13 @@ test: $(VENV)/.dev ## Run every test that is quick
 	done; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
 
-test-slow: $(VENV)/.dev ## Run the long tests
+clang: ## Install clang, with which tinygrad compiles for a CPU
+	@has() { command -v "$$1" >/dev/null; }; has "$${CC:-clang}" || { \
+		printf '\n==> Installing clang\n'; [ "$$(id -u)" = 0 ] && has apt-get && apt-get update -q && \
+		apt-get install -y -q clang && has "$${CC:-clang}"; } || { \
+		echo "tinygrad compiles for a CPU with clang, which is not there: sudo apt-get install clang" >&2; exit 1; }
+
+test-slow: $(VENV)/.dev clang ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
@@ -112,5 +118,5 @@ $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
 	$(call step,Installing the engine with its frameworks and the development tools)
-	@$(BIN)/python -m pip install --editable '.[jax,torch,transformers,dev]'
+	@$(BIN)/python -m pip install --editable '.[jax,tinygrad,torch,transformers,dev]'
 	@touch $@

@@ -10,6 +10,7 @@ another's.
 
 import argparse
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ def _steady_rate(run: Run) -> float:
 
 
 def transformers_engine(args: argparse.Namespace) -> Measure:
+    # Before PyTorch is imported: threads that spin starve whatever shares the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -133,8 +136,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", default=["jax", "torch", BASELINE])
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", action="store_true")

@@ -35,6 +35,7 @@ _NATIVE_FIX = (
 # Packages that a built-in backend needs, and the extra that installs them.
 _BACKEND_NEEDS = {
     "jax": (("jax",), "jax"),
+    "tinygrad": (("tinygrad",), "tinygrad"),
     "torch": (("torch",), "torch"),
     "transformers": (("torch", "transformers"), "torch,transformers"),
 }
@@ -44,7 +45,10 @@ _ELSEWHERE = {
     "sglang": "runs in the environment that its option python names",
     "openai": "runs wherever its option base_url says",
 }
-_PACKAGES = ("torch", "jax", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn")
+_PACKAGES = (
+    *("torch", "jax", "tinygrad", "transformers"),
+    *("tokenizers", "numpy", "fastapi", "uvicorn"),
+)
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},
@@ -198,6 +202,7 @@ def _measured_speed() -> dict[str, Any]:
 
 
 def _backends(has_gpu: bool) -> list[Finding]:
+    from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
     from engine.core.registry.backend_registry import backend_names
 
     found = []
@@ -213,6 +218,9 @@ def _backends(has_gpu: bool) -> list[Finding]:
         if missing:
             fix = f"pip install 'engine[{extra}]'"
             found.append(Finding("backend", name, f"needs {', '.join(missing)}", False, fix))
+            continue
+        if name == "tinygrad" and not has_gpu and (problem := missing_clang()) is not None:
+            found.append(Finding("backend", name, "needs clang", False, problem))
             continue
         versions = [f"{each} {_installed_version(each)}" for each in packages]
         detail = f"can run ({', '.join(versions) or 'added by another package'})"

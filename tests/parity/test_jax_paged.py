@@ -4,8 +4,10 @@ Transformers, and one model shared by four devices.
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,19 +17,33 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.backends.custom.frameworks.jax.execution.buckets import attention_items
+from engine.backends.custom.frameworks.jax.execution.buckets import (
+    attention_items,
+    packed_step,
+)
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
+from engine.backends.custom.frameworks.jax.execution.step import forward
 from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
 from engine.backends.custom.runtime.seam import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import jax_generation, tiny_models
+from tests.parity.seam_driver import SeamDriver
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 TABLE_BLOCKS = 64
 LENGTHS = (40, 5, 17, 1, 33)
 NUM_NEW = 12
+CONFIG = RunnerConfig(
+    device="cpu",
+    dtype="float32",
+    block_size=4,
+    num_blocks=128,
+    max_slots=8,
+    max_seq_len=64,
+    num_threads=None,
+)
 
 
 def plain_attention(q, k, v, window) -> np.ndarray:
@@ -117,6 +133,27 @@ def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -
     assert jax_generation.generate(path, "cpu", prompts(), NUM_NEW) == expected_ids(model)
 
 
+def test_no_step_copies_the_cache(tmp_path: Path) -> None:
+    """A lone row, several, and a prompt: each program writes a donated cache where it lies."""
+    _, path = tiny_models.save("gpt2", tmp_path)
+    runner = build_runner(open_model(path), replace(CONFIG, block_size=16))
+    driver = SeamDriver(runner)
+    for counts in ((1,), (1, 1, 1), (5, 1)):
+        inputs = driver.inputs([(driver.add(range(count)), count) for count in counts])
+        bucket = runner._buckets.of(inputs)
+        program = forward.trace(
+            runner._program,
+            bucket,
+            runner._params,
+            runner._caches,
+            runner._last_token,
+            packed_step(inputs, bucket),
+        )
+        shape = ",".join(map(str, runner._caches[0].shape))
+        assert f"f32[{shape}]" in (text := program.lower().compile().as_text())
+        assert not re.search(rf"= f32\[{shape}\]\S* copy\(", text), counts
+
+
 def test_four_devices_give_what_transformers_gives(tmp_path: Path) -> None:
     """In a process of its own: how many devices a CPU pretends to be is said before JAX begins."""
     model, path = tiny_models.save("llama-four-ways", tmp_path)
@@ -149,14 +186,5 @@ def test_four_devices_give_what_transformers_gives(tmp_path: Path) -> None:
 )
 def test_unusable_settings_are_refused_by_name(changes, word, tmp_path: Path) -> None:
     _, path = tiny_models.save("gpt2", tmp_path)
-    settings = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 4,
-        "num_blocks": 16,
-        "max_slots": 4,
-        "max_seq_len": 64,
-        "num_threads": None,
-    }
     with pytest.raises(ConfigError, match=word):
-        build_runner(open_model(path), RunnerConfig(**settings | changes))
+        build_runner(open_model(path), replace(CONFIG, **changes))

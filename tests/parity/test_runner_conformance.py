@@ -56,3 +56,7 @@ class TestTorch(OfFramework):
 class TestJAX(OfFramework):
     framework = "jax"
     num_threads = None  # XLA's own choice
+
+
+class TestTinygrad(OfFramework):
+    framework = "tinygrad"

@@ -31,6 +31,7 @@ from tests.checkpoint_folders import write_hf, write_llama2c
 
 FOLDER = Path(single_file_gpt2.__file__).parent
 IDS = [5, 17, 101, 3, 44, 9, 200, 61]
+FRAMEWORKS = ("native", "torch", "jax", "tinygrad")
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +40,34 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_framework_has_every_layer_of_transformers(family: str, tmp_path: Path) -> None:
+def matrix() -> list:
+    """Every family in every framework. tinygrad compiles anew for each layer: its quick cells are
+    the families that between them go every way through its code.
+    """
+    return [
+        pytest.param(
+            *(family, framework),
+            marks=[pytest.mark.slow] * (framework == "tinygrad" and family in ("llama", "qwen2")),
+        )
+        for family in FAMILIES
+        for framework in FRAMEWORKS
+    ]
+
+
+def test_the_matrix_has_every_framework() -> None:
+    here, missing = frameworks()
+    assert set(here) == set(FRAMEWORKS), missing
+
+
+@pytest.mark.parametrize(("family", "framework"), matrix())
+def test_every_layer_is_that_of_transformers(family: str, framework: str, tmp_path: Path) -> None:
     model = save_tiny(family, tmp_path, num_layers=2)
-    report = test_gpt2_equivalence.compare(family, model, tmp_path, IDS)
-    here, _ = frameworks()
-    assert {"native", "torch"} <= set(here)
-    for framework in here:
-        assert report.first_diverging(framework) is None, report.found[framework]
-        served = {site for site in report.sites if site.startswith("served.")}
-        assert served <= report.found[framework].keys()
-    for framework in ("native", "torch"):
-        assert report.found[framework].keys() == set(report.sites)
+    report = test_gpt2_equivalence.compare(family, model, tmp_path, IDS, [framework])
+    found = report.found[framework]
+    assert report.first_diverging(framework) is None, found
+    assert {site for site in report.sites if site.startswith("served.")} <= found.keys()
+    if framework in ("native", "torch"):
+        assert found.keys() == set(report.sites)
 
 
 def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
@@ -58,7 +75,7 @@ def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
     model = save_tiny("gpt2", tmp_path, num_layers=3)
     with torch.no_grad():
         model.transformer.h[1].attn.c_proj.bias[0] += 0.01
-    report = test_gpt2_equivalence.compare("gpt2", model, tmp_path, IDS)
+    report = test_gpt2_equivalence.compare("gpt2", model, tmp_path, IDS, ("native", "torch"))
     assert report.first_diverging("native") == report.first_diverging("torch") == "layers.1.attn"
     assert report.first_diverging("reference") is None, "it was given the changed weights"
     assert not report.agrees
@@ -66,7 +83,7 @@ def test_the_first_diverging_layer_is_named(tmp_path: Path) -> None:
 
 def test_the_table_and_the_exit_code_tell(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        test_gpt2_equivalence.main(["--length", "6"])
+        test_gpt2_equivalence.main(["--length", "6", "--frameworks", "native", "torch"])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"reference: agrees", "native: agrees", "torch: agrees"} <= set(lines)
@@ -174,6 +191,16 @@ def test_a_profile_is_a_page_and_a_trace(tmp_path: Path) -> None:
     assert "time to first token" in page
     assert "<h2>native</h2>" in page
     assert json.loads((tmp_path / "native.trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_who_has_no_profile_says_so_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--prompt-tokens", "6", "--tokens", "3", "--output", str(tmp_path)]
+    profile_inference.main([*sizes, "--frameworks", "tinygrad", "native"])
+    assert "tinygrad: the tinygrad backend has no profile" in capsys.readouterr().out
+    assert "<h2>native</h2>" in (tmp_path / "index.html").read_text()
 
 
 def test_a_fine_tuned_model_has_learned_and_is_served(tmp_path: Path) -> None:

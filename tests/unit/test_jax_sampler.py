@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from engine.backends.custom.frameworks.jax.execution import sampler as jax_sampler
 from engine.backends.custom.frameworks.jax.execution.draws import (
     Traits,
-    packed_draws,
+    packed_settings,
+    settings_layout,
     traits_of,
-    unpacked_draws,
 )
+from engine.backends.custom.frameworks.settings import settings_views
 from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.runtime.noise import token_words
+from engine.backends.custom.runtime.results import Sampled
 from engine.backends.custom.runtime.seam import SamplingInputs
 from tests.parity.seam_driver import sampling_inputs
 
@@ -29,9 +31,9 @@ WORDS = token_words(VOCAB)
 
 
 @partial(jax.jit, static_argnums=1)
-def run_jax(packed, traits: Traits, logits, counts, mask) -> jax_sampler.Sampled:
-    draws = unpacked_draws(packed, traits)
-    return jax_sampler.sample(logits, draws, traits, WORDS, counts, mask)
+def run_jax(packed, traits: Traits, logits, counts, mask) -> Sampled:
+    given = settings_views(settings_layout(traits, ROWS), packed, np.float32)
+    return jax_sampler.sample(logits, given, traits, WORDS, counts, mask)
 
 
 def padded(array: np.ndarray, rows: int) -> np.ndarray:
@@ -53,7 +55,7 @@ def compare(sampling: SamplingInputs, logits: np.ndarray, prompt: list[int]) -> 
         counts[row] = 2 * np.bincount(tokens[len(prompt) :], minlength=VOCAB)
         counts[row, tokens[: len(prompt)]] += 1
     found = run_jax(
-        packed_draws(sampling, traits, ROWS),
+        packed_settings(sampling, traits, ROWS),
         traits,
         padded(logits, traits.num_rows),
         counts,

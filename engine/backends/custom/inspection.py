@@ -44,7 +44,7 @@ from engine.backends.custom.runtime.seam import (
 from engine.backends.custom.weights.files import FileBytes
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import ModelSource
-from engine.core.errors import EngineError
+from engine.core.errors import ConfigError, EngineError
 from engine.core.registry.backend_registry import backend_names
 
 F32 = NDArray[np.float32]
@@ -68,10 +68,16 @@ class PartOfCheckpoint:
         pass
 
 
-def frameworks() -> tuple[list[str], dict[str, str]]:
-    """Names of the registered frameworks that run here, and why the others don't."""
+def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
+    """Names of the registered frameworks that run here, and why the others don't; of `only` those
+    that are named.
+    """
     here, missing = [], {}
-    for name in filter(has_engine, backend_names()):
+    known = list(filter(has_engine, backend_names()))
+    unknown = sorted(set(only or ()) - set(known))
+    if unknown:
+        raise ConfigError(f"no framework: {', '.join(unknown)}; there are {', '.join(known)}")
+    for name in known if only is None else only:
         try:
             framework_engine(name).find_device("cpu", "float32")
         except (EngineError, ImportError) as error:

@@ -17,6 +17,8 @@ MIB = 1024 * 1024
 POOL_SHARE = 0.5
 # Activations, logits and the interpreter.
 WORKSPACE_BYTES = 256 * MIB
+# A KV pool for tens of a small model's conversations, where all of it is written at the start.
+USUAL_POOL_BYTES = 512 * MIB
 MIN_CONTEXT = 128
 MIN_TOKENS_PER_SLOT = 128
 

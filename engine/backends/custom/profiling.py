@@ -58,8 +58,8 @@ def profile_model(
     """Load the model and run the prompts, `num_new` tokens each, greedily."""
     engine = DrivenEngine(source, options)
     framework = import_module(f"{FRAMEWORKS}.{options.framework}.engine")
-    profiler: Profiler = framework.profiler(engine.runner, source, engine.config)
     try:
+        profiler: Profiler = framework.profiler(engine.runner, source, engine.config)
         engine.generate(_requests(prompts, num_new, "warm-up"))
         plain = engine.generate(_requests(prompts, num_new, "plain"))
         waited = engine.generate(_requests(prompts, 1, "waited"), profiler.barrier)

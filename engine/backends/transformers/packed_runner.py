@@ -21,11 +21,9 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.runtime.seam import BatchInputs, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.seam import GPU_STEP_S, BatchInputs, RunnerConfig, RunnerSpec
 from engine.backends.transformers.attention import PackedStep, Scoring
 from engine.backends.transformers.states import FinalStates
-
-TARGET_STEP_S = 0.2  # on a GPU, as for our own models
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +74,11 @@ class PackedRunner(DrawingRunner):
         self, model: Any, states: FinalStates, vocab_size: int, config: RunnerConfig, shape: KVShape
     ) -> None:
         device: torch.device = model.device
-        spec = RunnerSpec(
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            max_slots=config.max_slots,
-            max_seq_len=config.max_seq_len,
-            vocab_size=vocab_size,
+        spec = RunnerSpec.of(
+            config,
+            vocab_size,
             depth=0 if device.type == "cpu" else 1,
-            target_step_s=None if device.type == "cpu" else TARGET_STEP_S,
+            target_step_s=None if device.type == "cpu" else GPU_STEP_S,
         )
         super().__init__(spec, device)
         self._model = model

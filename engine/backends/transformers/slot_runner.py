@@ -53,12 +53,9 @@ class SlotRunner(DrawingRunner):
         config: RunnerConfig,
         keeps_state: bool = True,
     ) -> None:
-        spec = RunnerSpec(
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            max_slots=config.max_slots,
-            max_seq_len=config.max_seq_len,
-            vocab_size=vocab_size,
+        spec = RunnerSpec.of(
+            config,
+            vocab_size,
             depth=0,
         )
         super().__init__(spec, model.device)

@@ -12,6 +12,7 @@ _BACKENDS = Registry(
     kind="backend",
     builtin={
         "native": "engine.backends.custom.frameworks.backends:NativeBackend",
+        "tinygrad": "engine.backends.custom.frameworks.backends:TinygradBackend",
         "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
         "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
         "vllm": "engine.backends.vllm:VLLMBackend",

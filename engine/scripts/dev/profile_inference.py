@@ -24,6 +24,7 @@ from engine.backends.custom.memory import MIB, plan_memory
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.profiling import Profile, profile_model
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.errors import ConfigError
 from engine.core.utils.model_store import resolve_model
 from engine.scripts.dev.benchmark_layers import random_source
 
@@ -137,7 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompt = _random_ids(source, given.prompt_tokens)
         for name in given.frameworks:
             trace = folder / f"{name}.trace.json"
-            results.append(profile_framework(name, source, prompt, given.tokens, trace))
+            try:
+                results.append(profile_framework(name, source, prompt, given.tokens, trace))
+            except ConfigError as error:
+                print(f"{name}: {error}")
+                continue
             first = results[-1].profile.first_token
             print(f"{name}: first token after {1e3 * first.total_s:.2f} ms, trace {trace}")
     target = folder / "index.html"

@@ -60,10 +60,16 @@ class Report:
         return all(self.first_diverging(framework) is None for framework in self.found)
 
 
-def compare(family: str, model: Any, path: Path, token_ids: Sequence[int]) -> Report:
-    """`model` is Transformers', `path` where the same weights lie."""
+def compare(
+    family: str,
+    model: Any,
+    path: Path,
+    token_ids: Sequence[int],
+    only: Sequence[str] | None = None,
+) -> Report:
+    """`model` is Transformers', `path` where the same weights lie; `only` names frameworks."""
     expected = transformers_outputs(model, token_ids)
-    here, missing = frameworks()
+    here, missing = frameworks(only)
     found: dict[str, dict[str, Difference]] = {}
     with closing(open_model(path)) as source:
         if family == "gpt2":
@@ -179,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--family", choices=[*FAMILIES, "all"], default="gpt2")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--frameworks", nargs="+", help="default: all that are installed")
     parser.add_argument("--length", type=int, default=24, help="tokens of the text, at most 128")
     parser.add_argument("--seed", type=int, default=0, help="of the text's tokens")
     parser.add_argument("--json", action="store_true")
@@ -196,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
             rng = np.random.default_rng(given.seed)
             token_ids = rng.integers(3, model.config.vocab_size, given.length).tolist()
-            reports.append(compare(family, model, path, token_ids))
+            reports.append(compare(family, model, path, token_ids, given.frameworks))
     for report in reports:
         if given.json:
             print(_json(report))

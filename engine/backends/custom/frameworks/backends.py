@@ -21,3 +21,9 @@ class JAXBackend(CustomBackend):
     """A model on JAX, on a CPU or on one or several CUDA devices."""
 
     framework = "jax"
+
+
+class TinygradBackend(CustomBackend):
+    """A model on tinygrad, on a CPU by way of clang, or on a GPU that tinygrad knows."""
+
+    framework = "tinygrad"

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 FROM_DEVICE = -1  # in token_ids: the slot's last sampled token, which the host may not know yet
 DRAW = -1  # in forced: nothing is
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
+# `target_step_s` on a GPU: large steps use it best, and it soon has no prompt left to compute.
+GPU_STEP_S = 0.2
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -66,6 +68,27 @@ class RunnerSpec:
     depth: int  # 1: `sample` returns before the device has finished; 0: it does not
     most_step_tokens: int | None = None  # a larger step gains nothing; None: the larger the better
     target_step_s: float | None = None  # how long prompts may keep others waiting; None: as usual
+
+    @classmethod
+    def of(
+        cls,
+        config: RunnerConfig,
+        vocab_size: int,
+        depth: int,
+        most_step_tokens: int | None = None,
+        target_step_s: float | None = None,
+    ) -> "RunnerSpec":
+        """Of a runner that holds as much as its configuration says."""
+        return cls(
+            config.block_size,
+            config.num_blocks,
+            config.max_slots,
+            config.max_seq_len,
+            vocab_size,
+            depth,
+            most_step_tokens,
+            target_step_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

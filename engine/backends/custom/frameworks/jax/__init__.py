@@ -5,7 +5,9 @@ told to take what it is asked for.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine.backends.custom.frameworks.lazy import lazy_backend
 
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.backends import JAXBackend
@@ -15,11 +17,4 @@ __all__ = ["JAXBackend"]
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
-
-def __getattr__(name: str) -> Any:
-    """The backend's class belongs to the frontend, which an engine's process does not load."""
-    if name != "JAXBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from engine.backends.custom.frameworks.backends import JAXBackend
-
-    return JAXBackend
+__getattr__ = lazy_backend(__name__, "JAXBackend")

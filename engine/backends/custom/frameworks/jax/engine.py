@@ -1,6 +1,8 @@
 """The JAX framework's entry. Importing it does not import JAX; its functions do."""
 
-from engine.backends.custom.memory import MemoryNeeds, dense_needs, on_gpu
+from dataclasses import replace
+
+from engine.backends.custom.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs, on_gpu
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.profiler import Profiler
 from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
@@ -18,7 +20,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     """What the weights and a token's keys and values take."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
-        return needs
+        return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
     return on_gpu(needs, source.config, options, device)
 
 

@@ -1,1 +1,12 @@
 """The native CPU framework: kernels in C++ that keep weights quantized. Needs no tensor library."""
+
+from typing import TYPE_CHECKING
+
+from engine.backends.custom.frameworks.lazy import lazy_backend
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.backends import NativeBackend
+
+__all__ = ["NativeBackend"]
+
+__getattr__ = lazy_backend(__name__, "NativeBackend")

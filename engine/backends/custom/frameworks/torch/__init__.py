@@ -5,5 +5,15 @@ kernel thread that spins while another process has the core makes steps tens of 
 """
 
 import os
+from typing import TYPE_CHECKING
+
+from engine.backends.custom.frameworks.lazy import lazy_backend
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.backends import TorchBackend
+
+__all__ = ["TorchBackend"]
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+__getattr__ = lazy_backend(__name__, "TorchBackend")

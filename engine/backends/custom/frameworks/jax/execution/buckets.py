@@ -5,14 +5,17 @@ factor of two from a size below which a smaller one would hardly be faster.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.backends.custom.frameworks.jax.execution.packing import Shape, Words, pack, padded
+from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
-MIN_ROWS = 8  # but for a lone row, which has a program of its own
+MIN_ROWS = 8  # but for one or two, which have a program of their own
+FEW_ROWS = 2  # not one: XLA copies a whole cache that a single row is written to
 MIN_PROMPT_TOKENS = 32
 TILE = 32  # queries of a prompt that attention takes at once
 MIN_TABLE_TOKENS = 2048
@@ -29,31 +32,27 @@ class Bucket(NamedTuple):
     num_items: int
 
 
-class StepArrays(NamedTuple):
-    """A step, padded; all int32."""
-
-    token_ids: Words  # (T,)
-    positions: Words  # (T,)
-    write_slots: Words  # (T,) padding goes to the null block
-    slots: Words  # (T,) of the token's row
-    logit_rows: Words  # (T,) as many as `sample` needs, then zeros
-    tables: Words  # (S, B)
-    token: Words  # (I,) attention's items, see `Work`
-    length: Words  # (I,)
-    row: Words  # (I,)
-    num_items: Words  # (2,) of one query; all
-
-
-def step_shapes(bucket: Bucket) -> list[Shape]:
-    """Of `StepArrays`, in their order."""
-    tokens: Shape = (bucket.num_tokens,)
-    items: Shape = (bucket.num_items,)
-    tables = (bucket.num_rows, bucket.table_width)
-    return [*[tokens] * 5, tables, items, items, items, (2,)]
+@cache
+def step_layout(bucket: Bucket) -> Layout:
+    """Of a step's arrays: int32, padded with zeros, which write to the null block."""
+    tokens, items = bucket.num_tokens, bucket.num_items
+    sizes = {
+        "token_ids": tokens,
+        "positions": tokens,
+        "write_slots": tokens,
+        "slots": tokens,  # of the token's row
+        "logit_rows": tokens,  # as many as `sample` needs
+        "tables": bucket.num_rows * bucket.table_width,
+        "token": items,  # attention's items, see `Work`
+        "length": items,
+        "row": items,
+        "num_items": 2,  # of one query; all
+    }
+    return Layout(sizes, dict.fromkeys(sizes, 0))
 
 
 def padded_rows(count: int) -> int:
-    return 1 if count == 1 else _doubled(MIN_ROWS, count)
+    return FEW_ROWS if count <= FEW_ROWS else _doubled(MIN_ROWS, count)
 
 
 def _doubled(size: int, count: int) -> int:
@@ -91,34 +90,28 @@ class Buckets:
 
 
 def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
-    """The `StepArrays` of a step, padded to the bucket, as one vector."""
+    """The arrays of a step as one vector."""
     counts = np.diff(inputs.query_start)
     tokens, lengths, rows = attention_items(inputs.query_start, counts, bucket.tile)
-    num_singles = int(np.count_nonzero(lengths == 1))
     tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
     tables[: len(inputs.block_tables), : inputs.block_tables.shape[1]] = inputs.block_tables
-    of_tokens = (
-        inputs.token_ids,
-        inputs.positions,
-        inputs.write_slots.astype(np.int32),
-        np.repeat(inputs.slots, counts),
-        inputs.logit_rows,
-    )
-    return pack(
-        [
-            *(padded(array, bucket.num_tokens) for array in of_tokens),
-            tables,
-            *(padded(array, bucket.num_items) for array in (tokens, lengths, rows)),
-            np.array([num_singles, len(tokens)], np.int32),
-        ]
-    )
+    arrays: dict[str, NDArray[np.generic]] = {
+        "token_ids": inputs.token_ids,
+        "positions": inputs.positions,
+        "write_slots": inputs.write_slots,
+        "slots": np.repeat(inputs.slots, counts),
+        "logit_rows": inputs.logit_rows,
+        "tables": tables,
+        "token": tokens,
+        "length": lengths,
+        "row": rows,
+        "num_items": np.array([np.count_nonzero(lengths == 1), len(tokens)]),
+    }
+    return step_layout(bucket).packed(arrays)
 
 
 def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
     """Each row's queries in runs of at most a tile: first token, length, row; single ones first."""
-    if tile == 1:
-        rows = np.arange(len(counts), dtype=np.int32)
-        return query_start[:-1], np.ones_like(rows), rows
     num_tiles = -(-counts // tile)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)
     first_item = np.cumsum(num_tiles) - num_tiles

@@ -2,26 +2,29 @@
 
 import logging
 import re
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import psutil
+from jax.typing import ArrayLike
 
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
-from engine.backends.custom.frameworks.jax.execution.sharding import (
-    make_mesh,
-    param_spec,
-    put,
-)
+from engine.backends.custom.frameworks.jax.execution.sharding import home, make_mesh, param_spec
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
+from engine.backends.custom.frameworks.refusals import (
+    check_config,
+    check_dtype,
+    refuse_quantization,
+)
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
 from engine.core.utils.model_store import store_directory
 
 log = logging.getLogger(__name__)
+# It tells of every kind of device that this machine does not have.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 DEVICE = re.compile(r"(?P<platform>cpu|cuda)(?::(?P<first>\d+)(?:-(?P<last>\d+))?)?")
@@ -49,10 +52,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
     devices = _devices(config.device)
     mesh = make_mesh(devices, source.config)
     model = build_model(source.config, source.weights, config.max_seq_len)
-    place = partial(put, mesh=mesh, device=devices[0])
-    params = load_params(
-        source.weights, DTYPES[config.dtype], lambda name, value: place(value, param_spec(name))
-    )
+
+    def place(name: str, value: ArrayLike) -> jax.Array:
+        return jax.device_put(value, home(param_spec(name), mesh, devices[0]))
+
+    params = load_params(source.weights, DTYPES[config.dtype], place)
     return JAXRunner(model, params, config, devices[0], mesh)
 
 
@@ -69,26 +73,13 @@ def keep_compiled(folder: Path) -> None:
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"dtype '{config.dtype}' is unknown; use one of {', '.join(DTYPES)}")
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise ConfigError(
-            f"the jax backend keeps keys and values as {config.dtype}, the type it computes in; "
-            f"kv_dtype {config.kv_dtype} needs --backend native"
-        )
-    if config.affinity not in ("auto", "off"):
-        raise ConfigError("performance.affinity binds the native backend's threads, not XLA's")
+    check_dtype(config.dtype, DTYPES)
+    check_config("jax", "XLA", source.config, config)
+    refuse_quantization(config.quantization)
     if config.num_threads is not None:
         raise ConfigError(
             "XLA takes a thread for every CPU that its process may use; leave performance.threads "
             "out, and start the engine with taskset to give it fewer"
-        )
-    if config.quantization != "auto":
-        raise ConfigError(f"quantization {config.quantization} needs --backend torch on a GPU")
-    if source.config.rope is None and config.max_seq_len > source.config.max_position:
-        raise ConfigError(
-            f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
-            "learned positions; lower it"
         )
 
 

@@ -1,25 +1,15 @@
-"""How a step's rows choose, padded and packed for the device, and what of it has to be compiled."""
+"""What of a step's way to choose has to be compiled, and where its settings lie."""
 
+from functools import cache
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
-
+from engine.backends.custom.frameworks import settings
 from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
-from engine.backends.custom.frameworks.jax.execution.packing import (
-    Shape,
-    Words,
-    pack,
-    padded,
-    unpack,
-)
-from engine.backends.custom.runtime.noise import row_keys
-from engine.backends.custom.runtime.seam import DRAW, I32, SamplingInputs
+from engine.backends.custom.frameworks.layout import Layout
+from engine.backends.custom.runtime.seam import I32, SamplingInputs
 
 # Alternatives beside a drawn token are computed in one of these numbers and cut on the host.
 NUM_TOPS = (0, 5, 20)
-FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
 
 
 class Traits(NamedTuple):
@@ -31,25 +21,6 @@ class Traits(NamedTuple):
     filters: bool  # top-k, top-p or min-p
     num_top: int | None  # None: no log-probabilities
     keeps_hidden: bool
-
-
-class Draws(NamedTuple):
-    """How R rows choose."""
-
-    slots: Words  # (R,)
-    drawn_slots: Words  # (R,) where the drawn token is remembered; max_slots: nowhere
-    forced: Words  # (R,)
-    top_k: Words  # (R,)
-    temperature: Words  # (R,)
-    top_p: Words  # (R,)
-    min_p: Words  # (R,)
-    repetition: Words  # (R,)
-    presence: Words  # (R,)
-    frequency: Words  # (R,)
-    keys: Words  # (R, 2) of the noise
-    bias_rows: Words  # (N,) padding is beyond R
-    bias_ids: Words  # (N,)
-    bias_values: Words  # (N,)
 
 
 def traits_of(sampling: SamplingInputs, vocab_size: int) -> Traits:
@@ -72,35 +43,13 @@ def _num_top(wanted: int, vocab_size: int) -> int | None:
     return min(next((size for size in NUM_TOPS if size >= wanted), wanted), vocab_size)
 
 
-def packed_draws(sampling: SamplingInputs, traits: Traits, max_slots: int) -> I32:
-    keys = np.zeros((len(sampling.slots), 2), np.int32)
-    if traits.draws:
-        keys = row_keys(sampling.seed, sampling.choice, sampling.position)
-    rows, biases = traits.num_rows, traits.num_biases
-    drawn = np.where(sampling.forced == DRAW, sampling.slots, max_slots).astype(np.int32)
-    return pack(
-        Draws(
-            slots=padded(sampling.slots, rows),
-            drawn_slots=padded(drawn, rows, max_slots),
-            forced=padded(sampling.forced, rows, DRAW),
-            top_k=padded(sampling.top_k, rows),
-            temperature=padded(sampling.temperature, rows),
-            top_p=padded(sampling.top_p, rows, 1),
-            min_p=padded(sampling.min_p, rows),
-            repetition=padded(sampling.repetition, rows, 1),
-            presence=padded(sampling.presence, rows),
-            frequency=padded(sampling.frequency, rows),
-            keys=padded(keys, rows),
-            bias_rows=padded(sampling.bias_rows, biases, rows),
-            bias_ids=padded(sampling.bias_ids, biases),
-            bias_values=padded(sampling.bias_values, biases),
-        )
-    )
+@cache
+def settings_layout(traits: Traits, max_slots: int) -> Layout:
+    """Of the settings of `frameworks/settings.py`; a slot beyond the last is nobody's."""
+    sizes = settings.settings_sizes(traits.num_rows, traits.num_biases)
+    return Layout(sizes, settings.PADS | {settings.KEEPS: max_slots})
 
 
-def unpacked_draws(packed: Array, traits: Traits) -> Draws:
-    rows: Shape = (traits.num_rows,)
-    shapes: list[Shape] = [*[rows] * 10, (*rows, 2), *[(traits.num_biases,)] * 3]
-    words = Draws(*unpack(packed, shapes))
-    floats = {name: lax.bitcast_convert_type(getattr(words, name), jnp.float32) for name in FLOATS}
-    return words._replace(**floats)
+def packed_settings(sampling: SamplingInputs, traits: Traits, max_slots: int) -> I32:
+    arrays = settings.settings_arrays(sampling, max_slots)
+    return settings_layout(traits, max_slots).packed(arrays)

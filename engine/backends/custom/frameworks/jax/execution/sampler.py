@@ -1,39 +1,28 @@
-"""From logits to tokens: pure functions, in a fixed order.
-
-Penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
-model itself, before any of these. Top-k, top-p and min-p are floors: every token as likely as the
-least likely one kept is kept too, so that the result depends on values alone. The draw adds keyed
-Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
+"""From logits to tokens: what `runtime/sampling.py` says and does, as pure functions that are
+traced.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from engine.backends.custom.frameworks.jax.execution.draws import Draws, Traits
+from engine.backends.custom.frameworks.jax.execution.draws import Traits
+from engine.backends.custom.runtime.noise import gumbel
+from engine.backends.custom.runtime.results import Sampled
 from engine.backends.custom.runtime.seam import DRAW
 
-_MIX_1, _MIX_2 = 0x7FEB352D, -0x7B935975  # int32 multipliers that spread a bit over the word
-_MASK_31 = 0x7FFFFFFF
 # In a slot's count of a token: the lowest bit says that the prompt has it, and the rest how often
 # the output does.
 IN_PROMPT, PER_OUTPUT = 1, 2
 
-
-class Sampled(NamedTuple):
-    """On the device. What no row asked for is None."""
-
-    tokens: Array  # (R,) int32
-    logprobs: Array | None = None  # (R,)
-    top_ids: Array | None = None  # (R, K)
-    top_logprobs: Array | None = None  # (R, K)
+Settings = Mapping[str, Array]  # of `frameworks/settings.py`
 
 
 def sample(
     logits: Array,
-    draws: Draws,
+    settings: Settings,
     traits: Traits,
     words: Array,
     counts: Array | None,
@@ -44,26 +33,30 @@ def sample(
     """
     adjusted = logits
     if counts is not None:
-        adjusted = penalize(adjusted, counts, draws)
+        adjusted = penalize(adjusted, counts, settings)
     if traits.num_biases:
-        adjusted = adjusted.at[draws.bias_rows, draws.bias_ids].add(draws.bias_values, mode="drop")
+        adjusted = adjusted.at[settings["bias_rows"], settings["bias_ids"]].add(
+            settings["bias_values"]
+        )
     if mask is not None:
         adjusted = apply_mask(adjusted, mask)
     tokens = adjusted.argmax(axis=-1)
     if traits.draws:
-        tokens = jnp.where(draws.temperature > 0, draw(adjusted, draws, traits, words), tokens)
-    tokens = jnp.where(draws.forced == DRAW, tokens, draws.forced).astype(jnp.int32)
+        tokens = jnp.where(
+            settings["temperature"] > 0, draw(adjusted, settings, traits, words), tokens
+        )
+    tokens = jnp.where(settings["forced"] == DRAW, tokens, settings["forced"]).astype(jnp.int32)
     return with_logprobs(logits, tokens, traits.num_top)
 
 
-def penalize(logits: Array, counts: Array, draws: Draws) -> Array:
+def penalize(logits: Array, counts: Array, settings: Settings) -> Array:
     """Repetition scales away from likely; frequency and presence subtract, over output only."""
     num_output = (counts // PER_OUTPUT).astype(jnp.float32)
-    repetition = draws.repetition[:, None]
+    repetition = settings["repetition"][:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
     penalized = jnp.where(counts > 0, scaled, logits)
-    penalized -= draws.frequency[:, None] * num_output
-    return penalized - draws.presence[:, None] * (num_output > 0)
+    penalized -= settings["frequency"][:, None] * num_output
+    return penalized - settings["presence"][:, None] * (num_output > 0)
 
 
 def apply_mask(logits: Array, mask: Array) -> Array:
@@ -73,14 +66,14 @@ def apply_mask(logits: Array, mask: Array) -> Array:
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def draw(logits: Array, draws: Draws, traits: Traits, words: Array) -> Array:
+def draw(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
     """A token for each row as if its temperature were above 0: (R,)"""
-    temperature = jnp.where(draws.temperature > 0, draws.temperature, 1)
+    temperature = jnp.where(settings["temperature"] > 0, settings["temperature"], 1)
     logits = logits / temperature[:, None]
     if traits.filters:
-        logits = keep_top_k(logits, draws.top_k)
-        logits = keep_likely(logits, draws.top_p, draws.min_p)
-    return (logits + gumbel(draws.keys, words)).argmax(axis=-1)
+        logits = keep_top_k(logits, settings["top_k"])
+        logits = keep_likely(logits, settings["top_p"], settings["min_p"])
+    return (logits + gumbel(jnp, settings["keys"], words)).argmax(axis=-1)
 
 
 def keep_top_k(logits: Array, top_k: Array) -> Array:
@@ -123,18 +116,6 @@ def nucleus_floor(probs: Array, target: Array) -> Array:
 
     floor = lax.fori_loop(0, 22, try_bit, lax.bitcast_convert_type(lowest, jnp.int32))
     return lax.bitcast_convert_type(floor, jnp.float32)
-
-
-def gumbel(keys: Array, words: Array) -> Array:
-    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,)."""
-    bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32, wrapping around
-    bits ^= (bits >> 15) & 0x1FFFF
-    bits *= _MIX_1
-    bits ^= (bits >> 16) & 0xFFFF
-    bits = (bits * _MIX_2) & _MASK_31
-    # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
-    uniform = jnp.clip(bits.astype(jnp.float32), 0.5, 2.0**31 - 128) * 2.0**-31
-    return -jnp.log(-jnp.log1p(-uniform))
 
 
 def with_logprobs(logits: Array, tokens: Array, num_top: int | None) -> Sampled:

@@ -6,10 +6,8 @@ each half of a block ends with one sum over the devices. XLA inserts the sums.
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.errors import ConfigError
@@ -47,6 +45,6 @@ def param_spec(name: str) -> P:
 CACHE_SPEC = P(None, None, AXIS)  # (slots, 2, K, H)
 
 
-def put(value: ArrayLike, spec: P, mesh: Mesh | None, device: jax.Device) -> Array:
-    """Onto the mesh, or whole onto the device if there is none."""
-    return jax.device_put(value, device if mesh is None else NamedSharding(mesh, spec))
+def home(spec: P, mesh: Mesh | None, device: jax.Device) -> jax.Device | NamedSharding:
+    """Of an array: spread over the mesh, or whole on the device if there is none."""
+    return device if mesh is None else NamedSharding(mesh, spec)

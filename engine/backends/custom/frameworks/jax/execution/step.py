@@ -11,12 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from engine.backends.custom.frameworks.jax.execution.buckets import (
-    Bucket,
-    StepArrays,
-    step_shapes,
-)
-from engine.backends.custom.frameworks.jax.execution.packing import unpack
+from engine.backends.custom.frameworks.jax.execution.buckets import Bucket, step_layout
 from engine.backends.custom.frameworks.jax.execution.sharding import AXIS
 from engine.backends.custom.frameworks.jax.kernels.attention import AttentionBackend
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
@@ -52,13 +47,12 @@ def forward(
     are written where they lie, and the caller's are gone.
     """
     model, attention, block_size, mesh = program
-    step = StepArrays(*unpack(packed, step_shapes(bucket)))
-    is_known = step.token_ids >= 0
-    token_ids = jnp.where(is_known, step.token_ids, last_token[step.slots])
+    step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
+    token_ids, positions = step["token_ids"], step["positions"]
+    token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
     shape = AttentionShape(bucket.tile, block_size, model.config.sliding_window)
-    work = Work(
-        step.positions, step.tables, step.token, step.length, step.row, *step.num_items.reshape(2)
-    )
+    items = (step[name] for name in ("token", "length", "row"))
+    work = Work(positions, step["tables"], *items, *step["num_items"])
     write = partial(write_and_attend, attention, shape)
     if mesh is not None:
         heads, pages = P(None, AXIS), P(None, None, AXIS)
@@ -71,11 +65,11 @@ def forward(
         )
 
     def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
-        return write(q, k, v, cache, step.write_slots, work)
+        return write(q, k, v, cache, step["write_slots"], work)
 
-    states, caches = decode(model, params, token_ids, step.positions, attend, caches)
+    states, caches = decode(model, params, token_ids, positions, attend, caches)
     finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
-    return Forwarded(caches, states[-1][step.logit_rows], finite)
+    return Forwarded(caches, states[-1][step["logit_rows"]], finite)
 
 
 def write_and_attend(

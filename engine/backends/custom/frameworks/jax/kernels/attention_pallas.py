@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
 from engine.backends.custom.frameworks.jax.layers.linear import precision
 
 CHUNK = 64  # positions of the context at a time
@@ -80,9 +80,7 @@ def _attend(
             keys = triton.load(cache_ref.at[slots, 0, kv_head, dims], mask=wide, other=0.0)
             values = triton.load(cache_ref.at[slots, 1, kv_head, dims], mask=wide, other=0.0)
             distance = positions[:, None] - at[None, :]
-            visible = distance >= 0
-            if shape.window is not None:
-                visible &= distance < shape.window
+            visible = is_visible(distance, shape.window)
             scores = jnp.where(visible, _dot(scaled, keys.T), HIDDEN)
             higher = jnp.maximum(best, scores.max(axis=1))
             fading, weights = jnp.exp(best - higher), jnp.exp(scores - higher[:, None])

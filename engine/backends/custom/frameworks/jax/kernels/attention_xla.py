@@ -7,8 +7,8 @@ queries of several rows go together; a longer run of queries goes by itself.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
-from engine.backends.custom.frameworks.jax.layers.linear import precision
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
+from engine.backends.custom.frameworks.jax.layers.linear import einsum
 
 CHUNK = 128  # positions that are gathered at once, at least a block
 GROUP = 8  # rows of one query that go together
@@ -82,26 +82,12 @@ def _attend(
         # What lies behind a row's end is somebody else's, and may be NaN.
         values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
-        visible = distance >= 0
-        if shape.window is not None:
-            visible &= distance < shape.window
-        scores = jnp.einsum(
-            "gkqnh,gckh->gkqnc",
-            grouped,
-            keys,
-            precision=precision(q.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        visible = is_visible(distance, shape.window)
+        scores = einsum("gkqnh,gckh->gkqnc", grouped, keys)
         scores = jnp.where(visible[:, None, :, None], scores, HIDDEN)
         higher = jnp.maximum(best, scores.max(axis=-1))
         fading, weights = jnp.exp(best - higher), jnp.exp(scores - higher[..., None])
-        added = jnp.einsum(
-            "gkqnc,gckh->gkqnh",
-            weights.astype(values.dtype),
-            values,
-            precision=precision(q.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        added = einsum("gkqnc,gckh->gkqnh", weights.astype(values.dtype), values)
         return higher, total * fading + weights.sum(axis=-1), mixed * fading[..., None] + added
 
     first = jnp.zeros((), jnp.int32)

@@ -21,6 +21,12 @@ class Work(NamedTuple):
     num_items: Array  # () items in use
 
 
+def is_visible(distance: Array, window: int | None) -> Array:
+    """Whether a query sees a key that lies so many positions before it."""
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What is known when attention is traced."""

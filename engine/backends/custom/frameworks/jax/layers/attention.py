@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.jax.layers.linear import Params, linear, precision
+from engine.backends.custom.frameworks.jax.kernels.work import is_visible
+from engine.backends.custom.frameworks.jax.layers.linear import Params, einsum, linear
 from engine.backends.custom.frameworks.jax.layers.norm import rms_norm
 from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 
@@ -29,14 +30,8 @@ def causal_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
     """One whole sequence attends to itself: (T, N, H). Differentiable."""
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
-    exact = precision(q.dtype)
-    scores = jnp.einsum(
-        "tkgh,skh->kgts", grouped, k, precision=exact, preferred_element_type=jnp.float32
-    )
+    scores = einsum("tkgh,skh->kgts", grouped, k)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    scores = jnp.where(is_visible(distance, window), scores * q.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("kgts,skh->tkgh", weights, v, precision=exact).reshape(q.shape)
+    return einsum("kgts,skh->tkgh", weights, v).astype(v.dtype).reshape(q.shape)

@@ -13,6 +13,12 @@ def precision(dtype: jnp.dtype) -> str:
     return "highest" if dtype == jnp.float32 else "default"
 
 
+def einsum(formula: str, a: Array, b: Array) -> Array:
+    """Summed up in float32 whatever the arrays' type."""
+    exact = precision(a.dtype)
+    return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=jnp.float32)
+
+
 def linear(params: Params, x: Array) -> Array:
     y = jnp.einsum("...i,oi->...o", x, params["weight"], precision=precision(x.dtype))
     return y + params["bias"] if "bias" in params else y

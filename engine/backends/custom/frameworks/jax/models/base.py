@@ -96,8 +96,8 @@ def final_norm(model: Model, params: Params, x: Array) -> Array:
 
 def head_logits(params: Params, hidden: Array) -> Array:
     """Of normed states: (R, D) -> (R, V) float32"""
-    tied = "head" not in params
-    return linear(params["embed"] if tied else params["head"], hidden).astype(jnp.float32)
+    head = params["head" if "head" in params else "embed"]
+    return linear(head, hidden).astype(jnp.float32)
 
 
 def forward_sequence(model: Model, params: Params, token_ids: Array) -> tuple[Array, list[Array]]:

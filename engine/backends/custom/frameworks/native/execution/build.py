@@ -152,12 +152,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     model.set_fast(config.numerics == "fast")
     for plan in plans:
         add_program(model, plan, weights)
-    spec = RunnerSpec(
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        max_slots=config.max_slots,
-        max_seq_len=config.max_seq_len,
-        vocab_size=model_config.vocab_size,
+    spec = RunnerSpec.of(
+        config,
+        model_config.vocab_size,
         depth=0,
         most_step_tokens=STEP_TOKENS,
     )

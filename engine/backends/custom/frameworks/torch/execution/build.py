@@ -3,6 +3,7 @@
 import psutil
 import torch
 
+from engine.backends.custom.frameworks.refusals import check_config, check_dtype
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
@@ -38,20 +39,9 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Load the model's weights and allocate its cache; the runner is ready when this returns."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise ConfigError(
-            f"the torch backend keeps keys and values as {config.dtype}, the type it computes in; "
-            f"kv_dtype {config.kv_dtype} needs --backend native"
-        )
-    if config.affinity not in ("auto", "off"):
-        raise ConfigError("performance.affinity binds the native backend's threads, not PyTorch's")
+    check_config("torch", "PyTorch", source.config, config)
     if config.quantization != "auto" and device.type != "cuda":
         raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
-    if source.config.rope is None and config.max_seq_len > source.config.max_position:
-        raise ConfigError(
-            f"max_seq_len {config.max_seq_len} is beyond the model's {source.config.max_position} "
-            "learned positions; lower it"
-        )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     model = build_model(
@@ -65,8 +55,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ConfigError(f"dtype '{name}' is unknown; use one of {', '.join(DTYPES)}")
+    check_dtype(name, DTYPES)
     return DTYPES[name]
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.execution.blas import prefer_blas
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
@@ -27,11 +28,7 @@ from engine.backends.custom.frameworks.torch.execution.graphs import (
     row_sizes,
 )
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
-from engine.backends.custom.frameworks.torch.execution.staging import (
-    Layout,
-    Pinned,
-    PinnedRing,
-)
+from engine.backends.custom.frameworks.torch.execution.staging import Pinned, PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     SHARED_FIELDS,
     SPAN_FIELDS,
@@ -45,6 +42,7 @@ from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolv
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.seam import (
+    GPU_STEP_S,
     I32,
     BatchInputs,
     RunnerConfig,
@@ -54,8 +52,6 @@ from engine.backends.custom.runtime.seam import (
 
 FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
 Arrays = dict[str, NDArray[np.generic]]
-# Large steps use the device best, and it soon has no prompt left to compute.
-TARGET_STEP_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class CudaRunner(TorchRunner):
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(model, config, device, dtype)
-        self._spec = replace(self._spec, target_step_s=TARGET_STEP_S)
+        self._spec = replace(self._spec, target_step_s=GPU_STEP_S)
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         self._angles = None

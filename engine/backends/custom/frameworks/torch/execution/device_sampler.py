@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.frameworks import settings
+from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, with_logprobs
-from engine.backends.custom.frameworks.torch.execution.staging import Layout
+from engine.backends.custom.frameworks.torch.execution.sampler import with_logprobs
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.sampling import (
     add_bias_,
@@ -23,30 +24,11 @@ from engine.backends.custom.frameworks.torch.kernels.sampling import (
     greedy,
     penalize,
 )
-from engine.backends.custom.runtime.noise import row_keys
-from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
+from engine.backends.custom.runtime.results import Sampled
+from engine.backends.custom.runtime.seam import SamplingInputs
 
 MASK = "mask"
-_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
-_ONE = int(np.float32(1).view(np.int32))  # the bits of 1.0
-# What rows that belong to nobody ask for: their likeliest token.
-PADS = {
-    "slots": 0,
-    "position": 0,
-    "num_prompt": 0,
-    "temperature": 0,
-    "top_k": 0,
-    "top_p": _ONE,
-    "min_p": 0,
-    "repetition": _ONE,
-    "presence": 0,
-    "frequency": 0,
-    "forced": DRAW,
-    "keys": 0,
-    "bias_rows": 0,
-    "bias_ids": 0,
-    "bias_values": 0,
-}
+PADS = settings.PADS | {"position": 0, "num_prompt": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,50 +49,41 @@ def kind_of(sampling: SamplingInputs) -> Kind:
 
 
 def settings_sizes(rows: int, biases: int) -> dict[str, int]:
-    per_bias = dict.fromkeys(("bias_rows", "bias_ids", "bias_values"), biases)
-    return dict.fromkeys(PADS, rows) | {"keys": 2 * rows} | per_bias
+    return settings.settings_sizes(rows, biases) | {"position": rows, "num_prompt": rows}
 
 
 def settings_arrays(
     sampling: SamplingInputs, history: TokenHistory
 ) -> dict[str, NDArray[np.generic]]:
-    """As 32-bit integers: floats by their bits."""
+    """All of them int32."""
     mask = np.zeros(0, np.uint32) if sampling.mask is None else sampling.mask
-    stated = {
-        "slots": sampling.slots,
+    return settings.settings_arrays(sampling, history.nobody) | {
         "position": sampling.position,
         "num_prompt": history.num_prompt(sampling.slots),
-        "top_k": sampling.top_k,
-        "forced": sampling.forced,
-        "keys": row_keys(sampling.seed, sampling.choice, sampling.position),
-        "bias_rows": sampling.bias_rows,
-        "bias_ids": sampling.bias_ids,
         MASK: mask.view(np.int32),
     }
-    return stated | {name: getattr(sampling, name).view(np.int32) for name in _FLOATS}
 
 
 def settings_views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
-    views = layout.views(buffer, {"keys": 2})
-    return views | {name: views[name].view(torch.float32) for name in _FLOATS}
+    return settings.settings_views(layout, buffer, torch.float32)
 
 
 def choose(
-    logits: Tensor, settings: Mapping[str, Tensor], kind: Kind, history: Tensor, words: Tensor
+    logits: Tensor, given: Mapping[str, Tensor], kind: Kind, history: Tensor, words: Tensor
 ) -> Tensor:
     """(R,) int64 from logits (R, V), which are left as they are, and the first R of the settings.
 
     `history` is the slots' tokens, `words` the vocabulary's `token_words`.
     """
     rows, vocabulary = logits.shape
-    of_rows = {name: settings[name][:rows] for name in PADS if not name.startswith("bias")}
+    of_rows = {name: given[name][:rows] for name in PADS if not name.startswith("bias")}
     adjusted = logits.float()
     if kind.adjusts:
-        adjusted = _adjusted(adjusted, settings, of_rows, history)
+        adjusted = _adjusted(adjusted, given, of_rows, history)
     mask = None
     if kind.masks:
         width = -(-vocabulary // 32)
-        mask = settings[MASK][: rows * width].view(rows, width)
+        mask = given[MASK][: rows * width].view(rows, width)
     if kind.draws:
         tokens = draw(
             adjusted,
@@ -128,7 +101,7 @@ def choose(
 
 
 def _adjusted(
-    logits: Tensor, settings: Mapping[str, Tensor], of_rows: Mapping[str, Tensor], history: Tensor
+    logits: Tensor, given: Mapping[str, Tensor], of_rows: Mapping[str, Tensor], history: Tensor
 ) -> Tensor:
     """A copy with penalties and biases."""
     adjusted = penalize(
@@ -142,9 +115,9 @@ def _adjusted(
         of_rows["frequency"],
         torch.zeros(logits.shape, dtype=torch.int32, device=logits.device),
     )
-    if not len(settings["bias_rows"]):
+    if not len(given["bias_rows"]):
         return adjusted
-    return add_bias_(adjusted, settings["bias_rows"], settings["bias_ids"], settings["bias_values"])
+    return add_bias_(adjusted, given["bias_rows"], given["bias_ids"], given["bias_values"])
 
 
 def sample(
@@ -153,11 +126,9 @@ def sample(
     """logits (R, V) float32 are left as they are; `words` are the vocabulary's `token_words`."""
     sizes = settings_sizes(len(logits), len(sampling.bias_rows))
     layout = Layout(sizes, PADS, last=MASK)
-    arrays = settings_arrays(sampling, history)
-    packed = np.empty(layout.length(arrays), np.int32)
-    layout.write(packed, arrays)
-    settings = settings_views(layout, to_device(packed, logits.device))
-    tokens = choose(logits, settings, kind_of(sampling), history.tokens, words)
+    packed = layout.packed(settings_arrays(sampling, history))
+    given = settings_views(layout, to_device(packed, logits.device))
+    tokens = choose(logits, given, kind_of(sampling), history.tokens, words)
     if (sampling.num_logprobs < 0).all():
         return Sampled(tokens)
     return with_logprobs(logits, tokens, int(sampling.num_logprobs.max()))

@@ -7,10 +7,11 @@ pass has long been launched.
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.layout import Layout
+from engine.backends.custom.frameworks.settings import KEEPS
 from engine.backends.custom.frameworks.torch.execution.device_sampler import (
     MASK,
     PADS,
@@ -23,13 +24,12 @@ from engine.backends.custom.frameworks.torch.execution.device_sampler import (
 )
 from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.staging import Layout, PinnedRing
+from engine.backends.custom.frameworks.torch.execution.staging import PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
 
 PLAIN = Kind(adjusts=False, masks=False, draws=False)
 MAX_BIASES = 1024  # of a step; with more it is drawn outside a graph
-KEEPS = "keeps"  # the slot that a row's token is kept for; a forced one is kept for nobody
 
 
 class DrawnStep(Protocol):
@@ -60,7 +60,7 @@ class Drawer:
         self._nobody = max_slots
         self._history, self._last_token, self._words = history, last_token, words
         self._capturer = capturer
-        sizes = settings_sizes(max_slots, MAX_BIASES) | {KEEPS: max_slots}
+        sizes = settings_sizes(max_slots, MAX_BIASES)
         self._layout = Layout(sizes, PADS | {KEEPS: self._nobody}, last=MASK)
         longest = self._layout.size + max_slots * -(-vocab_size // 32)
         self._buffer = torch.zeros(longest, dtype=torch.int32, device=device)
@@ -109,7 +109,6 @@ class Drawer:
 
     def _send(self, sampling: SamplingInputs) -> None:
         arrays = settings_arrays(sampling, self._history)
-        arrays[KEEPS] = np.where(sampling.forced == DRAW, sampling.slots, self._nobody)
         length = self._layout.length(arrays)
         pinned = self._inbound.take(length)
         self._layout.write(pinned.array, arrays)

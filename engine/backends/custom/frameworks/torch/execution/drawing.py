@@ -13,10 +13,11 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
+from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.runtime.noise import token_words
+from engine.backends.custom.runtime.results import Sampled
 from engine.backends.custom.runtime.seam import (
     DRAW,
     BatchInputs,

@@ -36,6 +36,11 @@ class TokenHistory:
         )
 
     @property
+    def nobody(self) -> int:
+        """The slot that padding has."""
+        return len(self._num_prompt)
+
+    @property
     def tokens(self) -> Tensor:
         """(max_slots + 1, max_seq_len + 1) int64"""
         return self._tokens

@@ -1,10 +1,9 @@
-"""Counter-based noise from the keys of `runtime/noise.py`, equal on every device."""
+"""`gumbel` of `runtime/noise.py` in PyTorch's words: in place, and equal on every device."""
 
 import torch
 from torch import Tensor
 
-_MIX_1, _MIX_2 = 0x7FEB352D, -0x7B935975  # int32 multipliers that spread a bit over the word
-_MASK_31 = 0x7FFFFFFF
+from engine.backends.custom.runtime.noise import MASK_31, MIX_1, MIX_2
 
 
 def gumbel(keys: Tensor, words: Tensor) -> Tensor:
@@ -12,10 +11,10 @@ def gumbel(keys: Tensor, words: Tensor) -> Tensor:
     bits = words ^ keys[:, :1]  # (R, V) int32
     bits *= keys[:, 1:]
     bits ^= (bits >> 15) & 0x1FFFF
-    bits *= _MIX_1
+    bits *= MIX_1
     bits ^= (bits >> 16) & 0xFFFF
-    bits *= _MIX_2
-    bits &= _MASK_31
+    bits *= MIX_2
+    bits &= MASK_31
     # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
     uniform = bits.to(torch.float32).clamp_(0.5, 2.0**31 - 128).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_().log_().neg_()

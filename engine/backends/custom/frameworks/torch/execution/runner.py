@@ -38,12 +38,9 @@ class TorchRunner(DrawingRunner):
     def __init__(
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        spec = RunnerSpec(
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            max_slots=config.max_slots,
-            max_seq_len=config.max_seq_len,
-            vocab_size=model.config.vocab_size,
+        spec = RunnerSpec.of(
+            config,
+            model.config.vocab_size,
             depth=0 if device.type == "cpu" else 1,
         )
         super().__init__(spec, device)

@@ -6,8 +6,6 @@ least likely one kept is kept too, so that the result depends on values alone. T
 Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,19 +15,10 @@ from engine.backends.custom.frameworks.torch.execution.history import TokenHisto
 from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.noise import row_keys
+from engine.backends.custom.runtime.results import Sampled
 from engine.backends.custom.runtime.seam import DRAW, I32, U32, SamplingInputs
 
 MINUS_INFINITY = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """On the device. The last three are None unless some row asked for log-probabilities."""
-
-    tokens: Tensor  # (R,) int64
-    logprobs: Tensor | None = None  # (R,)
-    top_ids: Tensor | None = None  # (R, K)
-    top_logprobs: Tensor | None = None  # (R, K)
 
 
 def sample(

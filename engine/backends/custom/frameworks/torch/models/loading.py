@@ -7,7 +7,6 @@ tensor. A layer that is to have fewer bits is filled and shrunk before the next 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, family_of
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
@@ -39,13 +39,6 @@ from engine.core.errors import ModelFormatError
 
 MODELS: dict[str, type[Decoder]] = {"gpt2": GPT2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 ENCODERS: dict[str, type[Bert]] = {"bert": Bert}
-ROPE_FACTORS = "rope.factors"
-
-
-class Weight(Protocol):
-    def numpy(self) -> NDArray[np.float32]:
-        """The decoded tensor, (out, in) for a matrix."""
-        ...
 
 
 def build_model(
@@ -57,11 +50,7 @@ def build_model(
     quantization: str = "auto",
 ) -> Decoder:
     """`quantization`: "fp8" or "int8" for matrices that the checkpoint holds in more bits."""
-    if config.family not in MODELS:
-        raise ModelFormatError(
-            f"the torch framework has no model for family '{config.family}'; "
-            f"it has {', '.join(sorted(MODELS))}"
-        )
+    family = family_of(MODELS, config, "torch")
     rotary = None
     if config.rope is not None:
         factors = weights.get(ROPE_FACTORS)
@@ -70,7 +59,7 @@ def build_model(
         )
     keeps, shrinks = keeps_quantized(weights, device), quantization != "auto"
     with _factory_defaults(torch.device("meta") if keeps or shrinks else device, dtype):
-        model = MODELS[config.family](config, rotary)
+        model = family(config, rotary)
     taken = place_quantized(model, weights, device, dtype) if keeps else set()
     rest = {name: weight for name, weight in weights.items() if name not in taken}
     _check_names(model, rest)

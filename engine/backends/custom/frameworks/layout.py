@@ -1,0 +1,65 @@
+"""Many small arrays side by side in one vector of 32-bit words, so that a step crosses to a device
+in one copy.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.runtime.seam import I32
+
+ALIGNMENT = 4  # words: kernels load 16 bytes at a time
+
+Arrays = Mapping[str, NDArray[np.generic]]
+
+
+class Layout:
+    """Where each array lies in the vector. `pads` fill what an array leaves of its room; the `last`
+    array, if any, is as long as it needs to be.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], pads: Mapping[str, int], last: str | None = None
+    ) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        self._pads, self._last = pads, last
+        end = 0
+        for name, size in sizes.items():
+            self._places[name] = (end, size)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        self.size = end  # but for the last
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def length(self, arrays: Arrays) -> int:
+        return self.size if self._last is None else self.size + arrays[self._last].size
+
+    def write(self, buffer: I32, arrays: Arrays) -> None:
+        for name, (start, size) in self._places.items():
+            values = arrays[name]
+            end = start + values.size
+            buffer[start:end] = values.reshape(-1)
+            if values.size < size and name in self._pads:
+                buffer[end : start + size] = self._pads[name]
+        if self._last is not None:
+            last = arrays[self._last]
+            buffer[self.size : self.size + last.size] = last.reshape(-1)
+
+    def packed(self, arrays: Arrays) -> I32:
+        vector = np.empty(self.length(arrays), np.int32)
+        self.write(vector, arrays)
+        return vector
+
+    def views(self, buffer: Any, fields: Mapping[str, int]) -> dict[str, Any]:
+        """The arrays as parts of the vector, which may be of any library; those of several `fields`
+        are two-dimensional.
+        """
+        found = {name: buffer[start : start + size] for name, (start, size) in self._places.items()}
+        if self._last is not None:
+            found[self._last] = buffer[self.size :]
+        for name, width in fields.items():
+            found[name] = found[name].reshape(-1, width)
+        return found

@@ -1,0 +1,36 @@
+"""What tensor libraries cannot be asked for, and our own kernels can."""
+
+from collections.abc import Iterable
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.core.errors import ConfigError
+
+
+def check_dtype(dtype: str, known: Iterable[str]) -> None:
+    names = list(known)
+    if dtype not in names:
+        raise ConfigError(f"dtype '{dtype}' is unknown; use one of {', '.join(names)}")
+
+
+def check_config(framework: str, library: str, model: ModelConfig, config: RunnerConfig) -> None:
+    """Raises `ConfigError`. `library` is whose threads compute."""
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise ConfigError(
+            f"the {framework} backend keeps keys and values as {config.dtype}, the type it "
+            f"computes in; kv_dtype {config.kv_dtype} needs --backend native"
+        )
+    if config.affinity not in ("auto", "off"):
+        raise ConfigError(
+            f"performance.affinity binds the native backend's threads, not {library}'s"
+        )
+    if model.rope is None and config.max_seq_len > model.max_position:
+        raise ConfigError(
+            f"max_seq_len {config.max_seq_len} is beyond the model's {model.max_position} "
+            "learned positions; lower it"
+        )
+
+
+def refuse_quantization(quantization: str) -> None:
+    if quantization != "auto":
+        raise ConfigError(f"quantization {quantization} needs --backend torch on a GPU")

@@ -1,0 +1,12 @@
+"""The tinygrad framework: a step is captured once for each shape and replayed from then on."""
+
+from typing import TYPE_CHECKING
+
+from engine.backends.custom.frameworks.lazy import lazy_backend
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.backends import TinygradBackend
+
+__all__ = ["TinygradBackend"]
+
+__getattr__ = lazy_backend(__name__, "TinygradBackend")

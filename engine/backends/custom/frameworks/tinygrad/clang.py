@@ -1,0 +1,21 @@
+"""The compiler that tinygrad calls for a CPU. Importing this does not import tinygrad."""
+
+import os
+import shutil
+import subprocess
+
+_INSTALL = "apt-get install clang (or brew install llvm), or name a clang in the variable CC"
+
+
+def missing_clang() -> str | None:
+    """What keeps tinygrad from compiling, and what to do about it; None: nothing does."""
+    compiler = os.environ.get("CC", "clang")
+    if shutil.which(compiler) is None:
+        return f"tinygrad compiles for a CPU with clang, and '{compiler}' is not there: {_INSTALL}"
+    # tinygrad gives it options that only clang has.
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    if "clang" not in answer.stdout:
+        return (
+            f"tinygrad compiles with '{compiler}', which CC names and which is no clang: unset CC"
+        )
+    return None

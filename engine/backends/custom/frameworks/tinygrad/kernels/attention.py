@@ -1,0 +1,167 @@
+"""Attention over a paged cache, as a few kernels whose loops end at the longest table of the step.
+
+Keys lie with the positions of a block side by side, values with the dimensions of a head side by
+side: what a kernel makes vectors of is contiguous in either. Letters: N query heads, K of keys and
+values, H of a head, B blocks, P positions of a block.
+"""
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import Ops
+
+from engine.backends.custom.frameworks.tinygrad.kernels.launch import (
+    index,
+    inside,
+    lanes,
+    launch,
+    loop,
+    reduction,
+)
+
+HIDDEN = -1e30  # a score that adds nothing, and unlike infinity has a difference to itself
+
+Stored = tuple[UOp, tuple[UOp, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A layer's part of the cache."""
+
+    keys: Tensor  # (B, K, H, P)
+    values: Tensor  # (B, K, P, H)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Where a step's tokens are and what they see."""
+
+    positions: Tensor  # (T,)
+    write_slots: Tensor  # (T,)
+    rows: Tensor  # (T,) index into tables
+    tables: Tensor  # (S, B)
+    num_blocks: UOp  # variable: of the longest table in use
+    window: int | None
+
+
+def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
+    """k, v (T, K, H)"""
+    keys, values, *_ = launch("write", _write, pages.keys, pages.values, k, v, write_slots)
+    return Pages(keys, values)
+
+
+def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
+    """q (T, N, H): (T, N, H)"""
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, bound, on_cpu = pages.keys.shape[3], work.num_blocks, q.device == "CPU"
+    places = (num_tokens, num_heads, work.tables.shape[1], block_size)
+
+    def room(*shape: int) -> Tensor:
+        return Tensor.empty(*shape, dtype=dtypes.float32, device=q.device)
+
+    where = (work.tables, work.rows, work.positions)
+    scores, *_ = launch(
+        "score",
+        lambda *of: _score(*of, bound=inside(bound), window=work.window),
+        *(room(*places), q, pages.keys, *where),
+        bound=bound,
+        as_written=on_cpu,
+    )
+    best, *_ = launch(
+        "best",
+        lambda *of: _best(*of, bound=inside(bound)),
+        *(room(num_tokens, num_heads), scores),
+        bound=bound,
+    )
+    weights, *_ = launch(
+        "weigh",
+        lambda *of: _weigh(*of, bound=inside(bound)),
+        *(room(*places), scores, best),
+        bound=bound,
+    )
+    mixed, *_ = launch(
+        "mix",
+        lambda *of: _mix(*of, bound=inside(bound)),
+        *(room(num_tokens, num_heads, head_dim), weights, pages.values, *where),
+        bound=bound,
+        as_written=on_cpu,
+    )
+    return mixed.cast(q.dtype)
+
+
+def _write(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> Stored:
+    block_size = keys.shape[3]
+    t, head, h = loop(k.shape[0], 0), loop(k.shape[1], 1), loop(k.shape[2], 2)
+    slot = index(slots[t])
+    block, place = slot // block_size, slot % block_size
+    key = keys[block, head, h, place].store(k[t, head, h].load())
+    value = values[block, head, place, h].store(v[t, head, h].load())
+    return UOp.group(key, value), (t, head, h)
+
+
+def _score(
+    out: UOp,
+    q: UOp,
+    keys: UOp,
+    tables: UOp,
+    rows: UOp,
+    positions: UOp,
+    *,
+    bound: UOp,
+    window: int | None,
+) -> Stored:
+    """Each query's product with each key of its table; hidden where it may not look."""
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, group = keys.shape[3], num_heads // keys.shape[1]
+    t, n, b = loop(num_tokens, 0), loop(num_heads, 1), loop(bound, 2)
+    p, places = lanes(block_size, 3)
+    h = reduction(head_dim, 5)
+    block = index(tables[index(rows[t]), b])
+    product = q[t, n, h].load() * keys[block, n // group, h, p].load()
+    score = product.cast(dtypes.float32).reduce(h, arg=Ops.ADD) * head_dim**-0.5
+    distance = index(positions[t]) - (b * block_size + p)
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance < window)
+    return out[t, n, b, p].store(visible.where(score, HIDDEN)), (t, n, b, *places)
+
+
+def _best(out: UOp, scores: UOp, *, bound: UOp) -> Stored:
+    t, n = loop(out.shape[0], 0), loop(out.shape[1], 1)
+    b, p = reduction(bound, 2), reduction(scores.shape[3], 3)
+    return out[t, n].store(scores[t, n, b, p].load().reduce(b, p, arg=Ops.MAX)), (t, n)
+
+
+def _weigh(out: UOp, scores: UOp, best: UOp, *, bound: UOp) -> Stored:
+    t, n, b, p = (
+        *(loop(out.shape[0], 0), loop(out.shape[1], 1)),
+        *(loop(bound, 2), loop(out.shape[3], 3)),
+    )
+    weight = (scores[t, n, b, p].load() - best[t, n].load()).exp()
+    return out[t, n, b, p].store(weight), (t, n, b, p)
+
+
+def _mix(
+    out: UOp,
+    weights: UOp,
+    values: UOp,
+    tables: UOp,
+    rows: UOp,
+    positions: UOp,
+    *,
+    bound: UOp,
+) -> Stored:
+    """The mean of the values by weight. What lies behind a query is somebody else's, and may be
+    NaN, so it is left out rather than multiplied by 0.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    block_size, group = values.shape[2], num_heads // values.shape[1]
+    t, n = loop(num_tokens, 0), loop(num_heads, 1)
+    h, places = lanes(head_dim, 2)
+    b, p = reduction(bound, 4), reduction(block_size, 5)
+    block = index(tables[index(rows[t]), b])
+    weight = weights[t, n, b, p].load()
+    value = values[block, n // group, p, h].load().cast(dtypes.float32)
+    visible = b * block_size + p <= index(positions[t])
+    total = visible.where(weight * value, 0.0).reduce(b, p, arg=Ops.ADD)
+    return out[t, n, h].store(total / weight.reduce(b, p, arg=Ops.ADD)), (t, n, *places)

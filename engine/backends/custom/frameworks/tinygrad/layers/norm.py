@@ -1,0 +1,16 @@
+"""Normalisation over the last dimension; statistics are float32 whatever the model's dtype."""
+
+from tinygrad import Tensor
+
+from engine.backends.custom.frameworks.tinygrad.layers.linear import Params
+
+
+def rms_norm(params: Params, x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * (wide.square().mean(axis=-1, keepdim=True) + eps).rsqrt()
+    return normed.cast(x.dtype) * params["weight"]
+
+
+def layer_norm(params: Params, x: Tensor, eps: float) -> Tensor:
+    normed = x.float().layernorm(eps=eps)
+    return normed.cast(x.dtype) * params["weight"] + params["bias"]

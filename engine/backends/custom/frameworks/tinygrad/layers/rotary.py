@@ -1,0 +1,21 @@
+"""Rotary embedding by the cosines and sines of a step's positions, which the host looks up."""
+
+from typing import NamedTuple
+
+from tinygrad import Tensor
+
+
+class Rotation(NamedTuple):
+    """Of a step's tokens."""
+
+    cos: Tensor  # (T, dim / 2) float32
+    sin: Tensor  # (T, dim / 2) float32
+
+
+def rotate(x: Tensor, turn: Rotation) -> Tensor:
+    """The first `dim` values of each head of x (T, N, H); value i pairs with i + dim / 2."""
+    cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in turn)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = (first * cos - second * sin).cat(second * cos + first * sin, dim=-1)
+    return turned.cat(rest, dim=-1) if rest.shape[-1] else turned

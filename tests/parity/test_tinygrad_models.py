@@ -1,0 +1,42 @@
+"""The tinygrad models against Hugging Face's in float32 on tiny random weights, layer by layer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tinygrad import Tensor, dtypes
+
+from engine.backends.custom.frameworks.tinygrad.models.base import final_norm, forward_sequence
+from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
+from engine.backends.custom.weights.model import open_model
+from tests.parity import tiny_models
+
+TOLERANCE = 1e-4
+# Each way through the code; rotary rules are numbers that all frameworks read from one place.
+NAMES = (
+    *("gpt2", "mistral-window", "qwen3"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "qwen2")),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
+    theirs, path = tiny_models.save(name, tmp_path)
+    tokens = tiny_models.text()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens]), output_hidden_states=True)
+    source = open_model(path)
+    model = load_model(
+        source.config, source.weights, tiny_models.MAX_POSITION, dtypes.float32, "CPU"
+    )
+    source.close()
+    logits, states = forward_sequence(model, tokens)
+    # Their last state has been through the final norm; ours has not.
+    states[-1] = final_norm(model, states[-1])
+    Tensor.realize(logits, *states)
+    assert len(states) == tiny_models.NUM_LAYERS + 1
+    for ours, other in zip(states, expected.hidden_states, strict=True):
+        np.testing.assert_allclose(ours.numpy(), other[0].numpy(), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits.numpy(), expected.logits[0].numpy(), atol=TOLERANCE, rtol=0)
+    assert logits.abs().max().item() > 1, "logits near zero would agree whatever the model did"

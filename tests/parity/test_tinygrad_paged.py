@@ -1,0 +1,135 @@
+"""tinygrad over its paged cache: attention against a plain sequence, generation against
+Transformers, and settings that it cannot have.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tinygrad import Tensor, Variable
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.backends.custom.frameworks.tinygrad.execution import device
+from engine.backends.custom.frameworks.tinygrad.execution.build import build_runner
+from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
+    Pages,
+    Work,
+    attend,
+    write,
+)
+from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.weights.model import open_model
+from engine.core.errors import ConfigError
+from tests.parity import tiny_models
+from tests.parity.seam_driver import SeamDriver
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+BLOCK_SIZE, TABLE_BLOCKS = 4, 32
+NUM_NEW = 12
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 4,
+    "num_blocks": 128,
+    "max_slots": 8,
+    "max_seq_len": 128,
+    "num_threads": None,
+}
+
+
+def plain_attention(q, k, v, window) -> np.ndarray:
+    """By PyTorch, over a whole sequence: (T, N, H)"""
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    visible = (distance >= 0) & (distance < (window or len(q)))
+    heads = (torch.from_numpy(x).transpose(0, 1) for x in (q, k, v))
+    out = scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True)
+    return out.transpose(0, 1).numpy()
+
+
+@pytest.mark.parametrize("window", [None, 11])
+def test_paged_attention_equals_plain_attention(window) -> None:
+    """Queries at the ends of three sequences in shuffled blocks; only their own last keys and
+    values are written by the step.
+    """
+    rng = np.random.default_rng(0)
+    lengths, counts = (40, 5, 17), (9, 5, 1)
+    used = [-(-length // BLOCK_SIZE) for length in lengths]
+    free = rng.permutation(np.arange(1, sum(used) + 1))
+    tables = np.zeros((len(lengths), TABLE_BLOCKS), np.int32)
+    # What nobody has written yet must not be seen, not even as NaN under a mask.
+    shape = (sum(used) + 1, KV_HEADS)
+    keys = np.full((*shape, HEAD_DIM, BLOCK_SIZE), np.nan, np.float32)
+    values = np.full((*shape, BLOCK_SIZE, HEAD_DIM), np.nan, np.float32)
+    steps, expected = [], []
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[row, : used[row]], free = free[: used[row]], free[used[row] :]
+        heads = (HEADS, KV_HEADS, KV_HEADS)
+        q, k, v = (rng.standard_normal((length, n, HEAD_DIM), np.float32) for n in heads)
+        at = np.arange(length, dtype=np.int32)
+        block, place = tables[row, at // BLOCK_SIZE], at % BLOCK_SIZE
+        old = slice(length - count)
+        keys[block[old], :, :, place[old]] = k[old]
+        values[block[old], :, place[old]] = v[old]
+        slots = block * BLOCK_SIZE + place
+        rows = np.full(length, row, np.int32)
+        steps.append([x[-count:] for x in (q, k, v, at, slots, rows)])
+        expected.append(plain_attention(q, k, v, window)[-count:])
+    q, k, v, at, slots, rows = (
+        Tensor(np.concatenate(parts), device="CPU").realize() for parts in zip(*steps, strict=True)
+    )
+    keys, values, table = (
+        Tensor(array, device="CPU").contiguous().realize() for array in (keys, values, tables)
+    )
+    bound = Variable("num_blocks", 1, TABLE_BLOCKS).bind(max(used))
+    work = Work(at, slots, rows, table, bound, window)
+    found = attend(q, write(Pages(keys, values), k, v, slots), work).numpy()
+    np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
+def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
+    model, path = tiny_models.save(name, tmp_path)
+    prompts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1, 33))]
+    driver = SeamDriver(build_runner(open_model(path), RunnerConfig(**SETTINGS)))
+    found = driver.generate([driver.add(prompt) for prompt in prompts], NUM_NEW, chunk=6)
+    for prompt, ours in zip(prompts, found, strict=True):
+        theirs = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert ours == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"dtype": "int3"}, "float32"),
+        ({"device": "abacus"}, "cuda"),
+        ({"device": "cuda:7"}, "cuda:7"),
+        ({"attention": "triton"}, "triton"),
+        ({"num_threads": 2}, "one thread"),
+        ({"kv_dtype": "int8"}, "native"),
+        ({"quantization": "fp8"}, "torch"),
+        ({"max_seq_len": tiny_models.MAX_POSITION + 1}, "learned positions"),
+    ],
+)
+def test_unusable_settings_are_refused_by_name(changes, word, tmp_path: Path) -> None:
+    _, path = tiny_models.save("gpt2", tmp_path)
+    with pytest.raises(ConfigError, match=word):
+        build_runner(open_model(path), RunnerConfig(**SETTINGS | changes))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "advice"),
+    [("clang-that-is-not-there", "apt-get install clang"), ("true", "unset CC")],
+)
+def test_who_has_no_clang_is_told_to_install_it(compiler, advice, monkeypatch) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(ConfigError, match=advice):
+        device.find_device("cpu", "auto")
