@@ -34,10 +34,10 @@ test: $(VENV)/.dev clang ## Run every test that is quick
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
 
 clang: ## Install clang, with which tinygrad compiles for a CPU
-	@has() { command -v "$$1" >/dev/null; }; has "$${CC:-clang}" || { \
-		printf '\n==> Installing clang\n'; [ "$$(id -u)" = 0 ] && has apt-get && apt-get update -q && \
-		apt-get install -y -q clang && has "$${CC:-clang}"; } || { \
-		echo "tinygrad compiles for a CPU with clang, which is not there: sudo apt-get install clang" >&2; exit 1; }
+	@has() { command -v "$${CC:-clang}" >/dev/null; }; has || { \
+		printf '\n==> Installing clang\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
+		apt-get install -y -q clang && has; } || \
+		echo "clang is not there, so tinygrad is not tested: sudo apt-get install clang" >&2
 
 test-slow: $(VENV)/.dev clang ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
