@@ -161,8 +161,9 @@ INVARIANTS = [
     runtime(
         "INV-20 last come, first served",
         "waiting",
-        "        insort(line, seq, key=lambda s: s.arrival)\n",
-        "        insort(line, seq, key=lambda s: -s.arrival)\n",
+        "insort(line, seq, key=lambda s: s.arrival)",
+        "insort(line, seq, key=lambda s: -s.arrival)",
+        "tests/unit/test_fair_share.py::test_one_tenant_alone_is_served_first_come_first_served",
     ),
     runtime(
         "INV-20 INV-21 held for ever",

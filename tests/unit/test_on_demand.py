@@ -19,12 +19,14 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     FinishEvent,
     GenerationContext,
+    ModelCard,
     TextEvent,
 )
 from engine.core.interfaces.request import EngineStats, SamplingParams
 from engine.routing.manage import ModelManager
 from engine.routing.on_demand import OnDemand, Residency
 from engine.routing.router import Router
+from engine.servers.openai.models import model_body
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 
@@ -57,6 +59,10 @@ class Factory:
     @property
     def num_running(self) -> int:
         return sum(not backend.is_stopped for backend in self.made)
+
+
+def cards_of(holder: BackendHolder) -> list[ModelCard]:
+    return holder.current.models()
 
 
 def request(number: int = 0) -> CompletionRequest:
@@ -241,6 +247,11 @@ async def test_a_server_with_one_model_becomes_a_router_when_it_gets_another(man
         await manager.load("second", "something else", None, {})
     assert await manager.unload("second", 0)
     assert {each["id"]: each["state"] for each in manager.describe()}["second"] == "unloaded"
+    listed = [model_body(card, holder.current.model_health(card.id)) for card in cards_of(holder)]
+    assert {each["id"]: (each["state"], each["loaded"]) for each in listed} == {
+        MODEL: ("loaded", True),
+        "second": ("unloaded", False),
+    }
     await manager.load("second", "second", None, {})
     await manager.remove("second", 0)
     with pytest.raises(NotFoundError):
