@@ -3,7 +3,8 @@
 The file is opened on first use, so a server that stores nothing writes nothing. Every call is a
 transaction: it happens as a whole or not at all, whatever ends the process. A file that SQLite
 calls damaged is moved aside, for somebody to look at, and a new one is begun: what was stored is
-lost to clients, the server is not.
+lost to clients, the server is not. So it is when the file has been deleted or replaced: what went
+on being written to it would be gone at the next start.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ class Database:
         self._path = path
         self._schema = schema
         self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None  # of the file that is open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -50,6 +52,9 @@ class Database:
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             faults.hit("database")
+            if self._connection is not None and self._identity != _identity(self._path):
+                logger.error("the database %s is gone; a new one is begun", self._path)
+                self._close()
             connection = self._connection = self._connection or self._connect()
             with connection:
                 connection.execute("BEGIN IMMEDIATE")
@@ -82,6 +87,7 @@ class Database:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.executescript(self._schema)
+            self._identity = _identity(self._path)
         except BaseException:
             connection.close()
             raise
@@ -100,6 +106,15 @@ class Database:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What another file under the same name would not have; None: there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _is_damage(error: Exception) -> bool:

@@ -110,3 +110,20 @@ async def test_a_disk_that_fails_is_a_503_and_may_recover(
     assert not record.exc_info
     path.parent.unlink()
     assert await database.run(read) == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_file_that_is_taken_away_is_begun_anew(
+    database: Database, path: Path, is_replaced: bool
+) -> None:
+    await database.run(lambda connection: add("lost", connection))
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    if is_replaced:
+        other = Database(path, SCHEMA)
+        await other.run(lambda connection: add("another's", connection))
+        await other.close()
+    await database.run(lambda connection: add("kept", connection))
+    await database.close()
+    again = Database(path, SCHEMA)
+    assert await again.run(read) == (["another's"] if is_replaced else []) + ["kept"]
+    await again.close()

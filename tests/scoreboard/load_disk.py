@@ -1,0 +1,67 @@
+"""A folder made unusable under a running server, in each way that disks know, and healed again."""
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tests.scoreboard.served_engine import Served
+
+Trouble = Callable[[Served, Path, random.Random], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def full(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
+    """No file of the server's can grow: what a full disk does to whoever writes."""
+    hard = resource.RLIM_INFINITY
+    pids = [each.pid for each in served.processes()]
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@contextlib.contextmanager
+def deleted(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
+    shutil.rmtree(folder)
+    yield
+
+
+@contextlib.contextmanager
+def corrupted(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
+    """Every file has some bytes overwritten, at its beginning and elsewhere."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            with path.open("r+b") as file:
+                for place in (0, chooser.randrange(path.stat().st_size)):
+                    file.seek(place)
+                    file.write(chooser.randbytes(100))
+    yield
+
+
+@contextlib.contextmanager
+def read_only(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
+    """By a mount for the superuser, whom permissions don't stop; raises if there can be none."""
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield
+        folder.chmod(0o700)
+        return
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+TROUBLES: tuple[Trouble, ...] = (full, deleted, corrupted, read_only)
