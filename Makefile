@@ -12,7 +12,7 @@ CODE := engine tests benchmarks examples
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench clean
+.PHONY: help serve clang test scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,18 @@ format: $(VENV)/.dev ## Rewrite the code in house format
 bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--quick)
 	@$(BIN)/engine pull $(MODEL)
 	@$(BIN)/python -m benchmarks.run --model $(MODEL) $(ARGS)
+
+# Tools for these two have an environment of their own.
+TOOLS := build/tools
+$(TOOLS)/.created:
+	@$(PYTHON) -m venv $(TOOLS) && $(TOOLS)/bin/pip install -q 'uv>=0.9,<1' 'cyclonedx-bom>=7,<8' && touch $@
+
+lock: $(TOOLS)/.created ## Resolve deploy/requirements.lock again
+	@$(TOOLS)/bin/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --python-version 3.11 \
+		--no-header --no-annotate -o deploy/requirements.lock pyproject.toml
+
+sbom: $(VENV)/.serve $(TOOLS)/.created ## Write what the environment holds as CycloneDX into sbom.json
+	@$(TOOLS)/bin/cyclonedx-py environment --of JSON -o sbom.json --pyproject pyproject.toml $(BIN)/python
 
 clean: ## Remove the virtual environment and every cache
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

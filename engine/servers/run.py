@@ -25,6 +25,7 @@ from engine.core.errors import ConfigError
 from engine.servers.late_routes import LateRoutes
 from engine.servers.protocol import LimitedProtocol, raise_file_limit
 from engine.servers.services import Services
+from engine.servers.systemd import ServiceManager
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class HttpServer:
         self._sock = sock
         self._on_ready = on_ready
         self._on_progress = on_progress
+        self._manager = ServiceManager.from_environment()
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
@@ -114,13 +116,17 @@ class HttpServer:
         for component in self._services.components:
             await component.start()
         loading = asyncio.create_task(self._load())
-        watching = asyncio.create_task(self._services.watcher.run())
+        tasks = [
+            loading,
+            asyncio.create_task(self._services.watcher.run()),
+            asyncio.create_task(self._manager.watch(self._is_well)),
+        ]
         try:
             await self._uvicorn.serve(sockets=[self._sock])
         finally:
-            loading.cancel()
-            watching.cancel()
-            await asyncio.gather(loading, watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             for component in reversed(self._services.components):
                 await component.stop()
             await self._services.backend.stop()
@@ -131,6 +137,7 @@ class HttpServer:
         """First call: finish what runs, then stop. Second call: stop now."""
         self._num_signals += 1
         if self._num_signals == 1:
+            self._manager.tell("STOPPING=1")
             logger.info("draining: running requests may finish, new ones are refused")
             self._draining = asyncio.create_task(self._drain())
         else:
@@ -157,6 +164,7 @@ class HttpServer:
                 telling.cancel()
             seconds = time.monotonic() - begun
             self._services.metrics.engine_ready(seconds)
+            self._manager.tell("READY=1")
             if self._on_ready is not None:
                 self._on_ready(seconds)
             await asyncio.sleep(LATE_ROUTES_AFTER_S)
@@ -164,6 +172,9 @@ class HttpServer:
         except BaseException:
             self._uvicorn.should_exit = True
             raise
+
+    def _is_well(self) -> bool:
+        return self._services.backend.health().ready
 
     async def _tell_progress(self) -> None:
         """What a backend that takes long says of itself, as often as it says something else."""

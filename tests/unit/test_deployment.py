@@ -1,0 +1,77 @@
+"""The files of deploy/: they lock what the package asks for, and give away no rights."""
+
+import configparser
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from engine.core.config_schema import Settings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)(.*?)(?=^[A-Za-z]|\Z)", re.S | re.M)
+
+
+def locked() -> dict[str, tuple[Version, str]]:
+    """Version and the rest of the entry, by name."""
+    text = (DEPLOY / "requirements.lock").read_text()
+    return {canonicalize_name(m[1]): (Version(m[2]), m[3]) for m in LOCKED.finditer(text)}
+
+
+def unit() -> configparser.SectionProxy:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(DEPLOY / "engine.service")
+    return parser["Service"]
+
+
+def test_every_dependency_is_locked_in_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = locked()
+    for each in map(Requirement, project["dependencies"]):
+        assert each.specifier.contains(known[canonicalize_name(each.name)][0]), (
+            f"{each} is not what deploy/requirements.lock has: make lock"
+        )
+
+
+def test_every_locked_package_has_hashes() -> None:
+    assert len(locked()) > 30
+    assert all("--hash=sha256:" in rest for _, rest in locked().values())
+    assert "://" not in (DEPLOY / "requirements.lock").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("Type", "notify"),
+        ("Restart", "on-failure"),
+        ("DynamicUser", "yes"),
+        ("ProtectSystem", "strict"),
+        ("PrivateTmp", "yes"),
+        ("NoNewPrivileges", "yes"),
+        ("CapabilityBoundingSet", ""),
+    ],
+)
+def test_the_unit_gives_no_rights(key: str, value: str) -> None:
+    assert unit()[key] == value
+
+
+def test_the_unit_waits_for_a_drain_and_watches() -> None:
+    service = unit()
+    assert int(service["TimeoutStopSec"]) > Settings().server.drain_timeout_s + 10
+    assert int(service["WatchdogSec"]) > 0
+    assert "MemoryMax" in service
+
+
+def test_the_image_runs_as_nobody_and_is_probed() -> None:
+    lines = (DEPLOY / "Containerfile").read_text().replace("\\\n", "").splitlines()
+    last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM")) :]
+    assert "USER 10001" in last_stage
+    assert "STOPSIGNAL SIGTERM" in last_stage
+    assert any(line.startswith("HEALTHCHECK") and "/livez" in line for line in last_stage)
+    assert any("--require-hashes" in line for line in lines)
