@@ -82,6 +82,7 @@ SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
+        "engine.backends.custom.frameworks.native.weights.cache",
         "engine.plugins.audit_log",
         "engine.routing.decisions",
         "engine.routing.shadow",
