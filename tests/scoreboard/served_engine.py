@@ -8,6 +8,7 @@
 Clients are in `streams.py`; they judge every answer by the rules of well-formed ones.
 """
 
+import math
 import os
 import tempfile
 import time
@@ -114,7 +115,7 @@ def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     if not ordered:
         return float("nan")
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def seconds_until(condition, within_s: float, poll_s: float = 0.01) -> float:

@@ -34,7 +34,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_parser_that_was_led_astray_harms_nobody(model: Path, deed: str, words: str) -> None:
     with pytest.raises(ModelFormatError, match=words):
-        examine(model, f"tests.examiners:{deed}", max_cpu_s=1)
+        examine(model, f"tests.examiners:{deed}", max_seconds=60, max_cpu_s=1)
     assert not (model.parent / "canary").exists()
     assert not (model.parent / "examined").exists()
 

@@ -222,7 +222,7 @@ MODEL_FILES = [
         "examination: processor time has no end",
         CHILD,
         "        (resource.RLIMIT_CPU, max_cpu_s),\n",
-        "        (resource.RLIMIT_CPU, 20),\n",
+        "",
         LED_ASTRAY,
     ),
     Mutation(

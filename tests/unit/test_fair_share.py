@@ -68,12 +68,13 @@ def test_what_was_never_given_is_not_paid_for():
     promised = [sequence(arrival, "modest", max_tokens=200) for arrival in range(4)]
     for seq in promised:
         line.add(seq)
-    line.add(sequence(10, "other", max_tokens=200))
+    for arrival in (10, 11):
+        line.add(sequence(arrival, "other", max_tokens=100))
     first = admit_one(line)
     assert first.tenant == "modest"
     line.settle(first)  # it ended at once, with nothing generated
     assert next(line.in_order(0)).tenant == "other"
-    admit_one(line)
+    admit_one(line)  # which has been promised less, and has it all
     assert next(line.in_order(0)).tenant == "modest"
 
 

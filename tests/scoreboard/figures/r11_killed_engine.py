@@ -69,6 +69,7 @@ def killed_engine(run: Run) -> Values:
                 seconds = asyncio.run(kill_under_load(run, served, number))
                 beyond_load_s.append(seconds - load_s)
     run.notes["kills"] = len(beyond_load_s)
+    run.notes["first_good_beyond_load_p50_s"] = round(percentile(beyond_load_s, 0.5), 2)
     return {
         "without_result_or_error_in_5_s": len(run.failures),
         "first_good_beyond_load_p95_s": percentile(beyond_load_s, 0.95),
