@@ -174,3 +174,15 @@ def test_the_engine_serves_a_light_tenant_between_a_heavy_ones_requests():
         ended_before = sum(o.finish_reason is not None for o in engine.outcomes.values())
     assert ended_before <= 5
     engine.run()
+
+
+def test_a_newcomer_does_not_wait_for_the_prompts_that_others_have_begun():
+    engine = ToyEngine(num_blocks=256, max_slots=8, max_seq_len=256, budget=16)
+    for number in range(4):
+        engine.submit(f"long{number}", [number] * 200, tenant="flood", max_tokens=4)
+    engine.turn(3)
+    engine.submit("short", [9, 8, 7], tenant="light", max_tokens=4)
+    engine.turn(2)
+    assert engine.outcomes["short", 0].tokens, "its first token is there"
+    engine.run()
+    engine.check()

@@ -14,12 +14,13 @@ import json
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engine.core.utils.model_store import store_directory
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.load_disk import TROUBLES, Trouble, full
+from tests.scoreboard.load_disk import TROUBLES, NotPossibleError, Trouble, full
 from tests.scoreboard.load_http import judge_all, post, send
 from tests.scoreboard.served_engine import Served, served_engine
 from tests.scoreboard.streams import MODEL, Reply, completion
@@ -69,19 +70,26 @@ class _Measurement:
         await self._ask_all()
         await self._store_and_read("before")
         for trouble in TROUBLES:
-            with trouble(self._served, stored, self._run.random("disk", trouble.__name__)):
-                await self._ask_all()
-                await self._try_to_store(trouble.__name__)
-            await self._store_and_read(trouble.__name__)
-        if not self._run.quick:
-            for trouble in TROUBLES:
-                await self._start_engine_in(trouble, cache)
+            with self._if_possible(trouble.__name__):
+                with trouble(self._served, stored, self._run.random("disk", trouble.__name__)):
+                    await self._ask_all()
+                    await self._try_to_store(trouble.__name__)
+                await self._store_and_read(trouble.__name__)
+                if not self._run.quick:
+                    await self._start_engine_in(trouble, cache)
         restarts = self._served.samples()["engine_restarts_total"] - self._num_kills
         return {
             "failed_requests": len(self._run.failures),
             "wrong_outputs": self._wrong_outputs,
             "engine_restarts": restarts,
         }
+
+    @contextlib.contextmanager
+    def _if_possible(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except NotPossibleError:
+            self._run.notes[name] = "can't be made here"
 
     async def _start_engine_in(self, trouble: Trouble, cache: Path) -> None:
         with contextlib.ExitStack() as troubles:

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_PREEMPTIONS = 4
 # Prompt tokens scored in one step: each needs a row of logits as wide as the vocabulary.
 MAX_SCORED = 128
+# Of a step: enough for a question behind a text that is cached.
+NEWCOMER_TOKENS = 64
 
 
 class SequenceFaultError(Exception):
@@ -136,7 +138,7 @@ class Scheduler:
         """The next step's rows, at most `budget` tokens; None when nothing can run."""
         faults.hit("schedule")
         self._step += 1
-        rows = self._schedule_running(budget)
+        rows = self._schedule_running(budget - self._kept_for_newcomers(budget))
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
         return ScheduledBatch(tuple(rows)) if rows else None
 
@@ -223,6 +225,15 @@ class Scheduler:
         self._requests.clear()
         self._inflight = InflightPrefixes(self.kv.block_size)
         self._free_slots = list(range(self._max_slots - 1, -1, -1))
+
+    def _kept_for_newcomers(self, budget: int) -> int:
+        """Tokens that no prompt already begun gets, because a tenant waits that has nothing
+        running: it would have to wait for all of these prompts.
+        """
+        waiting = self._waiting.tenants()
+        if not waiting or not self._free_slots or waiting <= {seq.tenant for seq in self._running}:
+            return 0
+        return max(0, min(NEWCOMER_TOKENS, (budget - len(self._running)) // 2))
 
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []

@@ -8,7 +8,7 @@ each tenant's own sequences are served first come first served.
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from engine.backends.custom.runtime.fairness import FairShare
 from engine.backends.custom.runtime.sequence import Sequence
@@ -33,6 +33,10 @@ class WaitingLine:
         for lines in self._lines.values():
             for line in lines.values():
                 yield from line
+
+    def tenants(self) -> Set[str]:
+        """Those of whom somebody waits."""
+        return self._num_waiting.keys()
 
     def add(self, seq: Sequence) -> None:
         tenant = seq.tenant

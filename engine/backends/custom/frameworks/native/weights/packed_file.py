@@ -11,7 +11,6 @@ import mmap
 import os
 import struct
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -80,7 +79,7 @@ def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
                 digest.update(chunk)
                 _write_all(file, chunk)
             file.seek(0)
-            sealed_s = int(time.time()) & ~1
+            sealed_s = int(os.fstat(file.fileno()).st_mtime) & ~1
             header = Header(key, arena.size, digest.digest(), sealed_s)
             _write_all(file, memoryview(header.encode()))
             os.fsync(file.fileno())
