@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from engine.backends.custom.engine_settings import has_engine
 from engine.core.config_tables import ModelId, refuse_secrets
-from engine.core.errors import ForbiddenError, InvalidRequestError
+from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError
 from engine.core.utils.catalogue import CATALOGUE
 from engine.core.utils.model_store import ModelStore
 from engine.routing.manage import ModelManager
@@ -65,7 +65,10 @@ def add_admin_models_routes(app: FastAPI, services: Services) -> None:
         model_id = body.id or body.model
         async with audit.change(who_is(request), "models.load", model_id, model=body.model):
             _check_origin(request, body)
-            await manager.load(model_id, body.model, body.backend, body.options)
+            try:
+                await manager.load(model_id, body.model, body.backend, body.options)
+            except ConfigError as error:
+                raise InvalidRequestError(error.message, param=error.param) from None
         return json_response({"id": model_id, "state": "loaded"})
 
     @app.post("/v1/admin/models/unload")

@@ -102,6 +102,11 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
+# An event stream is no single value that a schema could describe.
+_ANSWERS: dict[str, dict[str, Any]] = {
+    "application/json": {"schema": {"type": "object"}},
+    EventStream.media_type: {},
+}
 _HEADERS = {
     "x-request-id": {"schema": {"type": "string"}, "description": "Also in the server's log."},
     "x-engine-warnings": {
@@ -155,7 +160,7 @@ def document(app: FastAPI) -> dict[str, Any]:
                 if "stream" in model.model_fields:
                     media_types.append(EventStream.media_type)
             if method == "post" and path in FORMS:
-                form = _form_schema(references[FORMS[path], "validation"])
+                form = _form_schema(FORMS[path])
                 operation["requestBody"] = _body("multipart/form-data", form)
             operation["responses"] = _responses(path, media_types)
     return made
@@ -165,9 +170,13 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"required": True, "content": {media_type: {"schema": schema}}}
 
 
-def _form_schema(fields: dict[str, Any]) -> dict[str, Any]:
-    file = {"type": "object", "required": ["file"], "properties": {"file": {"type": "string"}}}
-    return {"allOf": [file, fields]}
+def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The fields of `model`, whose own schema allows no others, and the file."""
+    schema = model.model_json_schema(ref_template=_REFS)
+    schema.pop("$defs", None)
+    file = {"file": {"type": "string", "format": "binary"}}
+    required = [*schema.get("required", ()), "file"]
+    return schema | {"properties": schema["properties"] | file, "required": required}
 
 
 def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
@@ -186,10 +195,7 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
 
 
 def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
-    content = {
-        each: {"schema": {"type": "object" if each == "application/json" else "string"}}
-        for each in media_types
-    }
+    content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
     model = "AnthropicError" if is_anthropic(path) else "Error"
     error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {

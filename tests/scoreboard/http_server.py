@@ -7,6 +7,7 @@ input ends.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -26,29 +27,32 @@ TICK_S = 0.005
 
 
 class LoopClock:
-    """How long the event loop was kept from its work. Time in which other programs had the
-    processors is left out: it says nothing about this one.
+    """How long the event loop was kept from its work, by itself or by a thread that held the
+    interpreter. Time in which other programs had the processors is left out.
     """
 
     def __init__(self, server: LiveServer) -> None:
-        self._stat = Path(f"/proc/self/task/{server.thread.native_id}/schedstat")
         self._longest = 0.0
-        server._loop.call_soon_threadsafe(self._begin, server._loop)
+        server._loop.call_soon_threadsafe(self._tick, server._loop, time.monotonic(), _queued())
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._tick(loop, self._now())
-
-    def _now(self) -> float:
-        return time.monotonic() - int(self._stat.read_text().split()[1]) / 1e9
-
-    def _tick(self, loop: asyncio.AbstractEventLoop, last: float) -> None:
-        now = self._now()
-        self._longest = max(self._longest, now - last - TICK_S)
-        loop.call_later(TICK_S, self._tick, loop, now)
+    def _tick(self, loop: asyncio.AbstractEventLoop, last: float, before: dict[str, int]) -> None:
+        now, queued = time.monotonic(), _queued()
+        waited = sum(ns - before.get(thread, ns) for thread, ns in queued.items()) / 1e9
+        self._longest = max(self._longest, now - last - TICK_S - waited)
+        loop.call_later(TICK_S, self._tick, loop, time.monotonic(), queued)
 
     def longest(self) -> float:
         longest, self._longest = self._longest, 0.0
         return longest
+
+
+def _queued() -> dict[str, int]:
+    """For how long each thread was ready to run and did not, in nanoseconds."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found[task.name] = int((task / "schedstat").read_text().split()[1])
+    return found
 
 
 def use_template(backend: Any, source: str) -> str:

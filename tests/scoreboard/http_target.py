@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
+from engine.core.key_file import add_key
 from tests.conftest import DEFAULT_MODEL
 from tests.fake_backend import MODEL as FAKE_MODEL
 from tests.live_server import wait_until
@@ -68,10 +69,13 @@ class Target:
 def held_server(*, native: bool = False, **sections: dict[str, Any]) -> Iterator[Target]:
     """Our server over a backend without a model, or over the default model."""
     with tempfile.TemporaryDirectory() as home:
+        keys_file = Path(home, "keys.json")
+        add_key(keys_file, "another")
+        server = {"api_key": KEY, "admin_key": ADMIN_KEY, "keys_file": str(keys_file)}
         settings = {
             **sections,
             "native": native,
-            "server": {"api_key": KEY, "admin_key": ADMIN_KEY} | sections.get("server", {}),
+            "server": server | sections.get("server", {}),
             "limits": {"auth_failures_per_minute": NO_THROTTLE},
             "storage": {"path": home},
         }

@@ -1,8 +1,8 @@
 """Tries out in a limited child process whether a grammar compiles.
 
 One child serves all checks in turn. A grammar that it does not answer for in time, or dies of, is
-refused, and the next check starts a fresh child. A check goes on when its caller is cancelled, so
-clients that leave cannot keep the child from ever finishing one.
+refused, and a fresh child is started for the next one. A check goes on when its caller is
+cancelled, so clients that leave cannot keep the child from ever finishing one.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import msgspec
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
 
-COMPILE_TIMEOUT_S = 1.0
+COMPILE_TIMEOUT_S = 1.0  # the child ends itself after less, by its processor time
 START_TIMEOUT_S = 30.0  # Python and the library, on a busy machine
 MAX_VERDICTS = 1024
 MAX_WAITING = 64
@@ -36,6 +36,7 @@ class GrammarChecker:
         self._checks: dict[bytes, asyncio.Task[str | None]] = {}
         self._turn = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
+        self._restart: asyncio.Task[None] | None = None
 
     async def check(self, grammar: str, param: str) -> None:
         """Raise `InvalidRequestError` unless the grammar compiles within the limits."""
@@ -53,6 +54,10 @@ class GrammarChecker:
             check.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await check
+        if self._restart is not None:
+            self._restart.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._restart
         await self._end_child()
 
     @property
@@ -79,6 +84,8 @@ class GrammarChecker:
     async def _verdict(self, key: bytes, grammar: str) -> str | None:
         async with self._turn:
             problem = await self._ask(grammar)
+        if self._child is None:
+            self._restart = asyncio.create_task(self._get_ready())
         self._verdicts[key] = problem
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -95,11 +102,17 @@ class GrammarChecker:
             return TOO_SLOW
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._end_child()
-            return TOO_LARGE
+            return TOO_SLOW if child.returncode == -signal.SIGPROF else TOO_LARGE
         except BaseException:
             await self._end_child()
             raise
         return None if answer.problem is None else f"cannot be used: {answer.problem}"
+
+    async def _get_ready(self) -> None:
+        """For whoever asks next, so that nobody waits for a process to start."""
+        async with self._turn:
+            with contextlib.suppress(UnavailableError):  # who asks next is told
+                await self._running_child()
 
     async def _running_child(self) -> asyncio.subprocess.Process:
         if self._child is not None and self._child.returncode is None:

@@ -1,0 +1,158 @@
+"""Requests made from the server's own description of itself, sound and unsound ones, and its
+answers held against it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import hypothesis
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS
+from schemathesis.core.failures import FailureGroup
+
+from tests.scoreboard.figure import Run
+from tests.scoreboard.http_bodies import least_bodies
+from tests.scoreboard.http_target import ADMIN, Target
+
+MAX_ERROR_BYTES = 8192
+TIMEOUT_S = 120
+CHECK_NAMES = (
+    *("status_code_conformance", "content_type_conformance", "response_schema_conformance"),
+    "negative_data_rejection",
+)
+# So that the next request is answered whatever an administrator's did.
+RESTORING = {
+    "/v1/admin/undrain": {},
+    "/v1/admin/limits": dict.fromkeys(
+        ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_queued")
+    ),
+    "/v1/admin/log-level": {"level": "info"},
+}
+# What decides how long an answer is; each request is to be a short one.
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+
+
+class Described:
+    """Sends cases to one server and counts what was wrong with the answers."""
+
+    def __init__(self, run: Run, target: Target) -> None:
+        self.run = run
+        self.target = target
+        self.bodies = least_bodies(target.model)
+        self.session = requests.Session()
+        self.statuses: Counter[int] = Counter()
+        self.server_errors = self.violations = self.large_errors = 0
+        description = target.description()
+        del description["security"]  # or made-up keys would be sent; R06 is about those
+        schema = schemathesis.openapi.from_dict(description)
+        self.operations = [found.ok() for found in schema.get_all_operations()]
+        self.checks = [CHECKS.get_one(name) for name in CHECK_NAMES]
+
+    def send(self, count: int, *, administer: bool) -> None:
+        """At least so many cases, in rounds over all routes; or all but the administrator's."""
+        chosen = [each for each in self.operations if administer or not _is_admin(each.path)]
+        sent, turn = 0, 0
+        while sent < count:
+            before = sum(self.statuses.values())
+            per_turn = min(10, -(-count // (2 * len(chosen))))
+            for operation in chosen:
+                for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+                    if sent + sum(self.statuses.values()) - before < count:
+                        self._send_some(operation, mode, turn, per_turn)
+            sent += sum(self.statuses.values()) - before
+            turn += 1
+
+    def _send_some(self, operation: Any, mode: GenerationMode, turn: int, count: int) -> None:
+        if mode is GenerationMode.NEGATIVE and not _takes_anything(operation):
+            return  # there is nothing that could be wrong
+
+        @hypothesis.seed(f"{self.run.seed}/{operation.label}/{mode}/{turn}")
+        @hypothesis.settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        @hypothesis.given(operation.as_strategy(generation_mode=mode))
+        def some(case: Any) -> None:
+            self._send_one(case, is_sound=mode is GenerationMode.POSITIVE)
+
+        try:
+            some()
+        except Unsatisfiable:
+            if mode is GenerationMode.POSITIVE:
+                raise
+            # Any text is a sound path, for example.
+
+    def _send_one(self, case: Any, *, is_sound: bool) -> None:
+        if is_sound and isinstance(case.body, dict) and case.operation.path in self.bodies:
+            case.body = _short(case.body | self.bodies[case.operation.path])
+        self.run.cases += 1
+        headers = self.target.key_for(case.operation.path)
+        response = case.call(
+            self.target.url, session=self.session, headers=headers, timeout=TIMEOUT_S
+        )
+        self.statuses[response.status_code] += 1
+        what = f"{case.operation.label}: {response.status_code}"
+        if response.status_code >= 500:
+            self.server_errors += 1
+            self.run.fail(f"{what} {response.text[:100]} for {_shown(case)}")
+        if response.status_code >= 400 and len(response.content) > MAX_ERROR_BYTES:
+            self.large_errors += 1
+            self.run.fail(f"{what}: an error of {len(response.content)} bytes")
+        try:
+            case.validate_response(response, checks=self.checks, headers=headers)
+        except FailureGroup as group:
+            self.violations += 1
+            reasons = "; ".join(_line(str(each)) for each in group.exceptions)
+            self.run.fail(f"{what} {reasons} for {_shown(case)}")
+        if _is_admin(case.operation.path):
+            self._restore()
+
+    def _restore(self) -> None:
+        for path, body in RESTORING.items():
+            answer = self.session.post(self.target.url + path, json=body, headers=ADMIN)
+            assert answer.status_code == 200, (path, answer.text)
+
+
+def check_spread(statuses: Counter[int]) -> None:
+    """A run that was kept out, or that was never answered, has shown nothing."""
+    total = sum(statuses.values())
+    assert statuses[401] + statuses[429] < total / 10, f"most were kept out: {statuses}"
+    answered = sum(count for status, count in statuses.items() if status < 300)
+    assert answered > total / 10, f"hardly any was answered: {statuses}"
+
+
+def _is_admin(path: str) -> bool:
+    return path.startswith("/v1/admin/")
+
+
+def _takes_anything(operation: Any) -> bool:
+    return bool(operation.body) or any(_all(operation))
+
+
+def _all(operation: Any) -> Iterable[Any]:
+    for place in (operation.path_parameters, operation.query, operation.headers):
+        yield from place
+
+
+def _short(body: dict[str, Any]) -> dict[str, Any]:
+    """Asking for few tokens."""
+    return {key: value for key, value in body.items() if key not in LENGTHS} | {
+        key: 2 for key in LENGTHS if key in body
+    }
+
+
+def _shown(case: Any) -> str:
+    return f"{case.formatted_path} {case.query or ''} {str(case.body)[:200]}"
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", text)[:120]
