@@ -83,7 +83,6 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.backends.custom.frameworks.native.weights.cache",
-        "engine.backends.custom.frameworks.native.weights.packed_file",
         "engine.plugins.audit_log",
         "engine.routing.decisions",
         "engine.routing.shadow",
