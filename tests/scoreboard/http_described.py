@@ -54,9 +54,13 @@ class Described:
         self.operations = [found.ok() for found in schema.get_all_operations()]
         self.checks = [CHECKS.get_one(name) for name in CHECK_NAMES]
 
-    def send(self, count: int, *, administer: bool) -> None:
-        """At least so many cases, in rounds over all routes; or all but the administrator's."""
+    def send(self, count: int, *, administer: bool, num_routes: int | None = None) -> None:
+        """At least so many cases, in rounds over all routes, or over some; without those of the
+        administrator, if so asked.
+        """
         chosen = [each for each in self.operations if administer or not _is_admin(each.path)]
+        if num_routes is not None:
+            chosen = self.run.random("routes").sample(chosen, num_routes)
         sent, turn = 0, 0
         while sent < count:
             before = sum(self.statuses.values())
