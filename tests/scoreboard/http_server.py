@@ -8,6 +8,7 @@ input ends.
 
 import asyncio
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ from engine.core.errors import ModelFormatError
 from engine.core.utils.chat_template import ChatTemplate
 from tests.conftest import DEFAULT_MODEL
 from tests.fake_backend import FakeBackend
-from tests.live_server import LiveServer, make_settings
+from tests.live_server import LiveServer, make_settings, wait_until
 
 TICK_S = 0.005
 
@@ -72,6 +73,9 @@ def main() -> None:
     backend: Any = NativeBackend(DEFAULT_MODEL) if asked.pop("native", False) else FakeBackend()
     server = LiveServer(backend, make_settings(**asked))
     clock = LoopClock(server)
+    wait_until(lambda: backend.health().ready, 60)
+    gc.collect()
+    gc.freeze()  # as `engine serve` does when it is ready
     print(server.url, flush=True)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")

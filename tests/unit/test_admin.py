@@ -203,3 +203,14 @@ async def test_the_audit_log_is_bounded_and_never_in_the_way(
     blocked.write_text("")
     async with AuditLog(blocked / "data").change("me", "drain"):
         pass
+
+
+def test_a_backend_that_does_not_exist_is_the_callers_mistake(admin: Admin) -> None:
+    answer = httpx.post(
+        f"{admin.server.url}/v1/admin/models/load",
+        json={"model": "absent", "backend": "nosuch"},
+        headers={"authorization": f"Bearer {ADMIN}"},
+    )
+    assert answer.status_code == 400
+    assert "unknown backend 'nosuch'" in answer.json()["error"]["message"]
+    assert admin.changes()[-1]["result"] == "INVALID_REQUEST"

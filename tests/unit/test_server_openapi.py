@@ -175,3 +175,12 @@ async def test_emulation_is_told() -> None:
     assert body["strict"] is True
     assert body["models"][0]["capabilities"]["tools"] == "emulated"
     assert body["models"][0]["capabilities"]["chat"] == "native"
+
+
+async def test_an_upload_can_be_what_is_described() -> None:
+    made = await document()
+    form = made["paths"]["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]
+    schema = form["schema"] | {"components": made["components"]}
+    jsonschema.validate({"purpose": "batch", "file": "{}"}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"purpose": "batch"}, schema)

@@ -23,7 +23,7 @@ MAX_MEMORY_BYTES = 1 << 30
 # Less than any thread of the engine has, so that what fits here does not overflow there.
 MAX_STACK_BYTES = 2 << 20
 # For one grammar. The engine compiles it once more, and both together should take less than 1 s.
-MAX_CPU_S = 0.4
+MAX_CPU_S = 0.3
 MAX_PROBLEM_CHARS = 300
 END_OF_TEXT = 256
 NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a grammar without a first byte
