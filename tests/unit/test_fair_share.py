@@ -186,3 +186,20 @@ def test_a_newcomer_does_not_wait_for_the_prompts_that_others_have_begun():
     assert engine.outcomes["short", 0].tokens, "its first token is there"
     engine.run()
     engine.check()
+
+
+def test_every_other_step_of_newcomers_is_short_and_the_rest_go_on_with_prompts():
+    engine = ToyEngine(num_blocks=1024, max_slots=16, max_seq_len=256, budget=256)
+    for number in range(8):
+        engine.submit(f"long{number}", [number] * 200, tenant="flood", max_tokens=4)
+    engine.turn(1)
+    computed = []
+    for number in range(3):
+        engine.submit(f"short{number}", [9, 8, number], tenant=f"light{number}", max_tokens=1)
+        before = sum(seq.num_computed for seq in engine.scheduler.sequences())
+        engine.turn(1)
+        computed.append(sum(seq.num_computed for seq in engine.scheduler.sequences()) - before)
+    assert computed[0] < 100 < 200 < computed[1], computed
+    assert computed[2] < 100
+    engine.run()
+    engine.check()

@@ -75,6 +75,7 @@ class Scheduler:
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = 0
+        self._was_short = False  # the last step, for newcomers
         self._num_admissions = 0
         self.num_preemptions = 0
         self.num_nonfinite = 0
@@ -138,7 +139,11 @@ class Scheduler:
         """The next step's rows, at most `budget` tokens; None when nothing can run."""
         faults.hit("schedule")
         self._step += 1
-        rows = self._schedule_running(budget - self._kept_for_newcomers(budget))
+        kept = self._kept_for_newcomers(budget)
+        if kept and not self._was_short:
+            budget = min(budget, len(self._running) + kept)
+        self._was_short = bool(kept) and not self._was_short
+        rows = self._schedule_running(budget - kept)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
         return ScheduledBatch(tuple(rows)) if rows else None
 
@@ -228,10 +233,15 @@ class Scheduler:
 
     def _kept_for_newcomers(self, budget: int) -> int:
         """Tokens that no prompt already begun gets, because a tenant waits that has nothing
-        running: it would have to wait for all of these prompts.
+        running: it would have to wait for all of these prompts. Every other such step has no room
+        for prompts but these, so that it ends soon; prompts already begun go on in the rest.
         """
         waiting = self._waiting.tenants()
-        if not waiting or not self._free_slots or waiting <= {seq.tenant for seq in self._running}:
+        if not waiting or not self._free_slots:
+            return 0
+        running = {seq.tenant for seq in self._running}
+        has_rivals = waiting & running or any(seq.num_uncomputed > 1 for seq in self._running)
+        if waiting <= running or not has_rivals:
             return 0
         return max(0, min(NEWCOMER_TOKENS, (budget - len(self._running)) // 2))
 
