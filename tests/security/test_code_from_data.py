@@ -25,6 +25,7 @@ IMPORTERS = {
     "__init__.py",
     "cli/dev.py",
     "cli/main.py",
+    "backends/custom/frameworks/lazy.py",
     "backends/custom/frameworks/native/execution/build.py",
     "backends/custom/frameworks/torch/kernels/base.py",
     "backends/custom/inspection.py",
@@ -39,6 +40,7 @@ IMPORTERS = {
 }
 # Who calls a library of C directly: the system's, and NVIDIA's.
 CTYPES_USERS = {
+    "backends/custom/frameworks/tinygrad/execution/device.py",
     "backends/custom/frameworks/torch/kernels/cuda/gated_linear.py",
     "backends/custom/frameworks/torch/kernels/cuda/library.py",
     "core/utils/examination_child.py",
