@@ -11,7 +11,8 @@ from engine.backends.custom.frameworks.torch.execution import cuda_runner, graph
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import BufferedStep, CudaRunner
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.kernels import attention_triton
+from engine.backends.custom.frameworks.torch.kernels import attention_triton, skinny
+from engine.backends.custom.frameworks.torch.models import base
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
@@ -82,7 +83,11 @@ class DoneEvent:
 
 
 @pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("slow") is None:
+        # A single row has products of its own, which take ten seconds a step.
+        for module in (base, skinny):
+            monkeypatch.setattr(module, "is_few", lambda x: False)
     # Interpreted programs that find nothing to do take time as well.
     monkeypatch.setattr(attention_triton, "SPARE_SPANS", 4)
     monkeypatch.setattr(cuda_runner, "TOKEN_SIZES", (4, 16))
