@@ -131,6 +131,8 @@ def starts() -> Iterator[Start]:
 )
 def broken_starts(run: Run) -> Values:
     chosen = list(starts())
+    # A quick run shares the machine with other tests.
+    limit_s = KILLED_AFTER_S if run.quick else LIMIT_S
     if run.quick:
         chosen = run.random("starts").sample(chosen, 4)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -140,10 +142,12 @@ def broken_starts(run: Run) -> Values:
             ended = list(pool.map(_attempt, chosen))
     run.cases = len(ended)
     for start, ending in zip(chosen, ended, strict=True):
-        for problem in (*ending.problems(start), *ending.leftovers):
+        for problem in (*ending.problems(start, limit_s), *ending.leftovers):
             run.fail(f"{start.name}: {problem}")
     run.notes["slowest_s"] = round(max(each.seconds for each in ended), 2)
-    good = [not ending.problems(start) for start, ending in zip(chosen, ended, strict=True)]
+    good = [
+        not ending.problems(start, limit_s) for start, ending in zip(chosen, ended, strict=True)
+    ]
     return {
         "refused_well_pct": 100 * sum(good) / len(good),
         "leftovers": sum(len(each.leftovers) for each in ended),
@@ -157,11 +161,11 @@ class Ending:
     said: list[str]
     leftovers: list[str]
 
-    def problems(self, start: Start) -> list[str]:
+    def problems(self, start: Start, limit_s: float) -> list[str]:
         found = []
         if self.status is None or self.status <= 0:
             found.append(f"ended with status {self.status}")
-        if self.seconds > LIMIT_S:
+        if self.seconds > limit_s:
             found.append(f"took {self.seconds:.1f} s")
         if len(self.said) != 1:
             found.append(f"said {len(self.said)} lines: {self.said[:3]}")
