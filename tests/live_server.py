@@ -17,8 +17,9 @@ import httpx
 
 from engine.core.config_schema import Settings
 from engine.core.observability.metrics import Metrics
+from engine.core.utils.listening import address_of, bind_socket
 from engine.servers.app import create_app
-from engine.servers.run import HttpServer, address_of, bind_socket
+from engine.servers.run import HttpServer
 from engine.servers.services import Services
 from tests.fake_backend import MODEL, FakeBackend
 

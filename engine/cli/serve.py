@@ -46,6 +46,8 @@ from engine.cli.serve_options import (
 from engine.core import faults
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from engine.backends.custom.app import Server
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
@@ -109,7 +111,8 @@ def serve(
 
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
-    from engine.core.config import check_exposure, check_references
+    from engine.core.config import check_references
+    from engine.core.utils.listening import bind_socket
 
     # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -118,8 +121,8 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     process = EngineProcess()  # it gets ready while this process does
     try:
         loaded = load_cli_settings(config, flags)
-        check_exposure(loaded.settings)
         check_references(loaded.settings)
+        sock = bind_socket(loaded.settings)
 
         def reread() -> "Settings":
             return load_cli_settings(config, flags).settings
@@ -127,10 +130,10 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         if loaded.settings.tables.backends:
             process.discard()  # each of the backends starts what it needs
             origin = _check_no_model(loaded)
-            _run(loaded, lambda: _routed_server(loaded, origin, reread))
+            _run(loaded, sock, lambda: _routed_server(loaded, origin, reread))
         else:
             _begin(loaded.settings, process)
-            _run(loaded, lambda: _server(loaded.settings, process, reread))
+            _run(loaded, sock, lambda: _server(loaded.settings, process, reread))
     except BaseException:
         process.discard()
         raise
@@ -187,13 +190,13 @@ def _routed_server(
     return build_routed_server(loaded.settings, origin, reread)
 
 
-def _run(loaded: "LoadedSettings", build: "Callable[[], Server]") -> None:
+def _run(loaded: "LoadedSettings", sock: "socket", build: "Callable[[], Server]") -> None:
     from engine.core.observability.logging import setup_logging
-    from engine.servers.run import address_of, bind_socket, run_server
+    from engine.core.utils.listening import address_of
+    from engine.servers.run import run_server
 
     settings = loaded.settings
     setup_logging(settings.logging.level, settings.logging.format)
-    sock = bind_socket(settings)
     server = build()
     url = address_of(sock)
     say = _speaker(settings.logging.format)

@@ -9,8 +9,9 @@ import pytest
 from fastapi import FastAPI
 
 from engine.core.observability.metrics import Metrics
+from engine.core.utils.listening import bind_socket
 from engine.servers.app import create_app
-from engine.servers.run import HttpServer, bind_socket
+from engine.servers.run import HttpServer
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 

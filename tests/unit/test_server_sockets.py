@@ -19,9 +19,10 @@ import pytest
 
 from engine.core.errors import ConfigError, InferenceError, ModelError
 from engine.core.observability.metrics import Metrics
+from engine.core.utils.listening import bind_socket
 from engine.servers import sse
 from engine.servers.app import create_app
-from engine.servers.run import HttpServer, bind_socket
+from engine.servers.run import HttpServer
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, events_of, live_server, make_settings, wait_until
 
@@ -210,7 +211,8 @@ def test_sigterm_ends_the_process_with_code_0() -> None:
         from engine.core.config_schema import Settings
         from engine.core.observability.metrics import Metrics
         from engine.servers.app import create_app
-        from engine.servers.run import address_of, bind_socket, run_server
+        from engine.core.utils.listening import address_of, bind_socket
+        from engine.servers.run import run_server
         from tests.fake_backend import MODEL, FakeBackend
 
         settings = Settings(server={"port": 0})
