@@ -86,6 +86,7 @@ class Described:
         )
         @hypothesis.given(operation.as_strategy(generation_mode=mode))
         def some(case: Any) -> None:
+            hypothesis.assume(not _vanishes(case))
             self._send_one(case, is_sound=mode is GenerationMode.POSITIVE)
 
         try:
@@ -132,6 +133,12 @@ def check_spread(statuses: Counter[int]) -> None:
     assert statuses[401] + statuses[429] < total / 10, f"most were kept out: {statuses}"
     answered = sum(count for status, count in statuses.items() if status < 300)
     assert answered > total / 10, f"hardly any was answered: {statuses}"
+
+
+def _vanishes(case: Any) -> bool:
+    """In a form, an empty list is a field that was never sent: nothing wrong is left of it."""
+    is_form = (case.media_type or "").startswith("multipart/")
+    return is_form and isinstance(case.body, dict) and [] in case.body.values()
 
 
 def _is_admin(path: str) -> bool:

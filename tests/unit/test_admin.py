@@ -205,12 +205,13 @@ async def test_the_audit_log_is_bounded_and_never_in_the_way(
         pass
 
 
-def test_a_backend_that_does_not_exist_is_the_callers_mistake(admin: Admin) -> None:
+@pytest.mark.parametrize("backend", ["nosuch", "no.such", "torch.nosuch"])
+def test_a_backend_that_does_not_exist_is_the_callers_mistake(admin: Admin, backend: str) -> None:
     answer = httpx.post(
         f"{admin.server.url}/v1/admin/models/load",
-        json={"model": "absent", "backend": "nosuch"},
+        json={"model": "absent", "backend": backend},
         headers={"authorization": f"Bearer {ADMIN}"},
     )
     assert answer.status_code == 400
-    assert "unknown backend 'nosuch'" in answer.json()["error"]["message"]
+    assert f"unknown backend '{backend}'" in answer.json()["error"]["message"]
     assert admin.changes()[-1]["result"] == "INVALID_REQUEST"

@@ -68,4 +68,6 @@ def backend_name(settings: Settings) -> str:
 
 def has_engine(backend: str) -> bool:
     """Whether a backend is one of our own frameworks, in an engine of ours."""
+    if not backend.isidentifier():
+        return False  # a dotted name would be imported, as far as its last dot
     return find_spec(f"{FRAMEWORKS}.{backend}") is not None
