@@ -193,7 +193,8 @@ def _change_entry(rng: random.Random, header: Header, data: bytes) -> tuple[Head
             begin, end = rng.choice(EDGES), rng.choice(EDGES)
             entry["data_offsets"] = [begin, end]
         case 3:
-            entry["shape"] = entry.get("shape", [1])[::-1]
+            shape = entry.get("shape")
+            entry["shape"] = shape[::-1] if isinstance(shape, list) else [1]
     return header | {name: entry}, data
 
 

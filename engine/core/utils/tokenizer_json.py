@@ -18,6 +18,7 @@ from engine.core.utils.tokenizer_parts import TokenizerParts, end_ids, sentinel
 _MAX_BYTES = 256 << 20
 _CONTINUES = "##"  # what WordPiece writes before a piece that continues a word
 _MAX_WORD = 1000
+_MAX_GAP = 1 << 16  # ids that no token has; real vocabularies reserve some thousands
 _MAX_IDS = 1 << 21  # ten times what large vocabularies have; a table has a row for each
 # Encoded once at load, so that a file the library cannot cope with is refused there.
 _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
@@ -204,7 +205,12 @@ def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tu
                 f"{path / 'tokenizer.json'}: id {token['id']} is both {by_id[token['id']]!r} "
                 f"and the added token {token['content']!r}."
             )
-    return tuple(by_id.get(i, "") for i in range(max(by_id, default=-1) + 1))
+    highest = max(by_id, default=-1)
+    if highest > 2 * len(by_id) + _MAX_GAP:
+        raise ModelFormatError(
+            f"{path / 'tokenizer.json'}: {len(by_id)} tokens have ids up to {highest}."
+        )
+    return tuple(by_id.get(i, "") for i in range(highest + 1))
 
 
 def _hide_specials(
