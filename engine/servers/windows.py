@@ -103,16 +103,20 @@ class Windows:
         return await self.add(name, 0)
 
     async def _count(self, changed: str, amount: int, read: str) -> tuple[int, int]:
-        """The new value of `changed`, and the value of `read`."""
+        """The new value of `changed`, and the value of `read`. This process counts always, so that
+        nobody begins anew when Redis fails, or when it comes back without what it had.
+        """
+        own = await _change(self._memory, changed, amount, read)
         if self._redis is not None and time.monotonic() >= self._redis_again_at:
             try:
                 async with asyncio.timeout(REDIS_TIMEOUT_S):
-                    return await _change(self._redis, changed, amount, read)
+                    shared = await _change(self._redis, changed, amount, read)
+                    return max(own[0], shared[0]), max(own[1], shared[1])
             except Exception as error:  # whatever it is, it must not be the requests' trouble
                 self._redis_again_at = time.monotonic() + REDIS_PAUSE_S
                 reason = type(error).__name__
                 logger.warning("limits are counted here for now: Redis failed (%s)", reason)
-        return await _change(self._memory, changed, amount, read)
+        return own
 
 
 async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from limits.storage import storage_from_string
 
 from engine.core.config_schema import LimitsSettings
 from engine.core.errors import RateLimitError
@@ -271,6 +272,20 @@ async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clo
     with pytest.raises(RateLimitError):
         await quotas.enter(who, 0, {})
     assert broken.num_calls == 1
+
+
+async def test_nobody_begins_anew_when_redis_fails_or_comes_back_empty(clock: Clock) -> None:
+    quotas = Quotas(LimitsSettings(requests_per_minute=3))
+    await quotas.windows.prepare()
+    who = Principal("t", limits=KeyLimits())
+    for storage in ("async+memory://", "broken", "async+memory://"):
+        quotas.windows._redis = (
+            BrokenRedis() if storage == "broken" else storage_from_string(storage)
+        )
+        quotas.windows._redis_again_at = 0.0
+        assert await quotas.enter(who, 0, {}) is not None
+    with pytest.raises(RateLimitError):
+        await quotas.enter(who, 0, {})
 
 
 @pytest.mark.parametrize("answer", [b"hello", None, [1], 10**24, -(10**24)])
