@@ -115,7 +115,9 @@ class Windows:
             except Exception as error:  # whatever it is, it must not be the requests' trouble
                 self._redis_again_at = time.monotonic() + REDIS_PAUSE_S
                 reason = type(error).__name__
-                logger.warning("limits are counted here for now: Redis failed (%s)", reason)
+                logger.warning(
+                    "limits go by the counts of this server until Redis answers again (%s)", reason
+                )
         return own
 
 

@@ -16,9 +16,9 @@ from engine.backends.custom.frameworks.backends import NativeBackend
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.live_server import LiveServer, live_server, wait_until
+from tests.staged_requests import MODEL, staged_body
 
 NUM_CLIENTS = 8
-MODEL = "smollm2-135m-instruct"
 # A fault there costs nobody anything: it is repeated, or only costs a cache entry.
 HARMLESS = ("schedule", "forward", "sample", "wait", "publish")
 COSTS_ONE = (
@@ -41,24 +41,9 @@ def server(default_model) -> Iterator[LiveServer]:
         wait_until(lambda: server.services.lifecycle.num_admitted == 0)
 
 
-def body(number: int, *, stream: bool) -> dict:
-    """Every request is a chat with tools and a grammar, so that it passes every stage."""
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    tool = {"type": "function", "function": {"name": "note", "parameters": schema}}
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": f"{number}: say a number."}],
-        "tools": [tool],
-        "tool_choice": "required",
-        "max_tokens": 6,
-        "temperature": 0,
-        "stream": stream,
-    }
-
-
 async def ask(client: httpx.AsyncClient, number: int, stream: bool) -> str | None:
     """What was answered; None where the answer is a well-formed failure."""
-    reply = await client.post("/v1/chat/completions", json=body(number, stream=stream))
+    reply = await client.post("/v1/chat/completions", json=staged_body(number, stream=stream))
     if reply.status_code != 200:
         assert reply.status_code == 500 and set(reply.json()["error"]) == ERROR_KEYS
         return None

@@ -1,13 +1,13 @@
 """R13: every stage of a request's life fails once while eight requests are served together."""
 
 import asyncio
-from typing import Any
 
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.served_engine import MODEL, Served, served_engine
+from tests.scoreboard.served_engine import Served, served_engine
 from tests.scoreboard.streams import CHAT, Reply, ask
+from tests.staged_requests import staged_body
 
 NUM_CLIENTS = 8
 # A fault there costs nobody anything: it is repeated, or only costs a cache entry.
@@ -21,23 +21,10 @@ MOMENTS = (2, 6)
 ONCE = ("check_grammar", "compile")
 
 
-def body(number: int) -> dict[str, Any]:
-    """A chat with a tool and a grammar, so that it passes every stage."""
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    tool = {"type": "function", "function": {"name": "note", "parameters": schema}}
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": f"{number}: say a number."}],
-        "tools": [tool],
-        "tool_choice": "required",
-        "max_tokens": 6,
-        "temperature": 0,
-        "stream": number % 2 == 0,
-    }
-
-
 async def ask_all(served: Served) -> list[Reply]:
-    return await asyncio.gather(*(ask(served, body(n), CHAT) for n in range(NUM_CLIENTS)))
+    return await asyncio.gather(
+        *(ask(served, staged_body(n, stream=n % 2 == 0), CHAT) for n in range(NUM_CLIENTS))
+    )
 
 
 def has_struck(served: Served, point: str, replies: list[Reply]) -> bool:

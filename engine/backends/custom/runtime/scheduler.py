@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.backends.custom.runtime.deltas import refusal, scores, token_delta, vector_delta
+from engine.backends.custom.runtime.fairness import Newcomers
 from engine.backends.custom.runtime.inflight import InflightPrefixes
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.seam import StepOutput
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 MAX_PREEMPTIONS = 4
 # Prompt tokens scored in one step: each needs a row of logits as wide as the vocabulary.
 MAX_SCORED = 128
-# Of a step: enough for a question behind a text that is cached.
-NEWCOMER_TOKENS = 64
 
 
 class SequenceFaultError(Exception):
@@ -71,11 +70,11 @@ class Scheduler:
         self._max_slots = max_slots
         self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
         self._waiting = WaitingLine()
+        self._newcomers = Newcomers()
         self._running: list[Sequence] = []  # most senior first
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = 0
-        self._was_short = False  # the last step, for newcomers
         self._num_admissions = 0
         self.num_preemptions = 0
         self.num_nonfinite = 0
@@ -139,10 +138,9 @@ class Scheduler:
         """The next step's rows, at most `budget` tokens; None when nothing can run."""
         faults.hit("schedule")
         self._step += 1
-        kept = self._kept_for_newcomers(budget)
-        if kept and not self._was_short:
-            budget = min(budget, len(self._running) + kept)
-        self._was_short = bool(kept) and not self._was_short
+        budget, kept = self._newcomers.room(
+            budget, self._waiting.tenants() if self._free_slots else (), self._running
+        )
         rows = self._schedule_running(budget - kept)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
         return ScheduledBatch(tuple(rows)) if rows else None
@@ -230,20 +228,6 @@ class Scheduler:
         self._requests.clear()
         self._inflight = InflightPrefixes(self.kv.block_size)
         self._free_slots = list(range(self._max_slots - 1, -1, -1))
-
-    def _kept_for_newcomers(self, budget: int) -> int:
-        """Tokens that no prompt already begun gets, because a tenant waits that has nothing
-        running: it would have to wait for all of these prompts. Every other such step has no room
-        for prompts but these, so that it ends soon; prompts already begun go on in the rest.
-        """
-        waiting = self._waiting.tenants()
-        if not waiting or not self._free_slots:
-            return 0
-        running = {seq.tenant for seq in self._running}
-        has_rivals = waiting & running or any(seq.num_uncomputed > 1 for seq in self._running)
-        if waiting <= running or not has_rivals:
-            return 0
-        return max(0, min(NEWCOMER_TOKENS, (budget - len(self._running)) // 2))
 
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
