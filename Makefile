@@ -26,11 +26,15 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 test: $(VENV)/.dev clang ## Run every test that is quick
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
-	@failed=; for level in $(LEVELS); do \
+	@failed=; again=; for level in $(LEVELS); do \
 		printf '\n==> tests/%s\n' "$$level"; \
 		case $$level in kernels) jobs='-n 2';; native) jobs=;; *) jobs='-n 2 --dist loadfile';; esac; \
-		$(BIN)/python -m pytest $$jobs "tests/$$level" || failed="$$failed $$level"; \
+		$(BIN)/python -m pytest $$jobs "tests/$$level" && continue; \
+		printf '\n==> tests/%s: what failed, once more and alone\n' "$$level"; \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none "tests/$$level" \
+			&& again="$$again $$level" || failed="$$failed $$level"; \
 	done; \
+	if [ -n "$$again" ]; then printf '\npassed only when run alone, so look for a race:%s\n' "$$again"; fi; \
 	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
 
 clang: ## Install clang, with which tinygrad compiles for a CPU
