@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from engine.backends.custom.runtime.radix_cache import Node
-from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS, ScheduledBatch
+from engine.backends.custom.runtime.rows import ScheduledBatch
+from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
 from engine.backends.custom.runtime.seam import NULL_BLOCK, BatchInputs
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
 

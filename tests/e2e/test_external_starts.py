@@ -22,7 +22,7 @@ from tests.served import serve
 from tests.stand_in_engine import FaultFile
 
 START_TIMEOUT_S = 1
-LISTENING_BY_THEN_S = 8  # for what an engine answers to be the reason, on a machine that is busy too
+LISTENING_BY_THEN_S = 8  # on a busy machine too, so that what it answers is the reason
 
 
 @pytest.fixture(autouse=True)

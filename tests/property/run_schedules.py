@@ -24,7 +24,8 @@ from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import ScheduledBatch, Scheduler
+from engine.backends.custom.runtime.rows import ScheduledBatch
+from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.seam import ModelRunner, RunnerSpec
 from engine.core import faults
 from engine.core.faults import Fault

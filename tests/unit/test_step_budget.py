@@ -9,6 +9,7 @@ import pytest
 from engine.backends.custom.runtime.budget import (
     MIN_TOKENS,
     PROMPT_SHARE,
+    SHARED_PROMPT_SHARE,
     TARGET_STEP_S,
     StepBudget,
 )
@@ -48,12 +49,17 @@ def test_a_step_with_prompts_keeps_to_the_target(rows: int, noise: float) -> Non
     assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.03 + noise)
 
 
-def test_prompts_take_their_share_where_continuing_takes_all_of_the_time() -> None:
+@pytest.mark.parametrize(
+    ("is_shared", "share"), [(False, PROMPT_SHARE), (True, SHARED_PROMPT_SHARE)]
+)
+def test_prompts_take_their_share_where_continuing_takes_all_of_the_time(
+    is_shared: bool, share: float
+) -> None:
     budget = learned(per_row=0.002, per_token=0.001)
     alone = cost(32, 0, 0.002, 0.001)
     assert alone > TARGET_STEP_S
-    prompt = budget.tokens(32, 32) - 32
-    assert cost(32, prompt, 0.002, 0.001) == pytest.approx((1 + PROMPT_SHARE) * alone, rel=0.05)
+    prompt = budget.tokens(32, 32, is_shared) - 32
+    assert cost(32, prompt, 0.002, 0.001) == pytest.approx((1 + share) * alone, rel=0.05)
 
 
 @pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.scheduler import Row, ScheduledBatch
+from engine.backends.custom.runtime.rows import Row, ScheduledBatch
 from engine.backends.custom.runtime.scoring import with_scores
 from engine.backends.custom.runtime.seam import (
     DRAW,

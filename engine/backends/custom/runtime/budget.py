@@ -9,7 +9,8 @@ memory allows.
 
 TARGET_STEP_S = 0.025
 MIN_TOKENS = 64  # of prompts, in every step: fewer cost hardly less
-PROMPT_SHARE = 3.0
+PROMPT_SHARE = 3.0  # of what continuing takes
+SHARED_PROMPT_SHARE = 1.0
 SMOOTHING = 0.2  # what the newest step with prompts counts
 MEMORY = 0.99  # how much of a step that only continued is left when the next one is noted
 # A step that was interrupted tells nothing; one that is slower for good is believed step by step.
@@ -56,16 +57,18 @@ class StepBudget:
         self._prompt_s = 0.0
         self._prompt_tokens = 0.0
 
-    def tokens(self, num_decoding: int, num_running: int) -> int:
+    def tokens(self, num_decoding: int, num_running: int, is_shared: bool = False) -> int:
         """The budget of the next step, at least one token for each running sequence.
 
         Where continuing alone takes long, prompts may take three times as long again: a quarter of
         the speed for a while, for those who stream, is better than no first token for the others.
+        Where several tenants share the server, as long again: who comes next waits for the step.
         """
         if not num_decoding:
             return self._max_tokens
         continuing_s = self._continuing.at(num_decoding)
-        spare_s = max(self._target_s - continuing_s, PROMPT_SHARE * continuing_s)
+        share = SHARED_PROMPT_SHARE if is_shared else PROMPT_SHARE
+        spare_s = max(self._target_s - continuing_s, share * continuing_s)
         affordable = 0.0
         if self._prompt_s:
             affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)

@@ -16,12 +16,8 @@ from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter
 from engine.backends.custom.runtime.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.runtime.intake import Intake
-from engine.backends.custom.runtime.scheduler import (
-    Row,
-    ScheduledBatch,
-    Scheduler,
-    SequenceFaultError,
-)
+from engine.backends.custom.runtime.rows import Row, ScheduledBatch
+from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
 from engine.backends.custom.runtime.seam import (
     BatchInputs,
     ModelRunner,
@@ -132,7 +128,9 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        budget = self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
+        budget = self._budget.tokens(
+            scheduler.num_decoding, scheduler.num_running, scheduler.is_shared
+        )
         started_at = time.monotonic()
         try:
             batch = scheduler.schedule(budget, started_at)

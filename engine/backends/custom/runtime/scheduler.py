@@ -9,13 +9,12 @@ or a finished sequence leaves. What goes wrong for one sequence is told as that 
 import logging
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.backends.custom.runtime.deltas import refusal, scores, token_delta, vector_delta
 from engine.backends.custom.runtime.fairness import Newcomers
 from engine.backends.custom.runtime.inflight import InflightPrefixes
 from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.rows import Row, ScheduledBatch
 from engine.backends.custom.runtime.seam import StepOutput
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.waiting import WaitingLine
@@ -37,29 +36,6 @@ class SequenceFaultError(Exception):
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq.request_id)
         self.seq = seq
-
-
-class Row(NamedTuple):
-    """Tokens start .. start + length - 1 of a sequence; `life` tells a row of an earlier admission
-    apart. A tuple, because hundreds are made and taken apart in every step.
-    """
-
-    seq: Sequence
-    start: int
-    length: int
-    samples: bool
-    slot: int
-    life: int
-    num_scored: int = 0  # of its tokens: the next one is known, and its probability wanted
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    rows: tuple[Row, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.length for row in self.rows)
 
 
 class Scheduler:
@@ -104,6 +80,11 @@ class Scheduler:
             for seq in self._running
         )
 
+    @property
+    def is_shared(self) -> bool:
+        """Requests of several tenants came lately."""
+        return self._newcomers.are_expected(self._step)
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
@@ -115,6 +96,7 @@ class Scheduler:
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
         self._waiting.add(seq)
+        self._newcomers.came(seq.tenant, self._step)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.scheduler import ScheduledBatch
+from engine.backends.custom.runtime.rows import ScheduledBatch
 from engine.backends.custom.runtime.seam import DRAW, I32, SamplingInputs
 
 # Value of each field for a forced row; fields that are not here keep their row's own.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.backends.custom.runtime.grammar import MaskJob, MaskRow
-from engine.backends.custom.runtime.scheduler import ScheduledBatch
+from engine.backends.custom.runtime.rows import ScheduledBatch
 from engine.backends.custom.runtime.seam import PendingTokens
 
 
