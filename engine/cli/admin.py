@@ -12,6 +12,7 @@ from engine.cli.keys import (
     ConcurrentOption,
     NameArgument,
     QueuedOption,
+    QueuedTokensOption,
     RequestsOption,
     TenantOption,
     TokensOption,
@@ -155,10 +156,13 @@ def limits(
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
     max_queued: QueuedOption = None,
+    max_queued_tokens: QueuedTokensOption = None,
     key: Annotated[str | None, typer.Option(help="Of this key; default: of all others.")] = None,
 ) -> None:
     """Change what keys may ask for; 0 takes a limit away. Those of a key are kept in the file."""
-    given = _limits(requests_per_minute, tokens_per_minute, max_concurrent, max_queued)
+    given = _limits(
+        requests_per_minute, tokens_per_minute, max_concurrent, max_queued, max_queued_tokens
+    )
     found = call(ctx, "POST", "limits" if key is None else f"keys/{key}/limits", given)
     shown = found["limits"] if key is None else found
     show(ctx, found, pairs_table(shown))
@@ -181,11 +185,14 @@ def new_key(
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
     max_queued: QueuedOption = None,
+    max_queued_tokens: QueuedTokensOption = None,
 ) -> None:
     """Make a key and print it; it is accepted at once, and can't be shown again."""
     body: dict[str, Any] = {"name": name, "role": "admin" if admin else "user"}
     body |= {} if tenant is None else {"tenant": tenant}
-    body |= _limits(requests_per_minute, tokens_per_minute, max_concurrent, max_queued)
+    body |= _limits(
+        requests_per_minute, tokens_per_minute, max_concurrent, max_queued, max_queued_tokens
+    )
     found = call(ctx, "POST", "keys", body)
     show(ctx, found, found["key"])
 
@@ -261,8 +268,9 @@ def _named(id: str, wait: float | None) -> dict[str, Any]:
 
 
 def _limits(*values: int | None) -> dict[str, int | None]:
-    names = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_queued")
-    given = zip(names, values, strict=True)
+    from engine.core.key_file import LIMIT_NAMES
+
+    given = zip(LIMIT_NAMES, values, strict=True)
     return {name: value or None for name, value in given if value is not None}
 
 

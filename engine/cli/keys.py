@@ -40,6 +40,7 @@ RequestsOption = Annotated[int | None, typer.Option(help="Requests in a minute."
 TokensOption = Annotated[int | None, typer.Option(help="Tokens in a minute.")]
 ConcurrentOption = Annotated[int | None, typer.Option(help="Requests at once.")]
 QueuedOption = Annotated[int | None, typer.Option(help="Requests without a first token.")]
+QueuedTokensOption = Annotated[int | None, typer.Option(help="Tokens of such requests' prompts.")]
 
 
 @app.command("new")
@@ -51,6 +52,7 @@ def new(
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
     max_queued: QueuedOption = None,
+    max_queued_tokens: QueuedTokensOption = None,
     file: FileOption = None,
     config: ConfigOption = None,
 ) -> None:
@@ -63,6 +65,7 @@ def new(
         "tokens_per_minute": tokens_per_minute,
         "max_concurrent": max_concurrent,
         "max_queued": max_queued,
+        "max_queued_tokens": max_queued_tokens,
     }
     key, entry = add_key(
         path, name, tenant=tenant, role="admin" if admin else "user", limits=limits
@@ -105,7 +108,7 @@ def keys_table(keys: "Iterable[Mapping[str, Any]]") -> "Table":
     from rich.table import Table
 
     columns = ["name", "tenant", "role", "requests_per_minute", "tokens_per_minute"]
-    columns += ["max_concurrent", "max_queued", "created"]
+    columns += ["max_concurrent", "max_queued", "max_queued_tokens", "created"]
     table = Table(box=None, header_style="bold")
     for column in columns:
         table.add_column(column.replace("_per_minute", "/min").replace("_", " "))

@@ -222,6 +222,7 @@ class LimitsSettings(Section):
     tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)  # prompts and answers
     max_concurrent: int | None = Field(default=None, ge=1, le=65536)
     max_queued: int | None = Field(default=None, ge=1, le=65536)  # those without a first token
+    max_queued_tokens: int | None = Field(default=None, ge=1, le=10**12)  # of their prompts
     auth_failures_per_minute: int = Field(default=120, ge=1, le=10**6)  # of one address
     redis_url: Secret | None = None  # counts are shared there; None: kept in memory
     redis_url_file: Path | None = None

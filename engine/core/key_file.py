@@ -20,7 +20,10 @@ from engine.core.utils.private_files import ForeignFileError, open_private, writ
 KEY_BYTES = 32
 KEY_PREFIX = "ek-"
 MAX_FILE_BYTES = 16 * 2**20
-LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_queued")
+LIMIT_NAMES = (
+    *("requests_per_minute", "tokens_per_minute"),
+    *("max_concurrent", "max_queued", "max_queued_tokens"),
+)
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,64}\Z")]
 Rate = Annotated[int, msgspec.Meta(ge=1, le=10**12)] | None
@@ -35,6 +38,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: Rate = None
     max_concurrent: Places = None
     max_queued: Places = None
+    max_queued_tokens: Rate = None
 
     @property
     def is_empty(self) -> bool:

@@ -41,6 +41,7 @@ class LimitsBody(AdminBody):
     tokens_per_minute: Tokens = None
     max_concurrent: Places = None
     max_queued: Places = None
+    max_queued_tokens: Tokens = None
 
     def given(self) -> dict[str, Any]:
         return self.model_dump(include=set(LIMIT_NAMES) & self.model_fields_set)

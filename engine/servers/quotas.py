@@ -1,5 +1,5 @@
-"""What each key may still ask for: requests and tokens in a minute, requests at once, and requests
-that wait for their first token.
+"""What each key may still ask for: requests and tokens in a minute, requests at once, and how many
+wait for their first token, by number and by the length of their prompts.
 
 A request is counted before its body is read. Its tokens are not known then, so they are charged as
 they become known, the prompt by the body's length, the answer by what was asked for at most, and
@@ -177,11 +177,11 @@ class Quotas:
         key = principal.key or principal.name
         lease = Lease(self, key, principal.key or "the only one", limits)
         lease.headers = headers
+        lease.num_prompt = num_bytes // BYTES_PER_TOKEN
         self._check_places(self._leases.get(key, set()), lease)
         self._leases.setdefault(key, set()).add(lease)
         try:
             await lease.count_request()
-            lease.num_prompt = num_bytes // BYTES_PER_TOKEN
             await lease.charge(lease.num_prompt)
         except BaseException:
             await lease.close(0)
@@ -205,12 +205,25 @@ class Quotas:
                 f"This key ({lease.name}) has {len(leases)} requests at work, which is its limit.",
                 retry_after=BUSY_RETRY_S,
             )
-        if limits.max_queued is None:
-            return
-        num_queued = sum(each.is_queued for each in leases)
-        if num_queued >= limits.max_queued:
+        queued = [each for each in leases if each.is_queued]
+        if limits.max_queued is not None and len(queued) >= limits.max_queued:
             raise RateLimitError(
-                f"This key ({lease.name}) has {num_queued} requests waiting, which is its limit.",
+                f"This key ({lease.name}) has {len(queued)} requests waiting, which is its limit.",
+                retry_after=BUSY_RETRY_S,
+            )
+        most = limits.max_queued_tokens
+        if most is None:
+            return
+        if lease.num_prompt > most:
+            raise InvalidRequestError(
+                f"The prompt may have {lease.num_prompt} tokens; those of this key that wait may"
+                f" have {most} together. Send a shorter prompt."
+            )
+        num_tokens = sum(each.num_prompt for each in queued)
+        if num_tokens + lease.num_prompt > most:
+            raise RateLimitError(
+                f"This key ({lease.name}) has requests waiting with about {num_tokens} tokens; its"
+                f" limit is {most}.",
                 retry_after=BUSY_RETRY_S,
             )
 
@@ -226,6 +239,7 @@ def limits_shown(limits: KeyLimits) -> Mapping[str, int | None]:
         "tokens_per_minute": limits.tokens_per_minute,
         "max_concurrent": limits.max_concurrent,
         "max_queued": limits.max_queued,
+        "max_queued_tokens": limits.max_queued_tokens,
     }
 
 

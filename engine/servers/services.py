@@ -175,12 +175,12 @@ class Services:
             salt=salt,
             tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
-            queue_timeout_s=self._queue_timeout_s(request),
+            queue_timeout_s=self.queue_timeout_s(request),
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
 
-    def _queue_timeout_s(self, request: Request) -> float | None:
+    def queue_timeout_s(self, request: Request) -> float | None:
         """Work that was left with the server has nobody who waits for its beginning."""
         is_own = is_acting(request.scope)
         return None if is_own else self.settings.server.queue_timeout_s

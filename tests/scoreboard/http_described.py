@@ -16,6 +16,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.core.failures import FailureGroup
 
+from engine.core.key_file import LIMIT_NAMES
 from tests.scoreboard.figure import Run
 from tests.scoreboard.http_bodies import least_bodies
 from tests.scoreboard.http_target import ADMIN, Target
@@ -29,9 +30,7 @@ CHECK_NAMES = (
 # So that the next request is answered whatever an administrator's did.
 RESTORING = {
     "/v1/admin/undrain": {},
-    "/v1/admin/limits": dict.fromkeys(
-        ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_queued")
-    ),
+    "/v1/admin/limits": dict.fromkeys(LIMIT_NAMES),
     "/v1/admin/log-level": {"level": "info"},
 }
 # What decides how long an answer is; each request is to be a short one.

@@ -110,7 +110,14 @@ LIMITS = [
     Mutation(
         "limits: the queue has no end",
         QUOTAS,
-        "        if num_queued >= limits.max_queued:\n",
+        "len(queued) >= limits.max_queued:",
+        "False:",
+        f"{QUOTA_TESTS}::test_requests_at_once_and_in_the_queue",
+    ),
+    Mutation(
+        "limits: prompts that wait have any length",
+        QUOTAS,
+        "        if num_tokens + lease.num_prompt > most:\n",
         "        if False:\n",
         f"{QUOTA_TESTS}::test_requests_at_once_and_in_the_queue",
     ),

@@ -158,6 +158,7 @@ def test_the_queue_is_bounded(loop, channel):
 def test_late_and_aborted_requests_are_not_computed(loop, encoder, channel):
     channel.inbox = [
         asking("late", 1, timeout_s=0.0),
+        asking("waited", 4, queue_timeout_s=1e-9),
         asking("gone", 2),
         asking("kept", 3),
         Abort("gone"),
@@ -166,6 +167,7 @@ def test_late_and_aborted_requests_are_not_computed(loop, encoder, channel):
     loop.turn(0)
     answers = channel.answers()
     assert answers["late"].error_code == "TIMEOUT"
+    assert answers["waited"].error_code == "RATE_LIMIT_EXCEEDED"
     assert answers["gone"].finish_reason == "abort"
     assert encoder.batches == [[(3,)]] and vector(answers["kept"]) == [3, 1, 1]
 

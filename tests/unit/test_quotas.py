@@ -17,12 +17,13 @@ from engine.core.observability.metrics import Metrics
 from engine.servers import windows
 from engine.servers.app import create_app
 from engine.servers.auth import Principal
-from engine.servers.quotas import Quotas
+from engine.servers.quotas import BYTES_PER_TOKEN, Quotas
 from engine.servers.windows import WINDOW_S, Window, Windows
 from tests.fake_backend import DEFAULT_WORDS, MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 
 NUM_WORDS = len(DEFAULT_WORDS)
+CHAT_TOKENS = len(httpx.Request("POST", "http://localhost", json=chat()).content) // BYTES_PER_TOKEN
 
 
 class Clock:
@@ -159,7 +160,12 @@ async def test_a_request_that_can_never_fit_is_not_to_be_sent_again(
 
 async def test_requests_at_once_and_in_the_queue(backend: FakeBackend, clock: Clock) -> None:
     backend.prefill_s = 30
-    for limits, word in (({"max_concurrent": 2}, "at work"), ({"max_queued": 2}, "waiting")):
+    refusals = (
+        ({"max_concurrent": 2}, "at work"),
+        ({"max_queued": 2}, "requests waiting, which"),
+        ({"max_queued_tokens": 2 * CHAT_TOKENS}, f"waiting with about {2 * CHAT_TOKENS} tokens"),
+    )
+    for limits, word in refusals:
         app = app_with(backend, limits=limits)
         async with client_for(app) as client:
             running = [
@@ -176,6 +182,14 @@ async def test_requests_at_once_and_in_the_queue(backend: FakeBackend, clock: Cl
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             assert not list(app.state.services.quotas.in_use())
+
+
+async def test_a_prompt_that_may_never_wait_is_not_to_be_sent_again(backend: FakeBackend) -> None:
+    app = app_with(backend, limits={"max_queued_tokens": CHAT_TOKENS - 1})
+    async with client_for(app) as client:
+        refused = await client.post("/v1/chat/completions", json=chat())
+    assert refused.status_code == 400
+    assert "Send a shorter prompt" in refused.json()["error"]["message"]
 
 
 async def test_keys_have_limits_of_their_own(

@@ -227,6 +227,7 @@ class CustomBackend(InferenceBackend):
                 salt=request.salt,
                 tenant=request.tenant,
                 timeout_s=request.timeout_s,
+                queue_timeout_s=request.queue_timeout_s,
                 pools=True,
             )
             for index, prompt in enumerate(prompts)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.runtime.deltas import refusal
 from engine.backends.custom.runtime.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.backends.custom.runtime.intake import too_late
 from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
 from engine.core import faults
 from engine.core.errors import (
@@ -25,7 +26,6 @@ from engine.core.errors import (
     InferenceError,
     InvalidRequestError,
     RateLimitError,
-    RequestTimeoutError,
 )
 from engine.core.interfaces.request import (
     Abort,
@@ -76,6 +76,7 @@ class Waiting:
     request: GenerateRequest
     submitted_at: float
     deadline: float
+    begin_by: float
 
 
 def _control(message: Control) -> ControlReply:
@@ -138,7 +139,8 @@ class EncoderLoop:
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
         if self._queue:
             self._beat(True)  # a batch that hangs must be seen as well
-            self._step(self._next_batch(time.monotonic()))
+            self._expire(time.monotonic())
+            self._step(self._next_batch())
         self._send_stats()
 
     def describe(self) -> str:
@@ -167,7 +169,8 @@ class EncoderLoop:
             return
         now = time.monotonic()
         deadline = now + request.timeout_s if request.timeout_s is not None else float("inf")
-        waiting = Waiting(request.priority, next(self._arrivals), request, now, deadline)
+        begin_by = min(deadline, now + (request.queue_timeout_s or float("inf")))
+        waiting = Waiting(request.priority, next(self._arrivals), request, now, deadline, begin_by)
         heapq.heappush(self._queue, waiting)
 
     def _find_fault(self, request: GenerateRequest) -> EngineError | None:
@@ -200,8 +203,25 @@ class EncoderLoop:
             self._queue = kept
             self._send([TokenDelta(request_id, 0, finish_reason="abort")])
 
-    def _next_batch(self, now: float) -> list[Waiting]:
-        """Take the first in line, up to a number of tokens; those too late are told so."""
+    def _expire(self, now: float) -> None:
+        late = [each for each in self._queue if each.begin_by <= now]
+        if not late:
+            return
+        self._queue = [each for each in self._queue if each.begin_by > now]
+        heapq.heapify(self._queue)
+        self._send(
+            [
+                refusal(
+                    each.request.request_id,
+                    0,
+                    too_late(each.deadline <= now, now - each.submitted_at),
+                )
+                for each in late
+            ]
+        )
+
+    def _next_batch(self) -> list[Waiting]:
+        """Take the first in line, up to a number of tokens."""
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
@@ -209,13 +229,7 @@ class EncoderLoop:
             num_tokens += len(first.request.prompt)
             if batch and num_tokens > self._max_batch_tokens:
                 break
-            heapq.heappop(self._queue)
-            if first.deadline > now:
-                batch.append(first)
-                continue
-            error = RequestTimeoutError("The request's time limit passed before it was done.")
-            self._send([refusal(first.request.request_id, 0, error)])
-            num_tokens -= len(first.request.prompt)
+            batch.append(heapq.heappop(self._queue))
         return batch
 
     def _step(self, batch: list[Waiting]) -> None:

@@ -156,6 +156,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     tenant: str = ""  # whose share of the backend it takes
     timeout_s: float | None = None
+    queue_timeout_s: float | None = None  # as in a `GenerationContext`
     truncate_prompt_tokens: int | None = None
 
 

@@ -148,6 +148,7 @@ async def embed(
         salt=principal_of(request).name,
         tenant=principal_of(request).name,
         timeout_s=timeout_s,
+        queue_timeout_s=services.queue_timeout_s(request),
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     made: list[Embeddings] = []

@@ -187,17 +187,9 @@ class Intake:
             when, _, seq = heapq.heappop(self._deadlines)
             if seq.finish_reason is not None:
                 continue
-            error: EngineError
-            if when == seq.deadline:
-                error = RequestTimeoutError("The request's time limit passed before it was done.")
-            elif seq.started_at is None:
-                waited_s = now - seq.submitted_at
-                error = RateLimitError(
-                    f"The request waited {waited_s:.0f} s and could not begin; try again later."
-                )
-            else:
-                continue
-            ended.append(self._scheduler.fail(seq, error, now))
+            if when == seq.deadline or seq.started_at is None:
+                error = too_late(when == seq.deadline, now - seq.submitted_at)
+                ended.append(self._scheduler.fail(seq, error, now))
         return ended
 
     def _drop_ended(self) -> None:
@@ -252,3 +244,12 @@ class Intake:
             return 1
         asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
         return room if asked is None else min(asked, room)
+
+
+def too_late(is_over: bool, waited_s: float) -> EngineError:
+    """For a request whose time is over, or that only waited too long to begin."""
+    if is_over:
+        return RequestTimeoutError("The request's time limit passed before it was done.")
+    return RateLimitError(
+        f"The request waited {waited_s:.0f} s and could not begin; try again later."
+    )
