@@ -21,20 +21,26 @@ from tests.scoreboard.streams import (
     request_bytes,
 )
 
+MAX_IDLE_S = 5.0  # well before a server closes an idle connection
 
-class _Reading(asyncio.Protocol):
-    """One request, written when the connection stands; `done` when its answer has ended."""
 
-    def __init__(self, raw: bytes, reply: Reply) -> None:
-        self._raw = raw
-        self._reply = reply
-        self._pieces: list[bytes] = []
-        self._parser = httptools.HttpResponseParser(self)
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+class _Connection(asyncio.Protocol):
+    """One request at a time; `done` when its answer has ended."""
+
+    def __init__(self) -> None:
+        self.used_at = 0.0
+        self.done: asyncio.Future[None]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(self._raw)
+        self.transport = transport
+
+    def begin(self, raw: bytes, reply: Reply) -> None:
+        self._reply = reply
+        self._pieces: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self.done = asyncio.get_running_loop().create_future()
+        self.transport.write(raw)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -43,6 +49,7 @@ class _Reading(asyncio.Protocol):
             self._end(f"not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.transport.close()
         self._end(f"the connection ended early: {exc or 'closed'}")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -60,29 +67,74 @@ class _Reading(asyncio.Protocol):
 
     def _end(self, problem: str | None) -> None:
         if not self.done.done():
+            self.used_at = time.monotonic()
             self._reply.problem = problem
             self._reply.body = b"".join(self._pieces)
-            self._reply.ended = time.monotonic()
+            self._reply.ended = self.used_at
             self.done.set_result(None)
 
 
 async def send(server: HasAddress, raw: bytes, patience_s: float = PATIENCE_S) -> Reply:
     """On a connection of its own; read to its end, and not judged yet."""
+    connection: _Connection | None = None
     reply = Reply(time.monotonic())
-    transport: asyncio.BaseTransport | None = None
     try:
         async with asyncio.timeout(patience_s):
-            transport, reading = await asyncio.get_running_loop().create_connection(
-                lambda: _Reading(raw, reply), *server.address
-            )
-            await reading.done
+            connection = await _connect(server)
+            connection.begin(raw, reply)
+            await connection.done
     except (OSError, TimeoutError) as error:
-        reply.problem = f"{type(error).__name__}: {error}"
-        reply.ended = time.monotonic()
+        _give_up(reply, error)
     finally:
-        if transport is not None:
-            transport.close()
+        if connection is not None:
+            connection.transport.close()
     return reply
+
+
+class Pool:
+    """Connections that are kept for later requests, as clients' libraries do. `post` and no more
+    than that: an answer is waited for without end.
+    """
+
+    def __init__(self, server: HasAddress) -> None:
+        self._server = server
+        self._idle: list[_Connection] = []
+
+    async def post(self, body: Mapping[str, Any]) -> Reply:
+        reply = Reply(time.monotonic())
+        try:
+            connection = self._kept() or await _connect(self._server)
+            connection.begin(request_bytes(COMPLETIONS, body, {"Connection": "keep-alive"}), reply)
+            await connection.done
+        except OSError as error:
+            _give_up(reply, error)
+        else:
+            self._idle.append(connection)
+        return reply
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.transport.close()
+
+    def _kept(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            is_fresh = time.monotonic() - connection.used_at < MAX_IDLE_S
+            if is_fresh and not connection.transport.is_closing():
+                return connection
+            connection.transport.close()
+        return None
+
+
+async def _connect(server: HasAddress) -> _Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(_Connection, *server.address)
+    return connection
+
+
+def _give_up(reply: Reply, error: Exception) -> None:
+    reply.problem = f"{type(error).__name__}: {error}"
+    reply.ended = time.monotonic()
 
 
 async def post(
