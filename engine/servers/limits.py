@@ -18,6 +18,7 @@ from engine.core.errors import (
     RequestTimeoutError,
     UnsupportedMediaTypeError,
 )
+from engine.core.utils.long_texts import after_other_long_texts
 from engine.servers.errors import ClientDisconnectedError
 
 MAX_DEPTH = 64
@@ -45,7 +46,7 @@ async def read_parsed(request: Request, max_bytes: int, parse: Callable[[dict[st
         raise ClientDisconnectedError("The client left while sending its request.") from None
     if len(raw) <= INLINE_BYTES:
         return parse(decode_object(raw))
-    return await asyncio.to_thread(lambda: parse(decode_object(raw)))
+    return await after_other_long_texts(lambda: parse(decode_object(raw)))
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:

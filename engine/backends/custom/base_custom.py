@@ -32,6 +32,7 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.prompts import (
     Prepared,
     encode_chat,
+    is_long,
     prepare_chat,
     prepare_completion,
     truncated,
@@ -66,6 +67,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.utils.examination import examine
+from engine.core.utils.long_texts import after_other_long_texts
 from engine.core.utils.model_store import resolve_model
 
 T = TypeVar("T")
@@ -303,6 +305,8 @@ class CustomBackend(InferenceBackend):
 
     async def _encode(self, work: Callable[..., T], *arguments: Any) -> T:
         """Off the event loop: a long text takes long."""
+        if any(map(is_long, arguments)):
+            return await after_other_long_texts(work, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._encoders, work, *arguments)
 
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:

@@ -18,6 +18,7 @@ from engine.core.utils.tokenizer import RenderedPrompt
 
 # Tokens at a prompt's end whose text tells whether it ends inside reasoning.
 TAIL_TOKENS = 16
+LONG_TEXT = 32_768  # characters, or tokens; a few milliseconds' work
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class Prepared:
     shown: frozenset[int] = frozenset()  # control tokens that the parser must see
     continuation: bool = False  # output goes on from the prompt, so a leading space belongs to it
     echo: str | None = None  # the prompt's text, to be given back first
+
+
+def is_long(asked: object) -> bool:
+    """Whether tokenizing it takes so long that nothing short should wait for it."""
+    if isinstance(asked, CompletionRequest):
+        asked = asked.prompt
+    if isinstance(asked, ChatRequest):
+        return sum(len(message["content"] or "") for message in asked.messages) > LONG_TEXT
+    return isinstance(asked, str | tuple) and len(asked) > LONG_TEXT
 
 
 def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:

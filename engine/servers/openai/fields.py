@@ -25,6 +25,7 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 64
 MAX_BIASES = 1_024
 MAX_PROMPTS = 128
+IDS_AT_ONCE = 8192
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**24
 MAX_METADATA = 16
@@ -107,9 +108,15 @@ def _parse_truncation(value: Any) -> int | None:
 
 
 def _is_token_list(value: Any) -> bool:
-    if not isinstance(value, list) or set(map(type, value)) - {int}:
-        return False
-    return not value or (min(value) >= 0 and max(value) <= MAX_TOKEN_ID)
+    """Looked at in pieces: a single call would keep the event loop waiting to its end."""
+    return isinstance(value, list) and all(
+        _are_token_ids(value[start : start + IDS_AT_ONCE])
+        for start in range(0, len(value), IDS_AT_ONCE)
+    )
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    return not set(map(type, values)) - {int} and 0 <= min(values) <= max(values) <= MAX_TOKEN_ID
 
 
 def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
