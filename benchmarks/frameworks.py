@@ -3,9 +3,9 @@
     python -m benchmarks.frameworks FOLDER --backends jax torch transformers --concurrency 8
 
 FOLDER is a Hugging Face checkpoint, or the name of a shape of `gpu_workloads`, whose weights are
-random and which Transformers does not run. A rate counts from the moment when every request has its
-first token. Machines are busy and clocks move, so compare the ratios of one run, not its rates with
-another's.
+random and which Transformers does not run. A rate counts while all requests run: from the last
+one's first token to the first one's last. Machines are busy and clocks move, so compare the ratios
+of one run, not its rates with another's.
 """
 
 import argparse
@@ -61,12 +61,16 @@ def our_engine(source: ModelSource, framework: str, args: argparse.Namespace) ->
 
 def _steady_rate(run: Run) -> float:
     firsts: dict[str, float] = {}
+    lasts: dict[str, float] = {}
     for at, delta in run.answers:
         if delta.token_ids:
             firsts.setdefault(delta.request_id, at)
-    began = max(firsts.values())
-    later = [(at, len(delta.token_ids)) for at, delta in run.answers if at > began]
-    return sum(count for _, count in later) / (later[-1][0] - began)
+            lasts[delta.request_id] = at
+    began, ended = max(firsts.values()), min(lasts.values())
+    assert began < ended, "the requests never ran all together: ask for more tokens"
+    return sum(len(delta.token_ids) for at, delta in run.answers if began < at <= ended) / (
+        ended - began
+    )
 
 
 def transformers_engine(args: argparse.Namespace) -> Measure:
@@ -136,7 +140,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", default=["jax", "torch", BASELINE])
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")

@@ -50,6 +50,7 @@ def answers(model: Path, framework: str) -> list[Answer]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_greedy_ids_are_equal_across_frameworks(default_model: Path) -> None:
     """`-s` shows how many tokens were compared, and how long each framework took."""
     expected = answers(default_model, FRAMEWORKS[0])
