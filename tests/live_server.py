@@ -17,7 +17,7 @@ import httpx
 
 from engine.core.config_schema import Settings
 from engine.core.observability.metrics import Metrics
-from engine.core.utils.listening import address_of, bind_socket
+from engine.core.utils.listening import address_of, bind_probes, bind_socket
 from engine.servers.app import create_app
 from engine.servers.run import HttpServer
 from engine.servers.services import Services
@@ -39,7 +39,9 @@ class LiveServer:
         self._sock = bind_socket(settings)
         self.url = address_of(self._sock)
         self.port = int(self.url.rpartition(":")[2])
-        self._server = HttpServer(app, self._sock)
+        probe_sock = bind_probes(settings)
+        self.probe_url = "" if probe_sock is None else address_of(probe_sock)
+        self._server = HttpServer(app, self._sock, probe_sock=probe_sock)
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -54,6 +56,22 @@ class LiveServer:
             return httpx.get(self.url + "/livez").status_code == 200
         except httpx.TransportError:
             return False
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Its event loop does not turn meanwhile."""
+        begun, ended = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            begun.set()
+            ended.wait(30)
+
+        self._loop.call_soon_threadsafe(hold)
+        assert begun.wait(10)
+        try:
+            yield
+        finally:
+            ended.set()
 
     def signal(self) -> None:
         """What SIGTERM does."""

@@ -112,7 +112,7 @@ def serve(
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     from engine.core.config import check_references
-    from engine.core.utils.listening import bind_socket
+    from engine.core.utils.listening import bind_probes, bind_socket
 
     # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -122,7 +122,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     try:
         loaded = load_cli_settings(config, flags)
         check_references(loaded.settings)
-        sock = bind_socket(loaded.settings)
+        sock, probe_sock = bind_socket(loaded.settings), bind_probes(loaded.settings)
 
         def reread() -> "Settings":
             return load_cli_settings(config, flags).settings
@@ -130,10 +130,10 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         if loaded.settings.tables.backends:
             process.discard()  # each of the backends starts what it needs
             origin = _check_no_model(loaded)
-            _run(loaded, sock, lambda: _routed_server(loaded, origin, reread))
+            _run(loaded, sock, probe_sock, lambda: _routed_server(loaded, origin, reread))
         else:
             _begin(loaded.settings, process)
-            _run(loaded, sock, lambda: _server(loaded.settings, process, reread))
+            _run(loaded, sock, probe_sock, lambda: _server(loaded.settings, process, reread))
     except BaseException:
         process.discard()
         raise
@@ -190,7 +190,12 @@ def _routed_server(
     return build_routed_server(loaded.settings, origin, reread)
 
 
-def _run(loaded: "LoadedSettings", sock: "socket", build: "Callable[[], Server]") -> None:
+def _run(
+    loaded: "LoadedSettings",
+    sock: "socket",
+    probe_sock: "socket | None",
+    build: "Callable[[], Server]",
+) -> None:
     from engine.core.observability.logging import setup_logging
     from engine.core.utils.listening import address_of
     from engine.servers.run import run_server
@@ -212,7 +217,9 @@ def _run(loaded: "LoadedSettings", sock: "socket", build: "Callable[[], Server]"
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
             say(_first_request(url, server.first_model_id(), needs_key))
 
-    run_server(server.app, sock, announce, say)
+    if probe_sock is not None:
+        say(f"Probes at {address_of(probe_sock)}/livez, /readyz and /health")
+    run_server(server.app, sock, announce, say, probe_sock)
 
 
 def _tell_of_unused(loaded: "LoadedSettings") -> None:

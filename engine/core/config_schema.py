@@ -112,6 +112,7 @@ class Section(BaseModel):
 class ServerSettings(Section):
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     port: int = Field(default=8080, ge=0, le=65535)  # 0: any free port
+    probe_port: int | None = Field(default=None, ge=0, le=65535)  # the probes alone, by a thread
     api_key: Secret | None = None  # from LLM_ENGINE_API_KEY or api_key_file only
     api_key_file: Path | None = None
     keys_file: Path | None = None  # several keys, named, as `engine keys` writes them

@@ -1,7 +1,8 @@
 """Three probes and the metrics page.
 
 `/livez`: the process answers. `/readyz`: it takes requests. `/health`: the backend's own view;
-anyone may see whether it is healthy, the figures need the key. None of them waits for the engine.
+anyone may see whether it is healthy, the figures need the key. None of them waits for the engine;
+`probes.py` has them on a port of their own.
 """
 
 import asyncio
@@ -20,22 +21,22 @@ from engine.servers.services import NOT_READY_RETRY_S, Services
 def add_health_routes(app: FastAPI, services: Services) -> None:
     @app.get("/livez")
     async def livez() -> Response:
-        return _status("alive", ok=True)
+        return status_response("alive", ok=True)
 
     @app.get("/readyz")
     async def readyz() -> Response:
         if services.lifecycle.is_draining:
-            return _status("draining", ok=False)
-        is_ready = services.backend.health().ready
-        return _status("ready" if is_ready else "not ready", ok=is_ready)
+            return status_response("draining", ok=False)
+        is_ready = is_accepting(services)
+        return status_response("ready" if is_ready else "not ready", ok=is_ready)
 
     @app.get("/health")
     async def health(request: Request) -> Response:
         state = services.backend.health()
         status = "healthy" if state.ready else "unhealthy"
         if request.state.principal is None:
-            return _status(status, ok=state.ready)
-        return _status(status, ok=state.ready, figures=_figures(services, state))
+            return status_response(status, ok=state.ready)
+        return status_response(status, ok=state.ready, figures=_figures(services, state))
 
 
 def add_metrics_routes(app: FastAPI, services: Services) -> None:
@@ -61,7 +62,11 @@ def _figures(services: Services, state: Health) -> dict[str, Any]:
     }
 
 
-def _status(status: str, *, ok: bool, figures: dict[str, Any] | None = None) -> Response:
+def is_accepting(services: Services) -> bool:
+    return not services.lifecycle.is_draining and services.backend.health().ready
+
+
+def status_response(status: str, *, ok: bool, figures: dict[str, Any] | None = None) -> Response:
     headers = {"cache-control": "no-store"}
     if not ok:
         headers["retry-after"] = str(int(NOT_READY_RETRY_S))

@@ -7,7 +7,6 @@ ends everything now.
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
@@ -18,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.servers.late_routes import LateRoutes
+from engine.servers.probes import ProbeServer, QuietUvicorn
 from engine.servers.protocol import LimitedProtocol, raise_file_limit
 from engine.servers.services import Services
 from engine.servers.systemd import ServiceManager
@@ -33,12 +33,6 @@ PROGRESS_INTERVAL_S = 5.0
 LATE_ROUTES_AFTER_S = 0.5
 
 
-class _Uvicorn(uvicorn.Server):
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        """`HttpServer.handle_signal` decides; uvicorn would raise the signal again at the end."""
-        return contextlib.nullcontext()
-
-
 class HttpServer:
     """One run of an application made by `create_app`."""
 
@@ -48,6 +42,7 @@ class HttpServer:
         sock: socket.socket,
         on_ready: Callable[[float], None] | None = None,
         on_progress: Callable[[str], None] | None = None,
+        probe_sock: socket.socket | None = None,
     ) -> None:
         services = app.state.services
         assert isinstance(services, Services)
@@ -60,7 +55,9 @@ class HttpServer:
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
-        self._uvicorn = _Uvicorn(
+        if probe_sock is not None:
+            services.components.insert(0, ProbeServer(services, probe_sock))
+        self._uvicorn = QuietUvicorn(
             uvicorn.Config(
                 app,
                 http=LimitedProtocol,
@@ -160,10 +157,11 @@ def run_server(
     sock: socket.socket,
     on_ready: Callable[[float], None] | None = None,
     on_progress: Callable[[str], None] | None = None,
+    probe_sock: socket.socket | None = None,
 ) -> None:
     """Serve on the main thread until a signal ends it. Returns after an orderly end."""
     raise_file_limit()
-    server = HttpServer(app, sock, on_ready, on_progress)
+    server = HttpServer(app, sock, on_ready, on_progress, probe_sock)
 
     async def serve_with_signals() -> None:
         loop = asyncio.get_running_loop()

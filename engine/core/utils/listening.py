@@ -12,7 +12,18 @@ from engine.core.errors import ConfigError
 def bind_socket(settings: Settings) -> socket.socket:
     """Take the port, without listening yet. Raises `ConfigError` before anything slow begins."""
     check_exposure(settings)
-    host, port = settings.server.host, settings.server.port
+    return _bind(settings.server.host, settings.server.port, "server.port", "--port")
+
+
+def bind_probes(settings: Settings) -> socket.socket | None:
+    """The same for the probes' own port, if they have one."""
+    port = settings.server.probe_port
+    if port is None:
+        return None
+    return _bind(settings.server.host, port, "server.probe_port", "server.probe_port")
+
+
+def _bind(host: str, port: int, param: str, option: str) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         # With its protocol named: asyncio sets TCP_NODELAY on connections of such sockets alone,
@@ -22,13 +33,11 @@ def bind_socket(settings: Settings) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         reason = (
-            "another program is using it; choose another with --port"
+            f"another program is using it; choose another with {option}"
             if error.errno == errno.EADDRINUSE
             else error.strerror or str(error)
         )
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}", param="server.port"
-        ) from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param=param) from None
     sock.set_inheritable(False)
     return sock
 
