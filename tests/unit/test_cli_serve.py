@@ -22,7 +22,7 @@ def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         model_id = settings.model.model_path
         return SimpleNamespace(app=None, loading=model_id, first_model_id=lambda: model_id)
 
-    def run(app: Any, sock: Any, on_ready: Callable[[float], None], say: Any) -> None:
+    def run(app: Any, sock: Any, on_ready: Callable[[float], None], say: Any, probes: Any) -> None:
         sock.close()
         on_ready(0.1)
 
