@@ -39,7 +39,7 @@ KEYS = [
         AUTH,
         "                if hmac.compare_digest(presented, expected):\n",
         "                if presented == expected:\n",
-        f"{AUTH_TESTS}::test_keys_are_compared_in_constant_time",
+        "tests/security/test_key_compare.py",
     ),
     Mutation(
         "SEC-21 keys are guessed without a pause",

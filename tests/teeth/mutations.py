@@ -308,8 +308,8 @@ GUARDS = [
     runtime(
         "FLT-10 who can not begin waits for ever",
         "intake",
-        "            elif seq.started_at is None:\n",
-        "            elif False:\n",
+        "if when == seq.deadline or seq.started_at is None:",
+        "if when == seq.deadline:",
         f"{SCHEDULER_TESTS}::test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not",
     ),
     Mutation(
