@@ -74,6 +74,12 @@ def test_text_ends_at_the_first_stop(text: str, stop: tuple[str, ...], data: st.
     assert detokenizer.push(ids) == "" == detokenizer.flush() or match is None
 
 
+def test_a_stop_string_in_two_pieces_is_never_shown() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL, ("ab",))
+    pieces = [detokenizer.push(BYTE_LEVEL.encode(character)) for character in "cab"]
+    assert pieces == ["c", "", ""] and detokenizer.stopped == "ab"
+
+
 @given(st.text("ab", max_size=30), stops)
 def test_holds_back_only_what_may_become_a_stop(text: str, stop: tuple[str, ...]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, stop)

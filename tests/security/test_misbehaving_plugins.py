@@ -179,12 +179,15 @@ async def test_a_sleeping_plugin_does_not_hold_up_the_loop(
             ticks += 1
 
     ticking = asyncio.create_task(tick())
-    answers = await asyncio.gather(*(fed(made, a_chat()) for _ in range(8)))
-    assert [text_of(each) for each in answers] == [TEXT] * 8
-    assert ticks >= 5
-    ticking.cancel()
-    await asyncio.wait_for(made.stop(), 30)
-    release.set()
+    try:
+        async with asyncio.timeout(30):
+            answers = await asyncio.gather(*(fed(made, a_chat()) for _ in range(8)))
+        assert [text_of(each) for each in answers] == [TEXT] * 8
+        assert ticks >= 5
+        ticking.cancel()
+        await asyncio.wait_for(made.stop(), 30)
+    finally:
+        release.set()
 
 
 async def test_what_looks_on_is_bounded_and_waited_for_by_nobody(
