@@ -6,20 +6,18 @@ of the server is touched by two threads, and a loop that no longer turns is seen
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 import time
 from dataclasses import dataclass
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.servers.health import is_accepting, status_response
-from engine.servers.protocol import LimitedProtocol
+from engine.servers.protocol import http_server
 from engine.servers.services import Services
 
 NOTE_EVERY_S = 0.25
@@ -35,12 +33,6 @@ class Noted:
     is_healthy: bool
 
 
-class QuietUvicorn(uvicorn.Server):
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        """`HttpServer.handle_signal` decides; uvicorn would raise the signal again at the end."""
-        return contextlib.nullcontext()
-
-
 class ProbeServer:
     """A component of the server."""
 
@@ -50,25 +42,12 @@ class ProbeServer:
         self._noted = Noted(time.monotonic(), is_accepting=False, is_healthy=False)
         self._noting: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
-        self._uvicorn = QuietUvicorn(
-            uvicorn.Config(
-                Starlette(
-                    routes=[
-                        Route("/livez", self._livez),
-                        Route("/readyz", self._readyz),
-                        Route("/health", self._health),
-                    ]
-                ),
-                http=LimitedProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-            )
-        )
+        routes = [
+            Route("/livez", self._livez),
+            Route("/readyz", self._readyz),
+            Route("/health", self._health),
+        ]
+        self._uvicorn = http_server(Starlette(routes=routes), CLOSE_TIMEOUT_S)
 
     async def start(self) -> None:
         self._noting = asyncio.create_task(self._note())

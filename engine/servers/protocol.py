@@ -12,8 +12,11 @@ import contextlib
 import resource
 from typing import Any
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+KEEP_ALIVE_TIMEOUT_S = 15
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
@@ -105,3 +108,27 @@ class LimitedProtocol(HttpToolsProtocol):
         """This very connection when all others are busy."""
         idle = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         return min((each for each in idle if each._is_idle), key=lambda each: each._opened)
+
+
+class _Uvicorn(uvicorn.Server):
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """`HttpServer.handle_signal` decides; uvicorn would raise the signal again at the end."""
+        return contextlib.nullcontext()
+
+
+def http_server(app: ASGIApp, close_timeout_s: int) -> uvicorn.Server:
+    """Speaks HTTP within these limits, and nothing else."""
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+            timeout_graceful_shutdown=close_timeout_s,
+        )
+    )

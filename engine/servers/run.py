@@ -13,18 +13,16 @@ import socket
 import time
 from collections.abc import Callable
 
-import uvicorn
 from fastapi import FastAPI
 
 from engine.servers.late_routes import LateRoutes
-from engine.servers.probes import ProbeServer, QuietUvicorn
-from engine.servers.protocol import LimitedProtocol, raise_file_limit
+from engine.servers.probes import ProbeServer
+from engine.servers.protocol import http_server, raise_file_limit
 from engine.servers.services import Services
 from engine.servers.systemd import ServiceManager
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_TIMEOUT_S = 15
 # After the drain only sockets are left to close.
 CLOSE_TIMEOUT_S = 5
 # Between two lines about a model that is loading; ours never takes that long.
@@ -57,20 +55,7 @@ class HttpServer:
         self._reloading: asyncio.Task[None] | None = None
         if probe_sock is not None:
             services.components.insert(0, ProbeServer(services, probe_sock))
-        self._uvicorn = QuietUvicorn(
-            uvicorn.Config(
-                app,
-                http=LimitedProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
-                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-            )
-        )
+        self._uvicorn = http_server(app, CLOSE_TIMEOUT_S)
 
     async def serve(self) -> None:
         """Until it is told to stop; raises what the backend could not start with."""
