@@ -128,6 +128,9 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
     q = inputs.normal(len(step.token_ids), shape.num_heads, shape.head_dim)
     cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
     cache[0] = float("nan")  # what lies behind a row's end is never looked at
+    for table, length in zip(step.block_tables, step.seq_lens, strict=True):
+        if length % size:
+            cache[int(table[length // size]), length % size :] = float("nan")
     return Example(label, (q, cache, Plans(reference, triton, keys, pairs)))
 
 

@@ -1,9 +1,10 @@
-"""Attention by Triton kernels over the pages: the host plans a step as lists of small work items.
+"""Attention over the pages by our own kernels: the host plans a step as lists of small work items.
 
 Rows of one query are cut into spans of keys; rows of several queries into tiles of queries; where
 rows share leading blocks, the shared part is attended to by many rows at once and read once. The
 lists lie in device memory together with their lengths, so that a captured graph, whose launches are
-as large as the longest lists it has room for, serves steps of any lengths.
+as large as the longest lists it has room for, serves steps of any lengths. The kernels are Triton
+code, but for that of prompts on a Hopper card, which is CUDA C++.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
 if TYPE_CHECKING:
@@ -77,16 +79,14 @@ class TritonPlan:
     scratch: "Scratch | None"
     window: int
     tiles: Tiles
+    on_hopper: bool
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         return self.attend_cached(q, cache)
 
     def attend_cached(self, q: Tensor, cache: Tensor) -> Tensor:
         """q (T, N, H) against keys and values that are all in the cache: (T, N, H)"""
-        from engine.backends.custom.frameworks.torch.kernels.triton import (
-            attention_decode,
-            attention_prefill,
-        )
+        from engine.backends.custom.frameworks.torch.kernels.triton import attention_decode
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         out = torch.empty_like(q)
@@ -106,9 +106,18 @@ class TritonPlan:
                 shared_tile=Tile(*tiles.shared),
             )
         if self.room.tiles:
-            tile = Tile(*tiles.chunk)
-            attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
+            self._attend_prompts(q, cache, out)
         return out
+
+    def _attend_prompts(self, q: Tensor, cache: Tensor, out: Tensor) -> None:
+        from engine.backends.custom.frameworks.torch.kernels.triton import attention_prefill
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
+
+        if self.on_hopper:
+            hopper.prefill(q, cache, out, self.arrays, window=self.window)
+            return
+        tile = Tile(*self.tiles.chunk)
+        attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
 
 
 class Heads(Protocol):
@@ -134,7 +143,9 @@ class TritonAttention:
         self._window = config.sliding_window or 0
         self._group = config.num_heads // config.num_kv_heads
         self._tiles_of = tiles_for(config.head_dim, dtype)
-        self._tile_tokens = self._tiles_of.chunk[0] // self._group
+        hopper_lines = hopper.lines_of_tile(config.head_dim, self._group, block_size, dtype)
+        self._on_hopper = hopper_lines is not None
+        self._tile_tokens = (hopper_lines or self._tiles_of.chunk[0]) // self._group
         self._tile_members = self._tiles_of.shared[0] // self._group
         self._scratch: Scratch | None = None
 
@@ -152,7 +163,9 @@ class TritonAttention:
 
     def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
         """Over arrays that are on the device already, or will be when the plan is applied."""
-        return TritonPlan(arrays, room, self._scratch, self._window, self._tiles_of)
+        return TritonPlan(
+            arrays, room, self._scratch, self._window, self._tiles_of, self._on_hopper
+        )
 
     def reserve(self, rows: int, device: torch.device) -> None:
         """Make room for the partial results of so many rows. Plans made before keep their own."""
@@ -190,7 +203,7 @@ class TritonAttention:
         chunks = np.flatnonzero(counts > 1)
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         spans, partials = _spans(inputs, decodes, begins, splits, room)
-        tiles = self._tiles(counts, chunks)
+        tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())
         lengths = (inputs.block_tables.shape[1], len(spans), len(tiles), len(shared))
         lists = {
@@ -203,14 +216,14 @@ class TritonAttention:
         }
         return lists, room or Room(len(spans), len(tiles), len(shared), total)
 
-    def _tiles(self, counts: I32, rows: np.ndarray) -> I32:
-        """(row, first query), a row's last tile first: it has the most keys to see."""
+    def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
+        """(row, first query), those that see the most keys first; a row's begin at `begins`."""
         each = -(-counts[rows] // self._tile_tokens)
         ends = np.cumsum(each)
         tiles = np.empty((int(ends[-1]) if len(ends) else 0, TILE_FIELDS), np.int32)
         tiles[:, 0] = np.repeat(rows, each)
-        tiles[:, 1] = (np.repeat(ends, each) - 1 - np.arange(len(tiles))) * self._tile_tokens
-        return tiles
+        tiles[:, 1] = (np.arange(len(tiles)) - np.repeat(ends - each, each)) * self._tile_tokens
+        return tiles[np.argsort(-(begins[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
 
     def _shared(
         self, inputs: BatchInputs, decodes: np.ndarray, has_chunks: bool

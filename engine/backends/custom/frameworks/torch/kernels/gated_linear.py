@@ -5,7 +5,6 @@ does, and the gate next to nothing. Elsewhere, and with few rows, the two run on
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,10 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
+from engine.backends.custom.frameworks.torch.kernels.cuda.library import is_hopper
 
 # With fewer rows, half of a tile is empty and the library is as fast.
 MIN_ROWS = 65
-_HOPPER = (9, 0)
 _VECTOR = 8  # values that are copied at a time
 
 
@@ -60,13 +59,8 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> bool:
         and weight.is_contiguous()
         and weight.shape[1] % _VECTOR == 0
         and weight.shape[0] % (2 * _VECTOR) == 0
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _HOPPER
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:

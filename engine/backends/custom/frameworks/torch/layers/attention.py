@@ -50,7 +50,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.o(step.attend(self, self.qkv(x)).flatten(1))
+        return self.o(self.attended(x, step))
+
+    def attended(self, x: Tensor, step: Step) -> Tensor:
+        """All but the last product: (T, N H)"""
+        return step.attend(self, self.qkv(x)).flatten(1)
 
     def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
         """x and what the half adds to it, for a few rows."""

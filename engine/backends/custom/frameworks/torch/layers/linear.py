@@ -4,11 +4,14 @@ Parameters are created empty, never initialised: a model is allocated in its fin
 from a checkpoint. `pack_linears` is a transform of a finished model, so models know nothing of it.
 """
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.frameworks.torch.kernels.activation import gated
+from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.frameworks.torch.kernels.skinny import fused_linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
@@ -32,6 +35,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, stream: Tensor, x: Tensor) -> Tensor:
+        """stream + W x in the stream's own memory: the product adds as it writes."""
+        return torch.addmm(stream, x, self.weight.t(), out=stream)
+
     def fused(
         self,
         x: Tensor,
@@ -52,6 +59,16 @@ class Linear(nn.Module):
             gate=gate,
             residual=residual,
         )
+
+
+def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
+    """Whether `add_to` is possible, and faster than a product and a norm that adds."""
+    return (
+        isinstance(layer, Linear)
+        and layer.bias is None
+        and use_triton(stream)
+        and not torch.is_grad_enabled()
+    )
 
 
 class PackedLinear(nn.Module):

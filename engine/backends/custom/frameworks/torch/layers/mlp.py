@@ -17,7 +17,11 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up.fused(x, gate=self.activation))
+        return self.down(self.activated(x))
+
+    def activated(self, x: Tensor) -> Tensor:
+        """All but the last product."""
+        return self.gate_up.fused(x, gate=self.activation)
 
     def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x and what the half adds to it, for a few rows."""
@@ -32,4 +36,8 @@ class MLP(nn.Module):
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(activate(self.up(x), self.activation))
+        return self.down(self.activated(x))
+
+    def activated(self, x: Tensor) -> Tensor:
+        """All but the last product."""
+        return activate(self.up(x), self.activation)

@@ -15,7 +15,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
 from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
-from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.linear import Linear, can_add
 from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
@@ -49,18 +49,25 @@ class PreNormBlock(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        x, delta = self.parts(x, None, step)
-        return x if delta is None else x + delta
+        x, delta = self._apart(x, None, step)
+        return x + delta
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is still to be added to it: the next norm adds as it reads. With a
-        few rows, matrix products do both.
+        """The stream, and what is still to be added to it: the next norm adds as it reads. Where
+        matrix products can add, nothing is left, and x itself may have become the stream.
         """
-        attn_norm, mlp_norm, mlp = self.attn_norm, self.mlp_norm, self.mlp
+        attn, attn_norm, mlp, mlp_norm = self.attn, self.attn_norm, self.mlp, self.mlp_norm
         if is_few(x) and isinstance(mlp, GatedMLP):
             assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
             assert delta is None, "all blocks are alike"
-            return mlp.fused(self.attn.fused(x, attn_norm, step), mlp_norm), None
+            return mlp.fused(attn.fused(x, attn_norm, step), mlp_norm), None
+        if can_add(attn.o, x) and can_add(mlp.down, x):
+            assert delta is None, "all blocks are alike"
+            x = attn.o.add_to(x, attn.attended(attn_norm(x), step))
+            return mlp.down.add_to(x, mlp.activated(mlp_norm(x))), None
+        return self._apart(x, delta, step)
+
+    def _apart(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         if delta is None:
             normed = self.attn_norm(x)
         else:

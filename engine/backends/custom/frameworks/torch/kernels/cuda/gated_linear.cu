@@ -2,18 +2,13 @@
 // tensor cores.
 //
 // A block of three warp groups stays on its multiprocessor and takes tile after tile of 128 rows and
-// COLUMNS columns, half of them from g and half from u. One warp group copies tiles of x and w into a ring of STAGES buffers; the two
-// others multiply 64 rows each and write the result. CLUSTER blocks that lie below one another share
-// the columns: each copies its part of w to all of them.
+// COLUMNS columns, half of them from g and half from u. One warp group copies tiles of x and w into a
+// ring of STAGES buffers; the two others multiply 64 rows each and write the result. CLUSTER blocks that
+// lie below one another share the columns: each copies its part of w to all of them.
 //
-// Compiled with COLUMNS, STAGES, CLUSTER, IN (bf16 or f16) and `multiply` given.
+// Compiled with `hopper.cuh`, COLUMNS, STAGES, CLUSTER and `multiply` given.
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-constexpr int ROWS = 128, DEPTH = 64;  // a line of DEPTH values is 128 bytes, what a swizzle covers
-constexpr int GROUP = 128;             // threads of a warp group
+constexpr int ROWS = 128, DEPTH = LINE;
 constexpr int PARTS = 2;               // w's tile arrives as two boxes, of g and of u
 constexpr u32 X_BYTES = ROWS * DEPTH * 2;
 constexpr u32 W_BYTES = COLUMNS * DEPTH * 2;
@@ -22,14 +17,6 @@ constexpr int NUM_SUMS = COLUMNS / 2;  // of a thread: 64 rows of a warp group o
 constexpr int BAND = 8;                // tiles of rows whose x stays in the second-level cache
 
 static_assert(CLUSTER == 1 || CLUSTER == PARTS, "each block copies one part of w");
-
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ u32 block_in_cluster() {
     u32 rank;
@@ -46,37 +33,11 @@ __device__ __forceinline__ void sync_cluster() {
     }
 }
 
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(block)
-        : "memory");
-}
-
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, u32 barrier, int column, int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
 
@@ -87,17 +48,6 @@ __device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap& map, u3
         "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<u16>((1 << CLUSTER) - 1))
         : "memory");
-}
-
-// A tile whose lines are 128 bytes, swizzled, eight lines to a block of 1,024 bytes.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 both;
-    asm("cvt.rn." IN "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 __device__ __forceinline__ float silu(float x) {
@@ -173,17 +123,6 @@ struct Producer {
     }
 };
 
-// Lanes of four hold two neighbouring values of each of four blocks of eight: afterwards each holds a
-// whole block.
-__device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d, int lane) {
-    bool odd = lane & 1, upper = lane & 2;
-    u32 t0 = __shfl_xor_sync(~0u, odd ? a : b, 1), t1 = __shfl_xor_sync(~0u, odd ? c : d, 1);
-    u32 a1 = odd ? t0 : a, b1 = odd ? b : t0, c1 = odd ? t1 : c, d1 = odd ? d : t1;
-    u32 t2 = __shfl_xor_sync(~0u, upper ? a1 : c1, 2), t3 = __shfl_xor_sync(~0u, upper ? b1 : d1, 2);
-    u32 a2 = upper ? t2 : a1, b2 = upper ? t3 : b1, c2 = upper ? c1 : t2, d2 = upper ? d1 : t3;
-    return make_uint4(a2, b2, c2, d2);
-}
-
 __device__ __forceinline__ float gated(const float (&sums)[NUM_SUMS], int index) {
     return silu(sums[index]) * sums[index + NUM_SUMS / 2];
 }
@@ -214,7 +153,7 @@ __device__ __forceinline__ void write(const float (&sums)[NUM_SUMS], u16* y, int
 }
 
 __device__ __forceinline__ void consume(Ring ring, const Work& work, u16* y, int m_rows, int width) {
-    int thread = threadIdx.x % GROUP, group = threadIdx.x / GROUP - 1;
+    int thread = threadIdx.x % WARP_GROUP, group = threadIdx.x / WARP_GROUP - 1;
     float sums[NUM_SUMS];
     for (int tile = work.first(); tile < work.end(); tile += work.step()) {
         int row, n;
@@ -224,31 +163,29 @@ __device__ __forceinline__ void consume(Ring ring, const Work& work, u16* y, int
             wait_barrier(ring.ready(), ring.parity);
             u64 x = descriptor(ring.buffer() + group * (X_BYTES / 2)),
                 w = descriptor(ring.buffer() + X_BYTES);
-#pragma unroll
-            for (int index = 0; index < NUM_SUMS; ++index) asm volatile("" : "+f"(sums[index])::"memory");
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            hold(sums);
+            begin_products();
 #pragma unroll
             for (int step = 0; step < DEPTH / 16; ++step) {
                 multiply(sums, x + 2 * step, w + 2 * step, k > 0 || step > 0);
             }
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            commit_products();
             if (last) {
-                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                wait_products<1>();
                 if (thread < CLUSTER) arrive_at(last, thread);
             }
             last = ring.free();
             ring.advance();
         }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-        for (int index = 0; index < NUM_SUMS; ++index) asm volatile("" : "+f"(sums[index])::"memory");
+        wait_products<0>();
+        hold(sums);
         if (thread < CLUSTER) arrive_at(last, thread);
         int line = group * (ROWS / 2) + thread / 32 * 16 + thread % 32 / 4;
         write(sums, y, row + line, n * (COLUMNS / 2), m_rows, width);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(3 * WARP_GROUP, 1) __cluster_dims__(CLUSTER, 1, 1)
     gated_linear(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, u16* y,
                  int m_rows, int width, int depth, int n_tiles) {
     extern __shared__ unsigned char memory[];
@@ -263,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) __cluster_dims__(CLUS
     }
     sync_cluster();
     Work work(m_rows, n_tiles, depth);
-    if (threadIdx.x < GROUP) {
+    if (threadIdx.x < WARP_GROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) Producer{x_map, w_map, width}.run(Ring(stages, full, 1), work);
         __syncwarp();

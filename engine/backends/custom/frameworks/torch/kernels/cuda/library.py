@@ -19,6 +19,7 @@ _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_HOPPER = (9, 0)
 
 
 class CudaError(RuntimeError):
@@ -103,21 +104,21 @@ class Function:
         _check(status, "cuLaunchKernel")
 
 
-def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ctypes.Array[ctypes.c_char]:
-    """How the copy engine reads boxes of a matrix (R, C), swizzled; outside there are zeros."""
-    rows, columns = matrix.shape
+def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
+    """How the copy engine reads boxes of a tensor, swizzled; outside there are zeros."""
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, start)
+    rank, size = tensor.dim(), tensor.element_size()
     status = _driver().cuTensorMapEncodeTiled(
         made,
-        _ELEMENTS[matrix.dtype],
-        2,
-        ctypes.c_void_p(matrix.data_ptr()),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        _ELEMENTS[tensor.dtype],
+        rank,
+        ctypes.c_void_p(tensor.data_ptr()),
+        (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
+        (ctypes.c_uint64 * (rank - 1))(*(size * step for step in reversed(tensor.stride()[:-1]))),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLE_128,
         _PROMOTE_256,
@@ -125,3 +126,13 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ctypes.Array[
     )
     _check(status, "cuTensorMapEncodeTiled")
     return made
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == _HOPPER

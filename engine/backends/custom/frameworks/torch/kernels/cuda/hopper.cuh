@@ -1,0 +1,93 @@
+// What kernels for Hopper's tensor cores and copy engine share. Compiled with IN ("bf16" or "f16") given.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int WARP_GROUP = 128;  // threads of a warp group
+constexpr int LINE = 64;          // values in 128 bytes, what a swizzle covers
+constexpr u32 LINE_BYTES = LINE * 2;
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, u32 barrier, int column, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+// A tile whose lines are 128 bytes, swizzled, eight lines to a block of 1,024 bytes. `next` is how far
+// apart tiles of 64 values lie where the lines run along the depth of a product.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
+    return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(next >> 4) << 16) | (64ull << 32) |
+           (1ull << 62);
+}
+
+// The compiler must not move or reuse registers that a product in flight reads or writes.
+template <int COUNT>
+__device__ __forceinline__ void hold(float (&values)[COUNT]) {
+#pragma unroll
+    for (int index = 0; index < COUNT; ++index) asm volatile("" : "+f"(values[index])::"memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ void hold(u32 (&values)[COUNT]) {
+#pragma unroll
+    for (int index = 0; index < COUNT; ++index) asm volatile("" : "+r"(values[index])::"memory");
+}
+
+__device__ __forceinline__ void begin_products() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 both;
+    asm("cvt.rn." IN "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Lanes of four hold two neighbouring values of each of four blocks of eight: afterwards each holds a
+// whole block.
+__device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d, int lane) {
+    bool odd = lane & 1, upper = lane & 2;
+    u32 t0 = __shfl_xor_sync(~0u, odd ? a : b, 1), t1 = __shfl_xor_sync(~0u, odd ? c : d, 1);
+    u32 a1 = odd ? t0 : a, b1 = odd ? b : t0, c1 = odd ? t1 : c, d1 = odd ? d : t1;
+    u32 t2 = __shfl_xor_sync(~0u, upper ? a1 : c1, 2), t3 = __shfl_xor_sync(~0u, upper ? b1 : d1, 2);
+    u32 a2 = upper ? t2 : a1, b2 = upper ? t3 : b1, c2 = upper ? c1 : t2, d2 = upper ? d1 : t3;
+    return make_uint4(a2, b2, c2, d2);
+}

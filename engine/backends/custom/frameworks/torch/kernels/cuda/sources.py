@@ -1,0 +1,45 @@
+"""A kernel's source: its file, what all of them share, the sizes that it is compiled for, and the
+tensor cores' instructions, whose text depends on those.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+TARGET = "sm_90a"
+DEPTH = 64  # values in the 128 bytes that a swizzle covers
+NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *products: str) -> str:
+    defined = {**sizes, "IN": f'"{NAMES[dtype]}"'}
+    lines = [f"#define {key} {value}" for key, value in defined.items()]
+    folder = Path(__file__).parent
+    shared, own = ((folder / file).read_text("utf-8") for file in ("hopper.cuh", f"{name}.cu"))
+    return "\n".join([*lines, shared, *products, own])
+
+
+def product(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
+    """A function for sums += (or =) a product of 64 x 16 by 16 x columns: an instruction of a warp
+    group, each of whose threads holds columns / 2 of the sums. `from_registers`: so does it with
+    the left matrix, and the right one lies with its columns side by side instead of its depth.
+    """
+    count, kind = columns // 2, NAMES[dtype]
+    places = ", ".join(f"%{index}" for index in range(count))
+    sums = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
+    if from_registers:
+        given = "u32 a, u32 b, u32 c, u32 d"
+        left = "{" + ", ".join(f"%{count + index}" for index in range(4)) + "}"
+        operands, used, signs = '"r"(a), "r"(b), "r"(c), "r"(d)', 4, "1, 1, 1"
+    else:
+        given, left, operands, used, signs = "u64 x", f"%{count}", '"l"(x)', 1, "1, 1, 0, 0"
+    return f"""
+__device__ __forceinline__ void {name}(float (&sums)[{count}], {given}, u64 right, int adds) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + used + 1}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{places}}}, "
+        "{left}, %{count + used}, p, {signs};\\n}}"
+        : {sums} : {operands}, "l"(right), "r"(adds));
+}}
+"""
