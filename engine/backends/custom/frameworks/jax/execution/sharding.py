@@ -22,10 +22,8 @@ def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
     count = len(devices)
     if count == 1:
         return None
-    for name, size in (
-        ("key heads", config.num_kv_heads),
-        ("feed-forward values", config.intermediate_size),
-    ):
+    shared = {"key heads": config.num_kv_heads, "feed-forward values": config.intermediate_size}
+    for name, size in shared.items():
         if size % count:
             raise ConfigError(
                 f"the model's {size} {name} cannot be shared evenly by {count} devices; "

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from engine.backends.custom.frameworks.jax.execution.buckets import Bucket, step_layout
-from engine.backends.custom.frameworks.jax.execution.sharding import AXIS
+from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC
 from engine.backends.custom.frameworks.jax.kernels.attention import AttentionBackend
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
 from engine.backends.custom.frameworks.jax.layers.linear import Params
@@ -55,14 +55,9 @@ def forward(
     work = Work(positions, step["tables"], *items, *step["num_items"])
     write = partial(write_and_attend, attention, shape)
     if mesh is not None:
-        heads, pages = P(None, AXIS), P(None, None, AXIS)
-        write = jax.shard_map(
-            write,
-            mesh=mesh,
-            in_specs=(heads, heads, heads, pages, P(), P()),
-            out_specs=(heads, pages),
-            check_vma=False,
-        )
+        heads, pages = P(None, AXIS), CACHE_SPEC
+        given, made = (heads, heads, heads, pages, P(), P()), (heads, pages)
+        write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
 
     def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
         return write(q, k, v, cache, step["write_slots"], work)

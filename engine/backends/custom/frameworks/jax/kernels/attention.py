@@ -30,18 +30,17 @@ def attention_backend(
     name: str, config: ModelConfig, platform: str, num_slots: int
 ) -> AttentionBackend:
     """ "auto": Pallas on a GPU for the heads that it can do, else plain XLA."""
-    chosen = name
     if name == "auto":
         can_tile = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
-        chosen = "pallas" if platform == "gpu" and can_tile else "xla"
-    if chosen not in ATTENTION:
+        name = "pallas" if platform == "gpu" and can_tile else "xla"
+    if name not in ATTENTION:
         raise ConfigError(
             f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
         )
     most = MAX_OFFSET // (2 * config.num_kv_heads * config.head_dim)
-    if chosen == "pallas" and num_slots > most:
+    if name == "pallas" and num_slots > most:
         raise ConfigError(
             f"a KV cache of {num_slots:,} tokens is more than the {most:,} that the kernel can "
             "address; give it less with performance.memory_pool_size_mb"
         )
-    return ATTENTION[chosen]
+    return ATTENTION[name]

@@ -1,0 +1,46 @@
+"""What can be known of the CUDA code for prompts without a Hopper card, and how its work is listed.
+
+On such a card the examples of `attention_prompts` run it.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.torch.kernels.attention_spec import _config, _step
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
+from engine.backends.custom.frameworks.torch.kernels.base import LLAMA_1B, LLAMA_8B, Shape
+from engine.backends.custom.frameworks.torch.kernels.cuda.attention import Config, source
+
+SHARED_BYTES = 232_448  # that a block may have of a multiprocessor's memory
+CONFIGS = [Config(64, 4, 8, 16, 0), Config(128, 4, 8, 16, 0), Config(128, 7, 4, 32, 4096)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_tiles_fit_into_a_multiprocessor(config: Config) -> None:
+    assert config.shared_bytes <= SHARED_BYTES - 256  # barriers
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_source_has_both_products(config: Config) -> None:
+    text = source(config, torch.bfloat16)
+    assert f"#define WINDOW {config.window}" in text
+    assert "multiply_keys(float (&sums)[64], u64" in text
+    assert f"multiply_values(float (&sums)[{config.head_dim // 2}], u32" in text
+
+
+@pytest.mark.parametrize("shape", [LLAMA_1B, LLAMA_8B])
+def test_items_get_shorter_along_the_list(shape: Shape) -> None:
+    rows = [(512, 512), (3000, 200), (40, 1), (700, 700)]
+    backend = TritonAttention(_config(shape), block_size=16, dtype=torch.bfloat16)
+    step = _step(rows, 0, 16)
+    lists, _ = backend.lists(step)
+    tiles = lists["tiles"]
+    begins = step.seq_lens - np.diff(step.query_start)
+    keys = begins[tiles[:, 0]] + tiles[:, 1]
+    assert (np.diff(keys) <= 0).all()
+    assert 2 not in tiles[:, 0], "a row of one query has no tile"
+    for row, (_, queries) in enumerate(rows):
+        starts = np.sort(tiles[tiles[:, 0] == row, 1])
+        if queries > 1:
+            assert starts[0] == 0 and queries - starts[-1] <= np.diff(starts).max()
