@@ -1,8 +1,8 @@
 """The JAX framework: pure functions over pytrees, compiled once for each shape of a step.
 
 XLA would take most of a GPU's memory at its first use; the engine plans what it takes, so XLA is
-told to take what it is asked for. And it would launch the kernels of a step in many pieces: told to
-launch them as graphs, attention and all, it decodes a third faster.
+told to take what it is asked for. And it would launch the kernels of a step in many pieces, which
+takes the host longer than they run: it is told to launch them as graphs, attention and all.
 """
 
 import os

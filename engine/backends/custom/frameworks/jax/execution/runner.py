@@ -88,6 +88,8 @@ class JAXRunner:
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
         self._params = params
+        # What `sample` needs of them: every array of a call costs the host time.
+        self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
@@ -128,11 +130,14 @@ class JAXRunner:
             if mask is not None:
                 mask = np.pad(mask, ((0, padding), (0, 0)))
             counts = self._histories(sampling) if sampling.has_penalties else None
+            states = handle.states
+            if len(states) > traits.num_rows:
+                states = states[: traits.num_rows]
             self._last_token, counts, sampled, hidden = sample_step(
                 self._program.model,
                 traits,
-                self._params,
-                handle.states[: traits.num_rows],
+                self._ends,
+                states,
                 self._last_token,
                 counts,
                 self._words,
@@ -150,7 +155,7 @@ class JAXRunner:
 
     def close(self) -> None:
         """Free the model and the cache; the runner cannot be used again."""
-        del self._params, self._caches, self._last_token, self._counts, self._words
+        del self._params, self._ends, self._caches, self._last_token, self._counts, self._words
 
     def _histories(self, sampling: SamplingInputs) -> Array:
         """The slots' counts, with the histories that came with the step."""
