@@ -130,14 +130,12 @@ class JAXRunner:
             if mask is not None:
                 mask = np.pad(mask, ((0, padding), (0, 0)))
             counts = self._histories(sampling) if sampling.has_penalties else None
-            states = handle.states
-            if len(states) > traits.num_rows:
-                states = states[: traits.num_rows]
+            states, count = handle.states, traits.num_rows
             self._last_token, counts, sampled, hidden = sample_step(
                 self._program.model,
                 traits,
                 self._ends,
-                states,
+                states if len(states) == count else states[:count],
                 self._last_token,
                 counts,
                 self._words,
