@@ -126,6 +126,18 @@ ENGINE_INLINE void finish(Part part, int head_dim, float* __restrict out) {
     for (int i = 0; i < head_dim; i++) out[i] = values[i] * weight;
 }
 
+inline void merge(const AttentionJob& job, int index) {
+    const AttentionMerge& merge = job.batch->merges[index];
+    const int32_t* parts = job.batch->merge_parts + merge.first;
+    const AttentionShape& shape = *job.shape;
+    float* out = job.out + size_t(merge.token) * size_t(job.out_stride);
+    for (int head = 0; head < shape.heads; head++) {
+        Part into = part_at(job, parts[0], head);
+        for (int i = 1; i < merge.count; i++) fold(into, part_at(job, parts[i], head), job.cache->dim());
+        finish(into, shape.head_dim, out + head * shape.head_dim);
+    }
+}
+
 // An item's queries, token by token and for each token the heads that share a kv head.
 struct Queries {
     const AttentionJob* job;
