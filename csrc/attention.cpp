@@ -1,10 +1,9 @@
-// The schedule of attention, the second round that merges parts, and erasing.
+// The schedule of attention, and erasing.
 #include "attention.h"
 
 #include <algorithm>
 
 #include "attention_cache.h"
-#include "attention_parts.h"
 
 namespace engine {
 
@@ -162,18 +161,6 @@ void AttentionSchedule::build(Batch& batch, int block_size, int window) {
 
 size_t part_floats(const AttentionShape& shape) {
     return round_up_size(size_t(shape.heads) * size_t(round_up(shape.head_dim, 32) + 2), 16);
-}
-
-void merge(const AttentionJob& job, int index) {
-    const AttentionMerge& merge = job.batch->merges[index];
-    const int32_t* parts = job.batch->merge_parts + merge.first;
-    const AttentionShape& shape = *job.shape;
-    float* out = job.out + size_t(merge.token) * size_t(job.out_stride);
-    for (int head = 0; head < shape.heads; head++) {
-        Part into = part_at(job, parts[0], head);
-        for (int i = 1; i < merge.count; i++) fold(into, part_at(job, parts[i], head), job.cache->dim());
-        finish(into, shape.head_dim, out + head * shape.head_dim);
-    }
 }
 
 void erase_kv(const KvCache& cache, int64_t slot) {

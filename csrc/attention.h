@@ -75,8 +75,6 @@ class AttentionSchedule {
 
 // A part: the weighted values [heads][dim], then [heads] pairs (maximum, sum), in whole cache lines.
 size_t part_floats(const AttentionShape& shape);
-// Merges the parts of Batch::merges[index] and writes to `out`.
-void merge(const AttentionJob& job, int index);
 
 // Zeroes the keys and values of `slot` in all layers. The cache must never hold what is not finite where a
 // later sequence could meet it, not even past its end: a step that failed is erased before its blocks go.

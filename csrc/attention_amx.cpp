@@ -216,13 +216,13 @@ void attend_tiles(const AttentionJob& job, int index, int kv_head, uint8_t* base
     const AttentionItem& item = job.batch->items[index];
     if (!item.is_prompt || job.cache->type != KvType::BF16) return attend_float(job, index, kv_head, base);
     TileScratch scratch = tile_scratch(*job.shape, base);
-    Queries queries = item_queries(job, item, kv_head);
+    Queries queries = item_queries(job, index, kv_head);
     queries.state = scratch.state;
     queries.state_max_sum = scratch.state_max_sum;
     pack_queries(queries, scratch.queries);
     TileScope scope;
     for (int chunk = item.chunk; chunk < item.chunk + item.chunks; chunk++) {
-        ChunkTiles tiles = find_tiles(job, item, kv_head, chunk);
+        ChunkTiles tiles = find_tiles(job, {index, kv_head, chunk});
         TilePairs pairs = pair_tiles(tiles, job.cache->dim(), scratch.values);
         int begin = 0;
         for (; begin + 16 < queries.count; begin += kRows)

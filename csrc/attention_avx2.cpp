@@ -6,6 +6,7 @@ namespace engine {
 
 void fill_attention_avx2(Kernels& table) {
     table.attend = attend_float;
+    table.merge = merge;
 }
 
 }  // namespace engine

@@ -57,6 +57,7 @@ void fill_attention_avx512(Kernels& table) {
     write_any = table.write_kv;
     table.write_kv = write_bf16_or_any;
     table.attend = attend_float;
+    table.merge = merge;
 }
 
 }  // namespace engine

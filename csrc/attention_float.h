@@ -13,6 +13,17 @@ namespace {
 
 constexpr int kBatch = 48;  // queries whose scores are held at a time
 
+// What to ask for while a tile is read: another one that is read soon, and one of what comes after the chunk,
+// which would not fit into the first-level cache beside it.
+struct Ahead {
+    const uint8_t *soon, *later;
+
+    __attribute__((always_inline)) void fetch(int offset) const {
+        __builtin_prefetch(soon + offset);
+        __builtin_prefetch(later + offset, 0, 2);
+    }
+};
+
 // Four columns of keys [column, column + 4) for lanes [lane, lane + kLanes).
 template <KvType type>
 ENGINE_INLINE void decode_keys(const uint8_t* tile, int column, int lane, Floats (&keys)[4]) {
@@ -53,16 +64,16 @@ ENGINE_INLINE void unroll(std::integer_sequence<int, I...>, F&& f) {
 template <int N>
 using Indices = std::make_integer_sequence<int, N>;
 
-// scores[query][0:16] for `N` queries over one tile; `next` is fetched meanwhile.
+// scores[query][0:16] for `N` queries over one tile.
 template <KvType type, int N>
-ENGINE_INLINE void score_tile(const uint8_t* tile, const uint8_t* next, const float* queries, int dim,
+ENGINE_INLINE void score_tile(const uint8_t* tile, Ahead ahead, const float* queries, int dim,
                               float* scores) {
     constexpr int kBytes = type == KvType::F32 ? 256 : type == KvType::BF16 ? 128 : 64;  // of four columns
     for (int lane = 0; lane < 16; lane += kLanes) {
         Floats even[N] = {}, odd[N] = {};
         for (int column = 0; column < dim; column += 4) {
             if (lane == 0)
-                for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(next + column / 4 * kBytes + i);
+                for (int i = 0; i < kBytes; i += 64) ahead.fetch(column / 4 * kBytes + i);
             Floats keys[4];
             decode_keys<type>(tile, column, lane, keys);
             unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
@@ -83,12 +94,12 @@ ENGINE_INLINE void score_tile(const uint8_t* tile, const uint8_t* next, const fl
 }
 
 template <KvType type, int N>
-void score_queries(const uint8_t* tile, const uint8_t* next, const float* queries, int count, int dim,
+void score_queries(const uint8_t* tile, Ahead ahead, const float* queries, int count, int dim,
                    float* scores) {
     for (; count >= N; count -= N, queries += N * dim, scores += N * kChunk)
-        score_tile<type, N>(tile, next, queries, dim, scores);
+        score_tile<type, N>(tile, ahead, queries, dim, scores);
     if constexpr (N > 1)
-        if (count > 0) score_queries<type, N - 1>(tile, next, queries, count, dim, scores);
+        if (count > 0) score_queries<type, N - 1>(tile, ahead, queries, count, dim, scores);
 }
 
 // sums[query][column : column + C * kLanes] for `N` queries over the tiles of a chunk.
@@ -99,11 +110,10 @@ ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, 
     Floats sum[N][C] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const uint8_t* values = tiles.values[tile];
-        const uint8_t* next = tiles.values[tile + kTilesAhead];
+        const Ahead ahead{tiles.values[tile + kTilesAhead], tiles.later_values[tile]};
         for (int pair = 0; pair < 8; pair++) {
             const float* weight = weights + tile * 16 + pair * 2;
-            for (int i = 0; i < C * kLanes * kBytes; i += 64)
-                __builtin_prefetch(next + (pair * dim + column) * kBytes + i);
+            for (int i = 0; i < C * kLanes * kBytes; i += 64) ahead.fetch((pair * dim + column) * kBytes + i);
             unroll(Indices<C>(), [&](auto c) __attribute__((always_inline)) {
                 Floats even, odd;
                 decode_values<type>(values, dim, pair, column + c * kLanes, even, odd);
@@ -201,13 +211,16 @@ template <KvType type>
 void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch) {
     const AttentionJob& job = *queries.job;
     int dim = job.cache->dim();
-    ChunkTiles tiles = find_tiles(job, *queries.item, queries.kv_head, chunk);
+    const ChunkPlace place{queries.index, queries.kv_head, chunk};
+    ChunkTiles tiles = find_tiles(job, place);
+    find_later(job, place, tiles);
     for (int begin = 0; begin < queries.count; begin += kBatch) {
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
         const float* scaled = scratch.queries + begin * dim;
         for (int tile = tiles.begin; tile < tiles.end; tile++)
-            score_queries<type, kQueries>(tiles.keys[tile], tiles.keys[tile + kTilesAhead], scaled, count,
-                                          dim, scratch.scores + tile * 16);
+            score_queries<type, kQueries>(tiles.keys[tile],
+                                          {tiles.keys[tile + kTilesAhead], tiles.later_keys[tile]}, scaled,
+                                          count, dim, scratch.scores + tile * 16);
         float max_sum[2 * kBatch];
         for (int i = 0; i < count; i++) {
             float* scores = scratch.scores + i * kChunk;
@@ -230,7 +243,7 @@ void attend_item(const Queries& queries, const FloatScratch& scratch) {
 
 void attend_float(const AttentionJob& job, int index, int kv_head, uint8_t* base) {
     FloatScratch scratch = float_scratch(*job.shape, base);
-    Queries queries = item_queries(job, job.batch->items[index], kv_head);
+    Queries queries = item_queries(job, index, kv_head);
     queries.state = scratch.state;
     queries.state_max_sum = scratch.state_max_sum;
     scale_queries(queries, scratch.queries);

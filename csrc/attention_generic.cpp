@@ -79,6 +79,7 @@ size_t attend_scratch_bytes(const AttentionShape& shape) {
 void fill_attention_generic(Kernels& table) {
     table.write_kv = write_kv;
     table.attend = attend_float;
+    table.merge = merge;
     table.attend_scratch_bytes = attend_scratch_bytes;
 }
 

@@ -38,10 +38,12 @@ ENGINE_INLINE Range visible_in_chunk(const AttentionJob& job, int token, int chu
     return {begin > 0 ? begin : 0, end < kChunk ? end : kChunk};
 }
 
-// Where the tiles [begin, end) of a chunk lie that any token of the item sees.
+// Where the tiles [begin, end) of a chunk lie that any token of the item sees, and what is read after it.
 struct ChunkTiles {
     const uint8_t* keys[kChunkTiles + kTilesAhead];    // then the first of the values
     const uint8_t* values[kChunkTiles + kTilesAhead];  // then some of them once more
+    const uint8_t* later_keys[kChunkTiles];            // one for each tile of this chunk
+    const uint8_t* later_values[kChunkTiles];
     int begin, end;
 };
 
@@ -64,13 +66,39 @@ ENGINE_INLINE const uint8_t* find_keys(const AttentionJob& job, const AttentionI
     return job.cache->key_tile(job.layer, table[index / tiles_per_block], head, index % tiles_per_block);
 }
 
-ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, const AttentionItem& item, int head, int chunk) {
+struct ChunkPlace {
+    int index, head, chunk;  // of the item, of the kv head
+};
+
+// What a thread most likely reads next: the item's next chunk, its next kv head, or the next item.
+ENGINE_INLINE ChunkPlace place_after(const AttentionJob& job, ChunkPlace place) {
+    const AttentionItem& item = job.batch->items[place.index];
+    if (place.chunk + 1 < item.chunk + item.chunks) return {place.index, place.head, place.chunk + 1};
+    if (place.head + 1 < job.shape->kv_heads) return {place.index, place.head + 1, item.chunk};
+    int index = place.index + 1 < job.batch->num_items ? place.index + 1 : place.index;
+    return {index, 0, job.batch->items[index].chunk};
+}
+
+ENGINE_INLINE void find_later(const AttentionJob& job, ChunkPlace place, ChunkTiles& tiles) {
+    const ChunkPlace after = place_after(job, place);
+    const AttentionItem& item = job.batch->items[after.index];
+    const Range seen = seen_tiles(job, item, after.chunk);
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+        int partner = seen.begin + tile - tiles.begin;
+        if (partner >= seen.end) partner = seen.begin;
+        tiles.later_keys[tile] = find_keys(job, item, after.head, after.chunk, partner);
+        tiles.later_values[tile] = tiles.later_keys[tile] + job.cache->part_bytes();
+    }
+}
+
+ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
+    const AttentionItem& item = job.batch->items[place.index];
     ChunkTiles tiles;
-    Range seen = seen_tiles(job, item, chunk);
+    Range seen = seen_tiles(job, item, place.chunk);
     tiles.begin = seen.begin;
     tiles.end = seen.end;
     for (int tile = seen.begin; tile < seen.end; tile++) {
-        tiles.keys[tile] = find_keys(job, item, head, chunk, tile);
+        tiles.keys[tile] = find_keys(job, item, place.head, place.chunk, tile);
         tiles.values[tile] = tiles.keys[tile] + job.cache->part_bytes();
     }
     for (int i = 0; i < kTilesAhead; i++) {
@@ -126,10 +154,23 @@ ENGINE_INLINE void finish(Part part, int head_dim, float* __restrict out) {
     for (int i = 0; i < head_dim; i++) out[i] = values[i] * weight;
 }
 
+inline void merge(const AttentionJob& job, int index) {
+    const AttentionMerge& merge = job.batch->merges[index];
+    const int32_t* parts = job.batch->merge_parts + merge.first;
+    const AttentionShape& shape = *job.shape;
+    float* out = job.out + size_t(merge.token) * size_t(job.out_stride);
+    for (int head = 0; head < shape.heads; head++) {
+        Part into = part_at(job, parts[0], head);
+        for (int i = 1; i < merge.count; i++) fold(into, part_at(job, parts[i], head), job.cache->dim());
+        finish(into, shape.head_dim, out + head * shape.head_dim);
+    }
+}
+
 // An item's queries, token by token and for each token the heads that share a kv head.
 struct Queries {
     const AttentionJob* job;
     const AttentionItem* item;
+    int index;  // of the item
     int kv_head, group, count;
     float* state;  // [count][dim]: results so far, when the item writes to `out`
     float* state_max_sum;
@@ -176,9 +217,10 @@ struct Queries {
     }
 };
 
-ENGINE_INLINE Queries item_queries(const AttentionJob& job, const AttentionItem& item, int kv_head) {
+ENGINE_INLINE Queries item_queries(const AttentionJob& job, int index, int kv_head) {
+    const AttentionItem& item = job.batch->items[index];
     int group = job.shape->heads / job.shape->kv_heads;
-    return {&job, &item, kv_head, group, item.count * group, nullptr, nullptr};
+    return {&job, &item, index, kv_head, group, item.count * group, nullptr, nullptr};
 }
 
 ENGINE_INLINE int most_queries(const AttentionShape& shape) {

@@ -155,7 +155,7 @@ class Step {
                 for (int u; (u = unit++) < batch_.num_items * cache.kv_heads;)
                     kernels.attend(job, u / cache.kv_heads, u % cache.kv_heads, own);
                 pool.barrier();
-                for (int m; (m = merged++) < batch_.num_merges;) merge(job, m);
+                for (int m; (m = merged++) < batch_.num_merges;) kernels.merge(job, m);
             };
             auto start = Clock::now();
             pool.run(work);

@@ -335,7 +335,7 @@ void Executor::attention(const Step& step, int thread, int& index) {
     });
     if (batch_->num_merges == 0) return;
     round(thread, index, [&](int begin, int end) {
-        for (int i = begin; i < end; i++) merge(job, i);
+        for (int i = begin; i < end; i++) kernels_.merge(job, i);
     });
 }
 

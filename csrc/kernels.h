@@ -124,6 +124,8 @@ struct Kernels {
     // Attention of work item `index` of the batch's schedule (attention.h), for kv head `head`.
     void (*attend)(const AttentionJob& job, int index, int head, uint8_t* scratch);
     size_t (*attend_scratch_bytes)(const AttentionShape& shape);
+    // Merges the parts of Batch::merges[index] and writes to `out`: the same bits in every set.
+    void (*merge)(const AttentionJob& job, int index);
 
     // Sampling, over one row of logits.
     int (*argmax)(const float* x, int size);  // the first of the largest; NaN is never largest
