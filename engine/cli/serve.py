@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,14 +150,32 @@ def _begin(settings: "Settings", process: EngineProcess) -> None:
         engine_options,
         has_engine,
     )
-    from engine.core.utils.examination import examine
+    from engine.core.utils.examination import Examination
     from engine.core.utils.model_store import resolve_model
 
     name = backend_name(settings)
-    if has_engine(name):
-        path = resolve_model(settings.model.model_path)
-        examine(path, EXAMINER)
+    if not has_engine(name):
+        return
+    path = resolve_model(settings.model.model_path)
+    examination = Examination(path, EXAMINER)
+
+    def begin() -> None:
+        examination.finish()
         process.begin(engine_options(settings, name, path))
+
+    if not examination.is_under_way:
+        begin()
+        return
+    with ThreadPoolExecutor(1) as waiting:
+        begun = waiting.submit(begin)
+        _import_server()
+        begun.result()
+
+
+def _import_server() -> None:
+    """What takes this process as long as a model's examination takes."""
+    import engine.backends.custom.app
+    import engine.servers.run  # noqa: F401
 
 
 def _check_no_model(loaded: "LoadedSettings") -> str:

@@ -41,6 +41,7 @@ IMPORTERS = {
 # Who calls a library of C directly: the system's, and NVIDIA's.
 CTYPES_USERS = {
     "backends/custom/frameworks/tinygrad/execution/device.py",
+    "backends/custom/frameworks/torch/kernels/cuda/attention.py",
     "backends/custom/frameworks/torch/kernels/cuda/gated_linear.py",
     "backends/custom/frameworks/torch/kernels/cuda/library.py",
     "core/utils/examination_child.py",

@@ -11,7 +11,7 @@ import pytest
 from engine.backends.custom.engine_settings import EXAMINER
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.utils import examination
-from engine.core.utils.examination import examine
+from engine.core.utils.examination import Examination, examine
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_a_file_is_examined_once_until_it_changes(
 ) -> None:
     runs = []
 
-    def run(argv: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
-        runs.append(argv)
-        return subprocess.CompletedProcess(argv, 0, b"")
+    def start(*asked: object) -> "subprocess.Popen[bytes]":
+        runs.append(asked)
+        return subprocess.Popen(["true"], stdout=subprocess.PIPE)
 
-    monkeypatch.setattr(examination.subprocess, "run", run)
+    monkeypatch.setattr(examination, "_start", start)
     monkeypatch.setattr(examination, "_SETTLED_SECONDS", 0.0)
     for _ in range(3):
         examine(model, "tests.examiners:nothing")
@@ -79,6 +79,13 @@ def test_a_file_is_examined_once_until_it_changes(
     examine(model, "tests.examiners:nothing")
     examine(model, "tests.examiners:refuse")
     assert len(runs) == 4, "a mark that others may have made counts for nothing"
+
+
+def test_an_examination_goes_on_beside_its_caller(model: Path) -> None:
+    begun = Examination(model, "tests.examiners:refuse")
+    assert begun.is_under_way
+    with pytest.raises(ModelError, match="there is no model in it"):
+        begun.finish()
 
 
 def test_the_default_model_passes(default_model: Path, model: Path) -> None:

@@ -207,8 +207,8 @@ MODEL_FILES = [
     Mutation(
         "examination: a reader that died has read",
         EXAMINATION,
-        "    if done.returncode != 0:\n",
-        "    if False:\n",
+        "        if status != 0:\n",
+        "        if False:\n",
         LED_ASTRAY,
     ),
     Mutation(

@@ -28,49 +28,75 @@ MAX_REPORT_BYTES = 4096
 _SETTLED_SECONDS = 2.0
 
 
+class Examination:
+    """A model that is being read in a limited process, or was before."""
+
+    def __init__(
+        self,
+        path: Path,
+        examiner: str,
+        *,
+        max_seconds: float = MAX_SECONDS,
+        max_cpu_s: int = MAX_CPU_S,
+    ) -> None:
+        key = f"{path.resolve()}\0{examiner}"
+        self._path, self._max_seconds = path, max_seconds
+        self._mark = _marks_directory() / hashlib.sha256(key.encode()).hexdigest()
+        self._identity = _identity(path)
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._identity is not None and not _is_marked(self._mark, self._identity):
+            self._process = _start(path, examiner, max_cpu_s)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._process is not None
+
+    def finish(self) -> None:
+        """Wait for it. Raises what is wrong with the model, or that it could not be read within the
+        limits.
+        """
+        if self._process is None:
+            return
+        name = self._path.name
+        try:
+            output, _ = self._process.communicate(timeout=self._max_seconds)
+        except subprocess.TimeoutExpired:
+            raise ModelFormatError(
+                f"{name} could not be read within {self._max_seconds:g} s: it is damaged or hostile"
+            ) from None
+        finally:
+            self._process.kill()
+            self._process.wait()
+        status = self._process.returncode
+        report = output[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
+        if status == 1 and report:
+            code, _, message = report.partition(" ")
+            raise error_from_code(code, message)
+        if status != 0:
+            raise ModelFormatError(
+                f"{name} could not be read within limits of memory and time (status"
+                f" {status}): it is damaged or hostile"
+            )
+        assert self._identity is not None
+        _remember(self._mark, self._identity, self._path)
+
+
 def examine(
     path: Path, examiner: str, *, max_seconds: float = MAX_SECONDS, max_cpu_s: int = MAX_CPU_S
 ) -> None:
-    """Have `examiner`, a "module:function" that takes a path, read a model in a limited process.
-    Raises what is wrong with the model, or that it could not be read within the limits.
-    """
-    mark = _marks_directory() / hashlib.sha256(f"{path.resolve()}\0{examiner}".encode()).hexdigest()
-    identity = _identity(path)
-    if identity is None or _is_marked(mark, identity):
-        return
-    argv = [
-        sys.executable,
-        "-m",
-        CHILD_MODULE,
-        examiner,
-        str(path),
-        str(max_cpu_s),
-        str(os.getpid()),
-    ]
-    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=environ,
-            timeout=max_seconds,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelFormatError(
-            f"{path.name} could not be read within {max_seconds:g} s: it is damaged or hostile"
-        ) from None
-    report = done.stdout[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
-    if done.returncode == 1 and report:
-        code, _, message = report.partition(" ")
-        raise error_from_code(code, message)
-    if done.returncode != 0:
-        raise ModelFormatError(
-            f"{path.name} could not be read within limits of memory and time (status"
-            f" {done.returncode}): it is damaged or hostile"
-        )
-    _remember(mark, identity, path)
+    """Have `examiner`, a "module:function" that takes a path, read a model in a limited process."""
+    Examination(path, examiner, max_seconds=max_seconds, max_cpu_s=max_cpu_s).finish()
+
+
+def _start(path: Path, examiner: str, max_cpu_s: int) -> "subprocess.Popen[bytes]":
+    arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
+    return subprocess.Popen(
+        [sys.executable, "-m", CHILD_MODULE, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
 
 
 def _marks_directory() -> Path:
