@@ -62,24 +62,7 @@ struct Items {
     }
 };
 
-// A ring of STAGES buffers: one side waits until a buffer is full, the other until it is empty.
-struct Ring {
-    u32 buffers, full;
-    int stage = 0;
-    u32 parity;
-
-    __device__ __forceinline__ Ring(u32 buffers, u32 full, u32 parity)
-        : buffers(buffers), full(full), parity(parity) {}
-    __device__ __forceinline__ u32 buffer() const { return buffers + stage * TILE_BYTES; }
-    __device__ __forceinline__ u32 ready() const { return full + 8 * stage; }
-    __device__ __forceinline__ u32 free() const { return full + 8 * (STAGES + stage); }
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Tiles = Ring<STAGES, TILE_BYTES>;
 
 struct Shared {
     u32 queries, keys, values;                                  // buffers
@@ -104,7 +87,7 @@ struct Producer {
     int num_slots;
 
     // Lane by lane a page of a part. Pages behind a row's end are read from behind the cache: as zeros.
-    __device__ __forceinline__ void copy_tile(Ring& ring, int column, int slot) const {
+    __device__ __forceinline__ void copy_tile(Tiles& ring, int column, int slot) const {
         int lane = threadIdx.x % 32, page = lane % PAGES, part = lane / PAGES;
         wait_barrier(ring.free(), ring.parity);
         if (lane == 0) expect_bytes(ring.ready(), TILE_BYTES);
@@ -117,7 +100,7 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run(const Lists& lists, const Shared& shared) const {
-        Ring keys(shared.keys, shared.keys_ready, 1), values(shared.values, shared.values_ready, 1);
+        Tiles keys(shared.keys, shared.keys_ready, 1), values(shared.values, shared.values_ready, 1);
         Items items(lists);
         int lane = threadIdx.x % 32;
         u32 parity = 1;
@@ -134,7 +117,8 @@ struct Producer {
             }
             for (int tile = item.last_tile; tile >= item.first_tile; --tile) {
                 int position = tile * KEYS + lane % PAGES * BLOCK_SIZE;
-                int slot = position < item.length ? item.table[position / BLOCK_SIZE] * BLOCK_SIZE : num_slots;
+                int slot =
+                    position < item.length ? item.table[position / BLOCK_SIZE] * BLOCK_SIZE : num_slots;
                 copy_tile(keys, item.kv_head * HEAD_DIM, slot);
                 copy_tile(values, (KV_HEADS + item.kv_head) * HEAD_DIM, slot);
             }
@@ -213,7 +197,7 @@ struct Worker {
     const Shared& shared;
     float scale;
     int group, thread;
-    Ring keys, values;
+    Tiles keys, values;
     Line upper, lower;  // eight lines apart
     float scores[NUM_SCORES], sums[NUM_SUMS];
     u32 weights[NUM_SCORES / 2];
@@ -293,9 +277,11 @@ struct Worker {
         for (int index = thread; index < count; index += WARP_GROUP) {
             int chunk = index % (LINE_BYTES / 16), line = index / (LINE_BYTES / 16);
             u32 to = values.buffer() + line % PARTS * PART_BYTES + (first + line / PARTS) * LINE_BYTES;
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + 16 * chunk), "r"(0) : "memory");
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + 16 * chunk), "r"(0)
+                         : "memory");
         }
-        asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, %1;" ::"r"(FIRST_OWN + group), "n"(WARP_GROUP)
+        asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, %1;" ::"r"(FIRST_OWN + group),
+                     "n"(WARP_GROUP)
                      : "memory");
     }
 
@@ -375,13 +361,18 @@ struct Worker {
 
 extern "C" __global__ void __launch_bounds__((WORKERS + 1) * WARP_GROUP, 1)
     attend_prompts(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap cache_map,
-                   u16* out, const int* counts, const int* tiles, const int* query_start,
-                   const int* seq_lens, const int* tables, float scale, int num_slots) {
+                   u16* out, const int* counts, const int* tiles, const int* query_start, const int* seq_lens,
+                   const int* tables, float scale, int num_slots) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) u64 barriers[2 + 4 * STAGES];
     u32 start = (shared_address(memory) + 1023) & ~1023u, barrier = shared_address(barriers);
-    Shared shared{start, start + QUERY_BYTES, start + QUERY_BYTES + STAGES * TILE_BYTES,
-                  barrier, barrier + 8, barrier + 16, barrier + 16 + 16 * STAGES};
+    Shared shared{start,
+                  start + QUERY_BYTES,
+                  start + QUERY_BYTES + STAGES * TILE_BYTES,
+                  barrier,
+                  barrier + 8,
+                  barrier + 16,
+                  barrier + 16 + 16 * STAGES};
     if (threadIdx.x == 0) {
         init_barrier(shared.queries_ready, 1);
         init_barrier(shared.queries_free, WORKERS);

@@ -9,7 +9,7 @@
 // Compiled with `hopper.cuh`, COLUMNS, STAGES, CLUSTER and `multiply` given.
 
 constexpr int ROWS = 128, DEPTH = LINE;
-constexpr int PARTS = 2;               // w's tile arrives as two boxes, of g and of u
+constexpr int PARTS = 2;  // w's tile arrives as two boxes, of g and of u
 constexpr u32 X_BYTES = ROWS * DEPTH * 2;
 constexpr u32 W_BYTES = COLUMNS * DEPTH * 2;
 constexpr u32 STAGE_BYTES = X_BYTES + W_BYTES;
@@ -77,29 +77,13 @@ struct Work {
     }
 };
 
-struct Ring {
-    u32 stages, full, empty;
-    int stage = 0;
-    u32 parity;
-
-    __device__ __forceinline__ Ring(u32 stages, u32 full, u32 parity)
-        : stages(stages), full(full), empty(full + 8 * STAGES), parity(parity) {}
-    __device__ __forceinline__ u32 buffer() const { return stages + stage * STAGE_BYTES; }
-    __device__ __forceinline__ u32 ready() const { return full + 8 * stage; }
-    __device__ __forceinline__ u32 free() const { return empty + 8 * stage; }
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Stages = Ring<STAGES, STAGE_BYTES>;
 
 struct Producer {
     const TensorMap &x_map, &w_map;
     int width;  // N
 
-    __device__ __forceinline__ void run(Ring ring, const Work& work) const {
+    __device__ __forceinline__ void run(Stages ring, const Work& work) const {
         for (int tile = work.first(); tile < work.end(); tile += work.step()) {
             int row, n;
             work.place(tile, row, n);
@@ -152,7 +136,7 @@ __device__ __forceinline__ void write(const float (&sums)[NUM_SUMS], u16* y, int
     }
 }
 
-__device__ __forceinline__ void consume(Ring ring, const Work& work, u16* y, int m_rows, int width) {
+__device__ __forceinline__ void consume(Stages ring, const Work& work, u16* y, int m_rows, int width) {
     int thread = threadIdx.x % WARP_GROUP, group = threadIdx.x / WARP_GROUP - 1;
     float sums[NUM_SUMS];
     for (int tile = work.first(); tile < work.end(); tile += work.step()) {
@@ -202,11 +186,11 @@ extern "C" __global__ void __launch_bounds__(3 * WARP_GROUP, 1) __cluster_dims__
     Work work(m_rows, n_tiles, depth);
     if (threadIdx.x < WARP_GROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0) Producer{x_map, w_map, width}.run(Ring(stages, full, 1), work);
+        if (threadIdx.x == 0) Producer{x_map, w_map, width}.run(Stages(stages, full, 1), work);
         __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume(Ring(stages, full, 0), work, y, m_rows, width);
+        consume(Stages(stages, full, 0), work, y, m_rows, width);
     }
     sync_cluster();  // no block leaves while another may still write to it
 }

@@ -5,7 +5,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int WARP_GROUP = 128;  // threads of a warp group
-constexpr int LINE = 64;          // values in 128 bytes, what a swizzle covers
+constexpr int LINE = 64;         // values in 128 bytes, what a swizzle covers
 constexpr u32 LINE_BYTES = LINE * 2;
 
 struct alignas(64) TensorMap {
@@ -41,6 +41,26 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, u32 barri
         "l"(&map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
+
+// COUNT buffers in shared memory: one side waits until a buffer is full, the other until it is empty.
+template <int COUNT, u32 BYTES>
+struct Ring {
+    u32 buffers, full;
+    int stage = 0;
+    u32 parity;
+
+    __device__ __forceinline__ Ring(u32 buffers, u32 full, u32 parity)
+        : buffers(buffers), full(full), parity(parity) {}
+    __device__ __forceinline__ u32 buffer() const { return buffers + stage * BYTES; }
+    __device__ __forceinline__ u32 ready() const { return full + 8 * stage; }
+    __device__ __forceinline__ u32 free() const { return full + 8 * (COUNT + stage); }
+    __device__ __forceinline__ void advance() {
+        if (++stage == COUNT) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
 
 // A tile whose lines are 128 bytes, swizzled, eight lines to a block of 1,024 bytes. `next` is how far
 // apart tiles of 64 values lie where the lines run along the depth of a product.
