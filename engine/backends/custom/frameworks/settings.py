@@ -41,11 +41,15 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
 
 def settings_arrays(sampling: SamplingInputs, nobody: int) -> dict[str, NDArray[np.generic]]:
     """All of them int32. `nobody` is a slot that no sequence has."""
+    if sampling.all_greedy:  # nothing is drawn
+        keys = np.zeros((len(sampling.slots), 2), np.int32)
+    else:
+        keys = row_keys(sampling.seed, sampling.choice, sampling.position)
     stated: dict[str, NDArray[np.generic]] = {
         "slots": sampling.slots,
         "top_k": sampling.top_k,
         "forced": sampling.forced,
-        "keys": row_keys(sampling.seed, sampling.choice, sampling.position),
+        "keys": keys,
         "bias_rows": sampling.bias_rows,
         "bias_ids": sampling.bias_ids,
         KEEPS: np.where(sampling.forced == DRAW, sampling.slots, np.int32(nobody)),

@@ -112,6 +112,9 @@ def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
 
 def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
     """Each row's queries in runs of at most a tile: first token, length, row; single ones first."""
+    if tile == 1:
+        rows = np.arange(len(counts), dtype=np.int32)
+        return rows, np.ones_like(rows), rows
     num_tiles = -(-counts // tile)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)
     first_item = np.cumsum(num_tiles) - num_tiles

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import jax
 
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
 from engine.backends.custom.runtime.profiler import KernelTime
-
-_US = 1e-6
 
 
 class JAXProfiler:
@@ -48,11 +45,10 @@ class JAXProfiler:
         """Operations of compiled programs by name. XLA numbers those that are alike: `dot.17`."""
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
-        events: list[dict[str, Any]] = json.loads(self._trace)["traceEvents"]
-        for event in events:
+        for event in json.loads(self._trace)["traceEvents"]:
             if "hlo_op" in event.get("args", {}) and "dur" in event:
                 name = event["name"].rstrip("0123456789").rstrip(".")
-                seconds[name] += event["dur"] * _US
+                seconds[name] += event["dur"] * 1e-6
                 calls[name] += 1
         return [KernelTime(name, calls[name], spent) for name, spent in seconds.most_common()]
 
