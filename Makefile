@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LEVELS := unit native kernels property security parity e2e scoreboard
 CODE := engine tests benchmarks examples
+CPP := csrc/*.cpp csrc/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
@@ -89,12 +90,12 @@ lint: $(VENV)/.dev ## Check style, format and types
 	$(call step,mypy)
 	@$(BIN)/mypy
 	$(call step,clang-format)
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: $(VENV)/.dev ## Rewrite the code in house format
 	@$(BIN)/ruff check --fix $(CODE)
 	@$(BIN)/ruff format $(CODE)
-	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+	@$(BIN)/clang-format -i $(CPP)
 
 bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--quick)
 	@$(BIN)/engine pull $(MODEL)

@@ -19,8 +19,8 @@ __all__ = ["JAXBackend"]
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 if find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"):
-    kinds = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
-    flags = f"--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer={kinds}"
-    os.environ.setdefault("XLA_FLAGS", flags)
+    _KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+    _FLAGS = f"--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer={_KINDS}"
+    os.environ.setdefault("XLA_FLAGS", _FLAGS)
 
 __getattr__ = lazy_backend(__name__, "JAXBackend")

@@ -69,19 +69,6 @@ struct Shared {
     u32 queries_ready, queries_free, keys_ready, values_ready;  // barriers
 };
 
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 barrier, int column, int head,
-                                           int token) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(column), "r"(head), "r"(token)
-        : "memory");
-}
-
 struct Producer {
     const TensorMap &q_map, &cache_map;
     int num_slots;

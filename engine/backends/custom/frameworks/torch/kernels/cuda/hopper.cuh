@@ -25,6 +25,10 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
                  : "memory");
 }
 
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
@@ -39,6 +43,15 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, u32 barri
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 barrier, int column, int head,
+                                           int token) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(column), "r"(head), "r"(token)
         : "memory");
 }
 
