@@ -31,6 +31,11 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
         )
 
 
-def refuse_quantization(quantization: str) -> None:
-    if quantization != "auto":
-        raise ConfigError(f"quantization {quantization} needs --backend torch on a GPU")
+def check_plain(
+    framework: str, library: str, dtypes: Iterable[str], model: ModelConfig, config: RunnerConfig
+) -> None:
+    """Of a framework that knows nothing but weights of one type."""
+    check_dtype(config.dtype, dtypes)
+    check_config(framework, library, model, config)
+    if config.quantization != "auto":
+        raise ConfigError(f"quantization {config.quantization} needs --backend torch on a GPU")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.layout import Layout
+from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.runtime.seam import I32, BatchInputs
 
 MIN_ROWS = 8  # but for one or two, which have a program of their own
@@ -115,10 +116,7 @@ def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32,
     if tile == 1:
         rows = np.arange(len(counts), dtype=np.int32)
         return rows, np.ones_like(rows), rows
-    num_tiles = -(-counts // tile)
-    rows = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)
-    first_item = np.cumsum(num_tiles) - num_tiles
-    offsets = (np.arange(len(rows), dtype=np.int32) - first_item[rows]) * tile
+    rows, offsets = cut(counts, tile)
     lengths = np.minimum(tile, counts[rows] - offsets)
     order = np.argsort(lengths != 1, kind="stable")
     tokens = (query_start[rows] + offsets)[order].astype(np.int32)

@@ -12,11 +12,7 @@ from jax.typing import ArrayLike
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
 from engine.backends.custom.frameworks.jax.execution.sharding import home, make_mesh, param_spec
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
-from engine.backends.custom.frameworks.refusals import (
-    check_config,
-    check_dtype,
-    refuse_quantization,
-)
+from engine.backends.custom.frameworks.refusals import check_plain
 from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
@@ -73,9 +69,7 @@ def keep_compiled(folder: Path) -> None:
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:
-    check_dtype(config.dtype, DTYPES)
-    check_config("jax", "XLA", source.config, config)
-    refuse_quantization(config.quantization)
+    check_plain("jax", "XLA", DTYPES, source.config, config)
     if config.num_threads is not None:
         raise ConfigError(
             "XLA takes a thread for every CPU that its process may use; leave performance.threads "

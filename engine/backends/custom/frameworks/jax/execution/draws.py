@@ -3,10 +3,12 @@
 from functools import cache
 from typing import NamedTuple
 
+from jax import Array
+
 from engine.backends.custom.frameworks import settings
 from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.runtime.seam import I32, SamplingInputs
+from engine.backends.custom.runtime.seam import F32, I32, SamplingInputs
 
 # Alternatives beside a drawn token are computed in one of these numbers and cut on the host.
 NUM_TOPS = (0, 5, 20)
@@ -21,6 +23,11 @@ class Traits(NamedTuple):
     filters: bool  # top-k, top-p or min-p
     num_top: int | None  # None: no log-probabilities
     keeps_hidden: bool
+
+
+# How the rows of a step choose: their temperatures (the array itself, which steps share that only
+# continue), and on the device all of it.
+Settings = tuple[F32, Traits, Array]
 
 
 def traits_of(sampling: SamplingInputs, vocab_size: int) -> Traits:

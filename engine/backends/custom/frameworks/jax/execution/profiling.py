@@ -4,7 +4,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,10 +24,8 @@ class JAXProfiler:
         yield
         self._runner.wait()
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        with jax.profiler.TraceAnnotation(name):
-            yield
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return jax.profiler.TraceAnnotation(name)
 
     def __enter__(self) -> "JAXProfiler":
         self._folder = TemporaryDirectory(prefix="engine-profile-")

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from engine.backends.custom.frameworks.jax.execution.buckets import Buckets, packed_step
 from engine.backends.custom.frameworks.jax.execution.draws import (
+    Settings,
     Traits,
     packed_settings,
     settings_layout,
@@ -87,7 +88,7 @@ class JAXRunner:
             most_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
-        self._params = params
+        self._params, tree = jax.tree.flatten(params)  # once, not with every step
         # What `sample` needs of them: every array of a call costs the host time.
         self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
@@ -103,7 +104,8 @@ class JAXRunner:
         self._counts: Array | None = None  # (max_slots, V), made for the first row with penalties
         self._words = jax.device_put(token_words(model.config.vocab_size), self._home)
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
-        self._program = StepProgram(model, attention, config.block_size, mesh)
+        self._program = StepProgram(model, tree, attention, config.block_size, mesh)
+        self._settings: Settings | None = None  # of the last step
 
     @property
     def spec(self) -> RunnerSpec:
@@ -111,21 +113,16 @@ class JAXRunner:
 
     def forward(self, inputs: BatchInputs) -> StepHandle:
         bucket = self._buckets.of(inputs)
+        packed = packed_step(inputs, bucket)
         self._caches, states, finite = forward(
-            self._program,
-            bucket,
-            self._params,
-            self._caches,
-            self._last_token,
-            packed_step(inputs, bucket),
+            self._program, bucket, self._params, self._caches, self._last_token, packed
         )
         return StepHandle(states, finite, inputs.query_start)
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
         sampled, hidden = None, None
         if len(sampling.slots):
-            traits = traits_of(sampling, self._spec.vocab_size)
-            packed = packed_settings(sampling, traits, self._spec.max_slots)
+            _, traits, packed = self._settings_of(sampling)
             mask, padding = sampling.mask, traits.num_rows - len(sampling.slots)
             if mask is not None:
                 mask = np.pad(mask, ((0, padding), (0, 0)))
@@ -135,7 +132,7 @@ class JAXRunner:
                 self._program.model,
                 traits,
                 self._ends,
-                states if len(states) == count else states[:count],
+                states if states.shape[0] == count else states[:count],
                 self._last_token,
                 counts,
                 self._words,
@@ -143,8 +140,9 @@ class JAXRunner:
                 mask,
             )
             self._counts = self._counts if counts is None else counts
-        for array in jax.tree.leaves((sampled, hidden, handle.finite)):
-            array.copy_to_host_async()
+        for array in (*(sampled or ()), hidden, handle.finite):
+            if array is not None:
+                array.copy_to_host_async()
         return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
 
     def wait(self) -> None:
@@ -154,6 +152,16 @@ class JAXRunner:
     def close(self) -> None:
         """Free the model and the cache; the runner cannot be used again."""
         del self._params, self._ends, self._caches, self._last_token, self._counts, self._words
+
+    def _settings_of(self, sampling: SamplingInputs) -> Settings:
+        """Those of greedy rows that only continue, with the same arrays, are there already."""
+        last = self._settings
+        if last is None or last[0] is not sampling.temperature or last[1].draws:
+            traits = traits_of(sampling, self._spec.vocab_size)
+            packed = packed_settings(sampling, traits, self._spec.max_slots)
+            last = (sampling.temperature, traits, jax.device_put(packed, self._home))
+            self._settings = last
+        return last
 
     def _histories(self, sampling: SamplingInputs) -> Array:
         """The slots' counts, with the histories that came with the step."""

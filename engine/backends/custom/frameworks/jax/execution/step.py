@@ -15,7 +15,6 @@ from engine.backends.custom.frameworks.jax.execution.buckets import Bucket, step
 from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC
 from engine.backends.custom.frameworks.jax.kernels.attention import AttentionBackend
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
-from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import Model, decode
 
 
@@ -23,30 +22,28 @@ class StepProgram(NamedTuple):
     """What is known when the function is traced, but for a step's bucket."""
 
     model: Model
+    tree: jax.tree_util.PyTreeDef  # of the parameters
     attention: AttentionBackend
     block_size: int
     mesh: Mesh | None
-
-
-class Forwarded(NamedTuple):
-    caches: list[Array]  # of each layer, (slots, 2, K, H): a key, then its value
-    states: Array  # (T, D) the residual stream of the tokens that `logit_rows` names
-    finite: Array  # (T,) a token's state, which every layer adds to, was finite to the end
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def forward(
     program: StepProgram,
     bucket: Bucket,
-    params: Params,
+    leaves: list[Array],
     caches: list[Array],
     last_token: Array,
     packed: Array,
-) -> Forwarded:
-    """`last_token` (max_slots,) is what was drawn last for each slot. The caches are donated: they
-    are written where they lie, and the caller's are gone.
+) -> tuple[list[Array], Array, Array]:
+    """`leaves` are the parameters', `last_token` (max_slots,) what was drawn last for each slot.
+    The layers' caches (slots, 2, K, H), a key before its value, are donated: written in place.
+    Gives them, the residual stream (T, D) of the tokens that `logit_rows` names, and of each token
+    whether its state, which every layer adds to, was finite to the end.
     """
-    model, attention, block_size, mesh = program
+    model, tree, attention, block_size, mesh = program
+    params = jax.tree.unflatten(tree, leaves)
     step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
     token_ids, positions = step["token_ids"], step["positions"]
     token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
@@ -64,7 +61,7 @@ def forward(
 
     states, caches = decode(model, params, token_ids, positions, attend, caches)
     finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
-    return Forwarded(caches, states[-1][step["logit_rows"]], finite)
+    return caches, states[-1][step["logit_rows"]], finite
 
 
 def write_and_attend(

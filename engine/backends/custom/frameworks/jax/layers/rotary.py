@@ -18,9 +18,7 @@ def rotation(
 ) -> Rotation:
     """`frequencies` are radians per position, for half of the rotated dimensions."""
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.array(frequencies, jnp.float32)
-    return Rotation(
-        (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
-    )
+    return Rotation(*((turn(angles) * scale).astype(dtype) for turn in (jnp.cos, jnp.sin)))
 
 
 def rotate(x: Array, turn: Rotation) -> Array:

@@ -5,11 +5,7 @@ from dataclasses import replace
 from tinygrad import dtypes
 from tinygrad.helpers import PARALLEL
 
-from engine.backends.custom.frameworks.refusals import (
-    check_config,
-    check_dtype,
-    refuse_quantization,
-)
+from engine.backends.custom.frameworks.refusals import check_plain
 from engine.backends.custom.frameworks.tinygrad.execution.device import find_device, open_device
 from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
 from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cache, padded_size
@@ -70,9 +66,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:
-    check_dtype(config.dtype, DTYPES)
-    check_config("tinygrad", "tinygrad", source.config, config)
-    refuse_quantization(config.quantization)
+    check_plain("tinygrad", "tinygrad", DTYPES, source.config, config)
     if config.attention != "auto":
         raise ConfigError(f"the tinygrad backend has one attention, not '{config.attention}'")
     if config.num_threads not in (None, 1):

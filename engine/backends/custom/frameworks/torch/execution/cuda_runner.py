@@ -347,14 +347,18 @@ class CudaRunner(TorchRunner):
         token_ids = resolve_tokens(
             views["token_ids"], views["token_rows"], views["slots"], self._last_token
         )
-        x = model(token_ids, cached)  # (T, D)
-        guard(x, views["token_rows"], views["write_slots"], self._cache.slots, finite)
-        if not size.draws:
-            return
-        if not size.only_decodes:
-            x = x.index_select(0, views["logit_rows"])
-        step.stream = x
-        step.logits = model.stream_logits(x)
+        token_rows, write_slots = views["token_rows"], views["write_slots"]
+        if size.tokens < 2 * size.draws:
+            x = model(token_ids, cached)  # (T, D)
+            guard(x, token_rows, write_slots, self._cache.slots, finite)
+            x = x if size.only_decodes else x.index_select(0, views["logit_rows"])
+        else:  # a prompt's tokens but for its last are only remembered
+            rows = views["logit_rows"]
+            x, attended = model.forward_rows(token_ids, cached, rows)
+            guard(attended, token_rows, write_slots, self._cache.slots, finite)
+            guard(x, token_rows[rows], write_slots[rows], self._cache.slots, finite)
+        if size.draws:
+            step.stream, step.logits = x, model.stream_logits(x)
 
     def _capture(self, step: BufferedStep) -> None:
         """Record both halves. The recording's outputs are new ones, which only a replay fills."""

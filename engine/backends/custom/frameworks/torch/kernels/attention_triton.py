@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.backends.custom.runtime.seam import I32, BatchInputs
@@ -218,11 +219,8 @@ class TritonAttention:
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
         """(row, first query), those that see the most keys first; a row's begin at `begins`."""
-        each = -(-counts[rows] // self._tile_tokens)
-        ends = np.cumsum(each)
-        tiles = np.empty((int(ends[-1]) if len(ends) else 0, TILE_FIELDS), np.int32)
-        tiles[:, 0] = np.repeat(rows, each)
-        tiles[:, 1] = (np.arange(len(tiles)) - np.repeat(ends - each, each)) * self._tile_tokens
+        which, queries = cut(counts[rows], self._tile_tokens)
+        tiles = np.stack((rows[which], queries), axis=1).astype(np.int32)
         return tiles[np.argsort(-(begins[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
 
     def _shared(

@@ -67,13 +67,31 @@ class PreNormBlock(nn.Module):
             return mlp.down.add_to(x, mlp.activated(mlp_norm(x))), None
         return self._apart(x, delta, step)
 
+    def last(
+        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after it of the given tokens only, (R, D), as nothing reads the others'; and
+        what attention gave all of them, (T, N H), which is finite if what they cached is.
+        """
+        normed, x = self._normed(x, delta)
+        attended = self.attn.attended(normed, step)
+        x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
+        if not len(rows):
+            return x, attended
+        if is_few(x) and isinstance(self.mlp, GatedMLP):
+            assert isinstance(self.mlp_norm, RMSNorm)
+            return self.mlp.fused(self.attn.o.fused(chosen, residual=x), self.mlp_norm), attended
+        normed, x = self.mlp_norm.add(self.attn.o(chosen), x)
+        return x + self.mlp(normed), attended
+
     def _apart(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        if delta is None:
-            normed = self.attn_norm(x)
-        else:
-            normed, x = self.attn_norm.add(delta, x)
+        normed, x = self._normed(x, delta)
         normed, x = self.mlp_norm.add(self.attn(normed, step), x)
         return x, self.mlp(normed)
+
+    def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the stream."""
+        return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
 
 
 class Decoder(nn.Module):
@@ -96,11 +114,23 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
-        x, delta = self.embed_tokens(token_ids, step), None
-        for block in self.layers:
+        x, delta = self._through(len(self.layers), token_ids, step)
+        return x if delta is None else x + delta
+
+    def forward_rows(self, token_ids: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward`, of some tokens only: see `PreNormBlock.last`."""
+        before = len(self.layers) - 1
+        block = self.layers[before]
+        assert isinstance(block, PreNormBlock)
+        return block.last(*self._through(before, token_ids, step), step, rows)
+
+    def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The stream after the first blocks, and what is still to be added to it."""
+        x, delta = self.embed_tokens(ids, step), None
+        for block in self.layers[:count]:
             assert isinstance(block, PreNormBlock)
             x, delta = block.parts(x, delta, step)
-        return x if delta is None else x + delta
+        return x, delta
 
     def logits(self, x: Tensor) -> Tensor:
         """(R, D) -> (R, V) float32"""

@@ -1,0 +1,13 @@
+"""Rows cut into runs of bounded length, as work for a kernel."""
+
+import numpy as np
+
+from engine.backends.custom.runtime.seam import I32
+
+
+def cut(counts: I32, size: int) -> tuple[I32, I32]:
+    """Of each run of at most `size`: its row, and how much of the row comes before it."""
+    each = -(-counts // size)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), each)
+    before = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(each) - each, each)
+    return rows, (before * size).astype(np.int32)
