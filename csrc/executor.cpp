@@ -119,6 +119,9 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
     plan_rounds(program);
     if (timing_) step_seconds_.assign(program.steps.size(), 0.0);
     pool_.run([this, &program](int thread) { work(program, thread); });
+    const int stream = program.steps.back().source;
+    for (int i = 0; i < batch.logits; i++)
+        finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
     for (int token = 0; token < batch.tokens; token++)
         if (!finite[size_t(token)]) erase_kv(cache_, batch.write_slots[token]);
 }
@@ -343,7 +346,7 @@ void Executor::gather(const Step& step, int begin, int end) {
     int size = width(step.source), tokens = batch_->tokens;
     for (int i = begin; i < end; i++) {
         if (i < tokens) {
-            finite_[i] = kernels_.all_finite(at(step.source, i), size);
+            finite_[i] &= kernels_.all_finite(at(step.source, i), size);
             continue;
         }
         const float* x = at(step.source, batch_->logit_tokens[i - tokens]);

@@ -46,11 +46,11 @@ def test_quantized_weights(layout: str) -> None:
     assert product_kernel(layout, WITH_TILES, STORED) == Kernel("int8", "bf16")
 
 
-def test_a_prompts_logits_are_one_row_like_those_of_a_generated_token() -> None:
+def test_what_only_logits_read_is_one_row_of_a_prompt_as_of_a_generated_token() -> None:
     made = plan(build_graph(CONFIGS["llama"]), Capacity(64, 8), WITH_TILES, by_part())
-    *layers, head = linears(made)
-    assert {step.kernel for step in layers} == {Kernel("int8", "bf16")}
-    assert head.kernel == Kernel("int8", "int8")
+    *tokens, out, gate_up, down, head = linears(made)
+    assert {step.kernel for step in tokens} == {Kernel("int8", "bf16")}
+    assert {step.kernel for step in (out, gate_up, down, head)} == {Kernel("int8", "int8")}
 
 
 @pytest.mark.parametrize("layout", HALVES)
@@ -83,8 +83,9 @@ def test_every_step_carries_its_choice() -> None:
     assert kernels["head.weight"] == Kernel("int8", "int8")
     layouts = {matrix.name: matrix.layout for matrix in made.matrices}
     assert layouts["embed.weight"] == "F32" and layouts["head.weight"] == "Q8"
-    for name, kernel in kernels.items():
-        assert kernel == product_kernel(layouts[name], WITH_TILES, STORED, name == "head.weight")
+    for step in linears(made):
+        few = made.buffers[step.out].per == "logit"
+        assert step.kernel == product_kernel(layouts[step.matrix], WITH_TILES, STORED, few)
     attention = [step for step in made.steps if isinstance(step, AttentionStep)]
     assert {step.kernel for step in attention} == {Kernel("f32", "bf16")}
 

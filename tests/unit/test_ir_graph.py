@@ -45,8 +45,9 @@ def test_shapes_follow_from_the_config(graph: Graph) -> None:
     assert graph.node("embed").value == Value(("T", config.hidden_size))
     assert graph.node("layers.0.attn.q_rope").value == Value(("T", 48))
     assert graph.node("layers.0.attn.kv").value == Value(("C", "P", 2, 2, 12))
-    assert graph.node("layers.1.mlp.gated").value == Value(("T", config.intermediate_size))
+    assert graph.node("layers.0.mlp.gated").value == Value(("T", config.intermediate_size))
     assert graph.node("wanted").value == Value(("R", config.hidden_size))
+    assert graph.node("layers.1.mlp.gated").value == Value(("R", config.intermediate_size))
 
 
 def test_unknown_op(graph: Graph) -> None:
@@ -87,7 +88,7 @@ def test_too_many_inputs(graph: Graph) -> None:
 
 def test_a_value_that_is_not_what_the_node_makes(graph: Graph) -> None:
     error = refusal(changed(graph, BROKEN, value=Value(("T", 41))))
-    assert error.node == BROKEN and "f32[T, 40]" in str(error) and "f32[T, 41]" in str(error)
+    assert error.node == BROKEN and "f32[R, 40]" in str(error) and "f32[T, 41]" in str(error)
 
 
 def test_a_weight_of_another_shape(graph: Graph) -> None:

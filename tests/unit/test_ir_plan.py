@@ -104,8 +104,9 @@ def test_mixed_batch_equals_each_alone(config: ModelConfig) -> None:
 def test_a_layer_is_six_steps() -> None:
     made = planned(CONFIGS["qwen3"], one_layout)
     kinds = [type(step).__name__.removesuffix("Step") for step in made.steps]
-    layer = ["Linear", "RopeWrite", "Attention", "Linear", "Linear", "Linear"]
-    assert kinds == ["Embed", *layer, *layer, "Gather", "Linear"]
+    attention, rest = ["Linear", "RopeWrite", "Attention"], ["Linear", "Linear", "Linear"]
+    wanted = ["Gather", "Gather"]  # heads and stream
+    assert kinds == ["Embed", *attention, *rest, *attention, *wanted, *rest, "Linear"]
     qkv, out, gate_up, down = linears(made)[:4]
     assert qkv.norm is not None and qkv.norm.weight == "layers.0.attn_norm.weight"
     assert out.residual and down.residual and out.out == down.out == 0

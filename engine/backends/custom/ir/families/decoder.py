@@ -142,10 +142,13 @@ class DecoderBuilder:
         )
         return self.graph.add(config.activation, f"{name}.activation", [up])
 
+    def wanted(self, x: str, name: str) -> str:
+        """Of the tokens whose logits are read."""
+        return self.graph.add("gather_rows", name, [x, LOGIT_TOKENS])
+
     def logits(self, x: str) -> Graph:
-        """Ends the graph: the final norm and the head, of the wanted tokens only."""
+        """Ends the graph: the final norm and the head."""
         config = self.config
-        x = self.graph.add("gather_rows", "wanted", [x, LOGIT_TOKENS])
         x = self.norm(x, "norm")
         name = "embed.weight" if config.tie_embeddings else "head.weight"
         head = self.graph.weight(name, config.vocab_size, config.hidden_size)
@@ -157,12 +160,16 @@ Half = Callable[[DecoderBuilder, str, int], str]
 
 
 def pre_norm_decoder(config: ModelConfig, attend: Half, feed: Half) -> Graph:
-    """Blocks of two halves, each of which norms what it reads and adds what it makes."""
+    """Blocks of two halves, each of which norms what it reads and adds what it makes. What follows
+    the last attention is computed of the wanted tokens only: nothing reads the others.
+    """
     builder, hidden = DecoderBuilder(config), config.hidden_size
     x = builder.embed()
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
         heads = attend(builder, builder.norm(x, f"{name}.attn_norm"), layer)
+        if layer == config.num_layers - 1:
+            heads, x = builder.wanted(heads, "wanted_heads"), builder.wanted(x, "wanted")
         width = config.num_heads * config.head_dim
         out = builder.linear(heads, f"{name}.attn.o", hidden, width, config.out_bias)
         x = builder.add(f"{name}.attn_sum", x, out)
