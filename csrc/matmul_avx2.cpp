@@ -2,29 +2,17 @@
 // what is read of the weights.
 #include <immintrin.h>
 
-#include <utility>
-
 #include "decode_weight.h"
 #include "dispatch.h"
 #include "epilogue.h"
 #include "packed_input.h"
+#include "repeat.h"
 #include "with_layout.h"
 
 namespace engine {
 namespace {
 
 constexpr int kBlock = 4;  // rows of activations
-
-// f(0), f(1) ... as constants: an array so indexed stays in registers.
-template <int... i, class F>
-ENGINE_INLINE void for_each(std::integer_sequence<int, i...>, F&& f) {
-    (f(std::integral_constant<int, i>()), ...);
-}
-template <int count, class F>
-ENGINE_INLINE void repeat(F&& f) {
-    for_each(std::make_integer_sequence<int, count>(), f);
-}
-#define ALWAYS __attribute__((always_inline))
 
 ENGINE_INLINE __m256i load_bytes(const uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));

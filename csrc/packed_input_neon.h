@@ -1,0 +1,79 @@
+// Activations as the NEON kernels of INT8 numerics read them, padded with zeros to whole groups.
+#pragma once
+#include <arm_neon.h>
+
+#include "layout.h"
+
+namespace engine {
+namespace {
+
+// A whole number in the lowest bits of this float's mantissa is a float that much larger.
+constexpr int32_t kShiftBits = 0x4b400000;
+constexpr int32_t kShift = 3 << 22;
+
+// 32 values of a row, rounded to 8 bits: a cache line.
+struct InputGroup {
+    int8_t values[kGroup];
+    float shift[4];   // each -kShift * scale
+    float scale;      // of few enough bits for shift to be exact
+    float sum;        // of the values, times scale
+    float halves[2];  // the same of the first and of the last 16
+};
+
+ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
+}
+
+// The largest of 32 without their signs, as whole numbers: so ordered, NaN is above all.
+ENGINE_INLINE float peak_of(const float32x4_t (&x)[8]) {
+    uint32x4_t sizes[8];
+    for (int i = 0; i < 8; i++) sizes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
+    for (int i = 0; i < 4; i++) sizes[i] = vmaxq_u32(sizes[i], sizes[i + 4]);
+    uint32x4_t largest = vmaxq_u32(vmaxq_u32(sizes[0], sizes[1]), vmaxq_u32(sizes[2], sizes[3]));
+    return bits_to_float(vmaxvq_u32(largest));
+}
+
+// Sixteen values, each times `factor`, to the nearest whole numbers, ties to even.
+ENGINE_INLINE int8x16_t round_values(const float32x4_t* x, float factor) {
+    int16x8_t words[2];
+    for (int i = 0; i < 2; i++) {
+        int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(x[2 * i], factor));
+        int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(x[2 * i + 1], factor));
+        words[i] = vuzp1q_s16(vreinterpretq_s16_s32(low), vreinterpretq_s16_s32(high));
+    }
+    return vuzp1q_s8(vreinterpretq_s8_s16(words[0]), vreinterpretq_s8_s16(words[1]));
+}
+
+// What is not finite among the values makes the scale so, and with it all that is computed from them.
+ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
+    float32x4_t x[8];
+    for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);
+    float peak = peak_of(x);
+    bool is_zero = peak < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / peak;
+    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(peak / 127.0f) & ~3u);
+    int8x16_t first = round_values(x, inverse), second = round_values(x + 4, inverse);
+    vst1q_s8(out.values, first);
+    vst1q_s8(out.values + 16, second);
+    vst1q_f32(out.shift, vdupq_n_f32(float(-kShift) * scale));
+    int32_t sums[2] = {vaddlvq_s8(first), vaddlvq_s8(second)};
+    out.scale = scale;
+    out.sum = float(sums[0] + sums[1]) * scale;
+    for (int half = 0; half < 2; half++) out.halves[half] = float(sums[half]) * scale;
+}
+
+void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    int groups = div_up(columns, kGroup), whole = columns / kGroup;
+    for (int row = begin; row < end; row++) {
+        const float* values = x + size_t(row) * size_t(stride);
+        InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(row) * size_t(groups);
+        for (int g = 0; g < whole; g++) pack_group(values + g * kGroup, out[g]);
+        if (whole == groups) continue;
+        float last[kGroup] = {};
+        for (int i = 0; i < columns - whole * kGroup; i++) last[i] = values[whole * kGroup + i];
+        pack_group(last, out[whole]);
+    }
+}
+
+}  // namespace
+}  // namespace engine
