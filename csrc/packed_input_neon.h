@@ -24,6 +24,13 @@ ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
     return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
 }
 
+// Rows lie in blocks, all of one size but for the last, and in a block group after group: [group][row].
+constexpr int kBlockRows = 12;
+
+ENGINE_INLINE int block_rows(int rows) {
+    return div_up(rows, div_up(rows, kBlockRows));
+}
+
 // The largest of 32 without their signs, as whole numbers: so ordered, NaN is above all.
 ENGINE_INLINE float peak_of(const float32x4_t (&x)[8]) {
     uint32x4_t sizes[8];
@@ -62,16 +69,17 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     for (int half = 0; half < 2; half++) out.halves[half] = float(sums[half]) * scale;
 }
 
-void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
-    int groups = div_up(columns, kGroup), whole = columns / kGroup;
+void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
+    const int groups = div_up(columns, kGroup), whole = columns / kGroup, block = block_rows(rows);
     for (int row = begin; row < end; row++) {
         const float* values = x + size_t(row) * size_t(stride);
-        InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(row) * size_t(groups);
-        for (int g = 0; g < whole; g++) pack_group(values + g * kGroup, out[g]);
+        const int first = row / block * block, step = rows - first < block ? rows - first : block;
+        InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(first) * size_t(groups) + row - first;
+        for (int g = 0; g < whole; g++, out += step) pack_group(values + g * kGroup, *out);
         if (whole == groups) continue;
         float last[kGroup] = {};
         for (int i = 0; i < columns - whole * kGroup; i++) last[i] = values[whole * kGroup + i];
-        pack_group(last, out[whole]);
+        pack_group(last, *out);
     }
 }
 
