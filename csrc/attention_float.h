@@ -78,10 +78,10 @@ ENGINE_INLINE void score_tile(const uint8_t* tile, Ahead ahead, const float* que
             decode_keys<type>(tile, column, lane, keys);
             unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
                 const float* query = queries + n * dim + column;
-                even[n] = fused(keys[0], all(query[0]), even[n]);
-                odd[n] = fused(keys[1], all(query[1]), odd[n]);
-                even[n] = fused(keys[2], all(query[2]), even[n]);
-                odd[n] = fused(keys[3], all(query[3]), odd[n]);
+                even[n] = fused_with<4, 0>(keys[0], query, even[n]);
+                odd[n] = fused_with<4, 1>(keys[1], query, odd[n]);
+                even[n] = fused_with<4, 2>(keys[2], query, even[n]);
+                odd[n] = fused_with<4, 3>(keys[3], query, odd[n]);
             });
         }
         unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
@@ -118,8 +118,8 @@ ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, 
                 Floats even, odd;
                 decode_values<type>(values, dim, pair, column + c * kLanes, even, odd);
                 unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
-                    sum[n][c] = fused(even, all(weight[n * kChunk]), sum[n][c]);
-                    sum[n][c] = fused(odd, all(weight[n * kChunk + 1]), sum[n][c]);
+                    sum[n][c] = fused_with<2, 0>(even, weight + n * kChunk, sum[n][c]);
+                    sum[n][c] = fused_with<2, 1>(odd, weight + n * kChunk, sum[n][c]);
                 });
             });
         }
@@ -155,10 +155,15 @@ ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, fl
     for (int i = begin + kLanes; i < end; i += kLanes) largest = larger(largest, load(scores + i));
     float max = largest_of(largest);
     Floats sums = {};
-    for (int i = begin; i < end; i += kLanes) {
-        Floats weight = power_of_two(load(scores + i) - all(max));
-        store(scores + i, weight);
-        sums += weight;
+    for (int i = begin; i < end; i += 16) {  // a tile, so that a vector need not wait for the one before
+        Floats weights[16 / kLanes];
+        unroll(Indices<16 / kLanes>(), [&](auto v) __attribute__((always_inline)) {
+            weights[v] = power_of_two(load(scores + i + v * kLanes) - all(max));
+        });
+        for (int v = 0; v < 16 / kLanes; v++) {
+            store(scores + i + v * kLanes, weights[v]);
+            sums += weights[v];
+        }
     }
     max_sum[0] = max;
     max_sum[1] = sum_of(sums);

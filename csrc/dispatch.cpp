@@ -124,6 +124,7 @@ KernelSet find_kernels() {
     if (!has_neon()) return set;
     neon = generic;
     fill_matmul_neon(neon);
+    fill_matmul_f32_neon(neon);
     add(neon, "neon");
 #endif
     return set;
