@@ -126,6 +126,15 @@ ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x
     });
 }
 
+// Asks for what follows on a group's weights in memory: few rows are done with them before it comes by itself.
+template <Layout layout>
+ENGINE_INLINE void fetch_ahead(const uint8_t* panel, int g) {
+    constexpr int kAhead = is_4_bit(layout) ? 2048 : 8192;
+    const int stream =
+        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // with its share of Q8's scales
+    for (int i = 0; i < stream; i += 64) __builtin_prefetch(panel + size_t(g) * size_t(stream) + kAhead + i);
+}
+
 // `vectors` times four outputs of a panel with `rows` rows of activations; row r's sums go to out + 32 r.
 template <Layout layout, int rows, int vectors>
 ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, const InputGroup* x,
@@ -136,6 +145,7 @@ ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, c
     for (int g = 0; g < groups; g++, x += rows) {
         const uint8_t* group = panel + size_t(g) * group_bytes(layout) + 16 * first;
         const uint16_t* scales = scales_of<layout>(panel, groups, g) + 4 * first;
+        if constexpr (rows <= 2) fetch_ahead<layout>(panel, g);
         repeat<vectors / kWide>([&](auto step) ALWAYS {
             Weights<layout> weights[kWide];
             repeat<kWide>([&](auto v) ALWAYS {

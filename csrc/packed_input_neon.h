@@ -40,15 +40,17 @@ ENGINE_INLINE float peak_of(const float32x4_t (&x)[8]) {
     return bits_to_float(vmaxvq_u32(largest));
 }
 
-// Sixteen values, each times `factor`, to the nearest whole numbers, ties to even.
+// Sixteen values, each times `factor`, to the nearest whole numbers, ties to even: adding kShift leaves them in
+// the lowest bits.
 ENGINE_INLINE int8x16_t round_values(const float32x4_t* x, float factor) {
-    int16x8_t words[2];
-    for (int i = 0; i < 2; i++) {
-        int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(x[2 * i], factor));
-        int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(x[2 * i + 1], factor));
-        words[i] = vuzp1q_s16(vreinterpretq_s16_s32(low), vreinterpretq_s16_s32(high));
+    int16x8_t words[4];
+    for (int i = 0; i < 4; i++) {
+        float32x4_t scaled = vmulq_n_f32(x[i], factor);
+        __asm__("" : "+w"(scaled));  // rounded, not fused with the sum
+        words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(float(kShift))));
     }
-    return vuzp1q_s8(vreinterpretq_s8_s16(words[0]), vreinterpretq_s8_s16(words[1]));
+    int16x8_t low = vuzp1q_s16(words[0], words[1]), high = vuzp1q_s16(words[2], words[3]);
+    return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
 }
 
 // What is not finite among the values makes the scale so, and with it all that is computed from them.
@@ -58,15 +60,19 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     float peak = peak_of(x);
     bool is_zero = peak < 1e-30f;
     float inverse = is_zero ? 0.0f : 127.0f / peak;
-    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(peak / 127.0f) & ~3u);
+    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(peak * (1 / 127.0f)) & ~3u);
     int8x16_t first = round_values(x, inverse), second = round_values(x + 4, inverse);
     vst1q_s8(out.values, first);
     vst1q_s8(out.values + 16, second);
     vst1q_f32(out.shift, vdupq_n_f32(float(-kShift) * scale));
-    int32_t sums[2] = {vaddlvq_s8(first), vaddlvq_s8(second)};
-    out.scale = scale;
-    out.sum = float(sums[0] + sums[1]) * scale;
-    for (int half = 0; half < 2; half++) out.halves[half] = float(sums[half]) * scale;
+    // Four sums of four, then {sum, first half, last half} as InputGroup has them behind the scale.
+    const int32x4_t none = vdupq_n_s32(0);
+    int32x4_t halves =
+        vpaddq_s32(vdotq_s32(none, first, vdupq_n_s8(1)), vdotq_s32(none, second, vdupq_n_s8(1)));
+    halves = vpaddq_s32(halves, halves);
+    int32x4_t sums = vextq_s32(vpaddq_s32(halves, halves), halves, 2);
+    float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(sums), scale);
+    vst1q_f32(&out.scale, vsetq_lane_f32(scale, scaled, 0));
 }
 
 void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
