@@ -21,6 +21,16 @@ constexpr int kQueries = 6, kColumns = 2;
 constexpr int kQueries = 4, kColumns = 2;
 #endif
 
+// Whether keys and values are decoded once for all queries of a batch, when these take several blocks; and how
+// many queries then share decoded values.
+#if defined(__aarch64__)
+constexpr bool kDecodesAhead = true;
+constexpr int kQueriesDecoded = 8;
+#else
+constexpr bool kDecodesAhead = false;
+constexpr int kQueriesDecoded = kQueries;
+#endif
+
 ENGINE_INLINE Floats larger(Floats a, Floats b) {
 #if defined(__aarch64__)
     return vmaxq_f32(a, b);
