@@ -4,7 +4,6 @@
 
 #include "dispatch.h"
 #include "float_product.h"
-#include "packed_input.h"
 #include "repeat.h"
 #include "with_layout.h"
 
@@ -43,9 +42,8 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-// Scratch memory is as large as the generic kernels'.
+// Scratch memory is as large as the generic kernels', and rows are packed as for them.
 void fill_matmul_f32_neon(Kernels& table) {
-    table.pack[int(Numerics::F32)] = pack_f32;
     table.matmul[int(Numerics::F32)] = matmul_f32;
 }
 
