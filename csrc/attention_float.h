@@ -13,12 +13,15 @@ namespace {
 
 constexpr int kBatch = 48;  // queries whose scores are held at a time
 
+constexpr int kMostDecoded = 256;  // dimensions of a head whose keys are decoded ahead
+
 // What to ask for while a tile is read: another one that is read soon, and one of what comes after the chunk,
-// which would not fit into the first-level cache beside it.
+// which would not fit into the first-level cache beside it. Or nothing.
 struct Ahead {
     const uint8_t *soon, *later;
 
     __attribute__((always_inline)) void fetch(int offset) const {
+        if (kDecodesAhead && !soon) return;
         __builtin_prefetch(soon + offset);
         __builtin_prefetch(later + offset, 0, 2);
     }
@@ -64,11 +67,15 @@ ENGINE_INLINE void unroll(std::integer_sequence<int, I...>, F&& f) {
 template <int N>
 using Indices = std::make_integer_sequence<int, N>;
 
+constexpr int four_columns_bytes(KvType type) {
+    return type == KvType::F32 ? 256 : type == KvType::BF16 ? 128 : 64;
+}
+
 // scores[query][0:16] for `N` queries over one tile.
 template <KvType type, int N>
 ENGINE_INLINE void score_tile(const uint8_t* tile, Ahead ahead, const float* queries, int dim,
                               float* scores) {
-    constexpr int kBytes = type == KvType::F32 ? 256 : type == KvType::BF16 ? 128 : 64;  // of four columns
+    constexpr int kBytes = four_columns_bytes(type);
     for (int lane = 0; lane < 16; lane += kLanes) {
         Floats even[N] = {}, odd[N] = {};
         for (int column = 0; column < dim; column += 4) {
@@ -78,17 +85,14 @@ ENGINE_INLINE void score_tile(const uint8_t* tile, Ahead ahead, const float* que
             decode_keys<type>(tile, column, lane, keys);
             unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
                 const float* query = queries + n * dim + column;
-                even[n] = fused(keys[0], all(query[0]), even[n]);
-                odd[n] = fused(keys[1], all(query[1]), odd[n]);
-                even[n] = fused(keys[2], all(query[2]), even[n]);
-                odd[n] = fused(keys[3], all(query[3]), odd[n]);
+                even[n] = fused_with<4, 0>(keys[0], query, even[n]);
+                odd[n] = fused_with<4, 1>(keys[1], query, odd[n]);
+                even[n] = fused_with<4, 2>(keys[2], query, even[n]);
+                odd[n] = fused_with<4, 3>(keys[3], query, odd[n]);
             });
         }
         unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
-            Floats sum = even[n] + odd[n];
-            if constexpr (type == KvType::INT8)
-                sum *= load(reinterpret_cast<const float*>(tile + dim * 16) + lane);
-            store(scores + n * kChunk + lane, sum);
+            store(scores + n * kChunk + lane, even[n] + odd[n]);
         });
     }
 }
@@ -102,11 +106,50 @@ void score_queries(const uint8_t* tile, Ahead ahead, const float* queries, int c
         if (count > 0) score_queries<type, N - 1>(tile, ahead, queries, count, dim, scores);
 }
 
+// A tile of keys as one of floats.
+template <KvType type>
+void decode_key_tile(const uint8_t* tile, Ahead ahead, int dim, float* out) {
+    constexpr int kBytes = four_columns_bytes(type);
+    for (int column = 0; column < dim; column += 4) {
+        for (int i = 0; i < kBytes; i += 64) ahead.fetch(column / 4 * kBytes + i);
+        for (int lane = 0; lane < 16; lane += kLanes) {
+            Floats keys[4];
+            decode_keys<type>(tile, column, lane, keys);
+            for (int i = 0; i < 4; i++) store(out + (column + i) * 16 + lane, keys[i]);
+        }
+    }
+}
+
+// scores[query][0:16] for `count` queries over one tile.
+template <KvType type>
+void score_batch(const uint8_t* tile, Ahead ahead, const float* queries, int count, int dim, float* scores) {
+    if (kDecodesAhead && type != KvType::F32 && count > kQueries && dim <= kMostDecoded) {
+        float decoded[16 * kMostDecoded];
+        decode_key_tile<type>(tile, ahead, dim, decoded);
+        score_queries<KvType::F32, kQueries>(reinterpret_cast<const uint8_t*>(decoded), {nullptr, nullptr},
+                                             queries, count, dim, scores);
+    } else {
+        score_queries<type, kQueries>(tile, ahead, queries, count, dim, scores);
+    }
+    if constexpr (type == KvType::INT8) {
+        const float* scales = reinterpret_cast<const float*>(tile + dim * 16);
+        for (int n = 0; n < count; n++)
+            for (int lane = 0; lane < 16; lane += kLanes) {
+                float* score = scores + n * kChunk + lane;
+                store(score, load(score) * load(scales + lane));
+            }
+    }
+}
+
+constexpr int value_pair_bytes(KvType type) {  // of one column
+    return type == KvType::F32 ? 8 : type == KvType::BF16 ? 4 : 2;
+}
+
 // sums[query][column : column + C * kLanes] for `N` queries over the tiles of a chunk.
 template <KvType type, int N, int C>
 ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, int dim, int column,
                                  float* sums) {
-    constexpr int kBytes = type == KvType::F32 ? 8 : type == KvType::BF16 ? 4 : 2;  // of a pair's column
+    constexpr int kBytes = value_pair_bytes(type);
     Floats sum[N][C] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const uint8_t* values = tiles.values[tile];
@@ -118,8 +161,8 @@ ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, 
                 Floats even, odd;
                 decode_values<type>(values, dim, pair, column + c * kLanes, even, odd);
                 unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
-                    sum[n][c] = fused(even, all(weight[n * kChunk]), sum[n][c]);
-                    sum[n][c] = fused(odd, all(weight[n * kChunk + 1]), sum[n][c]);
+                    sum[n][c] = fused_with<2, 0>(even, weight + n * kChunk, sum[n][c]);
+                    sum[n][c] = fused_with<2, 1>(odd, weight + n * kChunk, sum[n][c]);
                 });
             });
         }
@@ -127,6 +170,46 @@ ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, 
     unroll(Indices<N * C>(), [&](auto i) __attribute__((always_inline)) {
         store(sums + i / C * dim + column + i % C * kLanes, sum[i / C][i % C]);
     });
+}
+
+// The values of a chunk's tiles in columns [column, column + kColumns * kLanes), position after position.
+template <KvType type>
+void decode_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
+    constexpr int kWidth = kColumns * kLanes;
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+        const Ahead ahead{tiles.values[tile + kTilesAhead], tiles.later_values[tile]};
+        for (int pair = 0; pair < 8; pair++, out += 2 * kWidth) {
+            for (int i = 0; i < kWidth * value_pair_bytes(type); i += 64)
+                ahead.fetch((pair * dim + column) * value_pair_bytes(type) + i);
+            for (int i = 0; i < kWidth; i += kLanes) {
+                Floats even, odd;
+                decode_values<type>(tiles.values[tile], dim, pair, column + i, even, odd);
+                store(out + i, even);
+                store(out + kWidth + i, odd);
+            }
+        }
+    }
+}
+
+// sums[query][0 : kColumns * kLanes] for `N` queries over four times `fours` decoded positions.
+template <int N>
+void weigh_decoded(const float* values, int fours, const float* weights, int count, int dim, float* sums) {
+    constexpr int kSums = N * kColumns, kWidth = kColumns * kLanes;
+    for (; count >= N; count -= N, weights += N * kChunk, sums += N * dim) {
+        Floats sum[kSums] = {};
+        const float* from = values;
+        for (int four = 0; four < fours; four++, from += 4 * kWidth)
+            unroll(Indices<4 * kSums>(), [&](auto i) __attribute__((always_inline)) {
+                constexpr int position = i / kSums, n = i % kSums / kColumns, c = i % kColumns;
+                sum[i % kSums] = fused_with<4, position>(load(from + position * kWidth + c * kLanes),
+                                                         weights + n * kChunk + four * 4, sum[i % kSums]);
+            });
+        unroll(Indices<kSums>(), [&](auto i) __attribute__((always_inline)) {
+            store(sums + i / kColumns * dim + i % kColumns * kLanes, sum[i]);
+        });
+    }
+    if constexpr (N > 1)
+        if (count > 0) weigh_decoded<N - 1>(values, fours, weights, count, dim, sums);
 }
 
 template <KvType type, int N>
@@ -142,6 +225,20 @@ void weigh_queries(const ChunkTiles& tiles, const float* weights, int count, int
         if (count > 0) weigh_queries<type, N - 1>(tiles, weights, count, dim, sums);
 }
 
+// sums[query][0:dim] for `count` queries over the tiles of a chunk.
+template <KvType type>
+void weigh_batch(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
+    constexpr int kWidth = kColumns * kLanes;
+    if (!kDecodesAhead || count <= kQueries)
+        return weigh_queries<type, kQueries>(tiles, weights, count, dim, sums);
+    float decoded[kChunk * kWidth];
+    for (int column = 0; column < dim; column += kWidth) {
+        decode_columns<type>(tiles, dim, column, decoded);
+        weigh_decoded<kQueriesDecoded>(decoded, (tiles.end - tiles.begin) * 4, weights + tiles.begin * 16,
+                                       count, dim, sums + column);
+    }
+}
+
 // Turns one query's scores over the tiles of a chunk into weights; what it does not see weighs nothing.
 ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
     if (seen.empty()) {
@@ -155,10 +252,15 @@ ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, fl
     for (int i = begin + kLanes; i < end; i += kLanes) largest = larger(largest, load(scores + i));
     float max = largest_of(largest);
     Floats sums = {};
-    for (int i = begin; i < end; i += kLanes) {
-        Floats weight = power_of_two(load(scores + i) - all(max));
-        store(scores + i, weight);
-        sums += weight;
+    for (int i = begin; i < end; i += 16) {  // a tile, so that a vector need not wait for the one before
+        Floats weights[16 / kLanes];
+        unroll(Indices<16 / kLanes>(), [&](auto v) __attribute__((always_inline)) {
+            weights[v] = power_of_two(load(scores + i + v * kLanes) - all(max));
+        });
+        for (int v = 0; v < 16 / kLanes; v++) {
+            store(scores + i + v * kLanes, weights[v]);
+            sums += weights[v];
+        }
     }
     max_sum[0] = max;
     max_sum[1] = sum_of(sums);
@@ -218,9 +320,8 @@ void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
         const float* scaled = scratch.queries + begin * dim;
         for (int tile = tiles.begin; tile < tiles.end; tile++)
-            score_queries<type, kQueries>(tiles.keys[tile],
-                                          {tiles.keys[tile + kTilesAhead], tiles.later_keys[tile]}, scaled,
-                                          count, dim, scratch.scores + tile * 16);
+            score_batch<type>(tiles.keys[tile], {tiles.keys[tile + kTilesAhead], tiles.later_keys[tile]},
+                              scaled, count, dim, scratch.scores + tile * 16);
         float max_sum[2 * kBatch];
         for (int i = 0; i < count; i++) {
             float* scores = scratch.scores + i * kChunk;
@@ -229,7 +330,7 @@ void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch
             if constexpr (type == KvType::INT8) scale_weights(scores, tiles, dim);
         }
         float* sums = queries.room(begin, chunk, scratch.sums);
-        weigh_queries<type, kQueries>(tiles, scratch.scores, count, dim, sums);
+        weigh_batch<type>(tiles, scratch.scores, count, dim, sums);
         for (int i = 0; i < count; i++) queries.add(begin + i, chunk, {sums + i * dim, max_sum + 2 * i});
     }
 }

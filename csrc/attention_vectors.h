@@ -3,6 +3,8 @@
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "vectors.h"
@@ -13,12 +15,28 @@ namespace {
 // Queries and vectors of columns whose sums are held in registers together.
 #if defined(__AVX512F__)
 constexpr int kQueries = 6, kColumns = 4;
+#elif defined(__aarch64__)
+constexpr int kQueries = 6, kColumns = 2;
 #else
 constexpr int kQueries = 4, kColumns = 2;
 #endif
 
+// Whether keys and values are decoded once for all queries of a batch, when these take several blocks; and how
+// many queries then share decoded values.
+#if defined(__aarch64__)
+constexpr bool kDecodesAhead = true;
+constexpr int kQueriesDecoded = 8;
+#else
+constexpr bool kDecodesAhead = false;
+constexpr int kQueriesDecoded = kQueries;
+#endif
+
 ENGINE_INLINE Floats larger(Floats a, Floats b) {
+#if defined(__aarch64__)
+    return vmaxq_f32(a, b);
+#else
     return a > b ? a : b;
+#endif
 }
 
 #if defined(__AVX2__)
@@ -53,6 +71,14 @@ ENGINE_INLINE float sum_of(Floats a) {
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+#elif defined(__aarch64__)
+ENGINE_INLINE float largest_of(Floats a) {
+    return vmaxvq_f32(a);
+}
+
+ENGINE_INLINE float sum_of(Floats a) {  // (a[0] + a[1]) + (a[2] + a[3])
+    return vaddvq_f32(a);
+}
 #else
 ENGINE_INLINE float largest_of(Floats a) {
     float first = a[0] > a[1] ? a[0] : a[1], second = a[2] > a[3] ? a[2] : a[3];
@@ -77,8 +103,22 @@ ENGINE_INLINE Floats fused(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
 #else
     return a * b + c;
+#endif
+}
+
+// a * factors[index] + c, where `count` factors can be read.
+template <int count, int index>
+ENGINE_INLINE Floats fused_with(Floats a, const float* factors, Floats c) {
+    static_assert(index < count && (count == 2 || count == 4));
+#if defined(__aarch64__)
+    if constexpr (count == 2) return vfmaq_lane_f32(c, a, vld1_f32(factors), index);
+    return vfmaq_laneq_f32(c, a, vld1q_f32(factors), index);
+#else
+    return fused(a, all(factors[index]), c);
 #endif
 }
 
@@ -89,6 +129,11 @@ ENGINE_INLINE Floats widen(const int8_t* from) {
 #elif defined(__AVX2__)
     __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#elif defined(__aarch64__)
+    int32_t four;
+    memcpy(&four, from, sizeof four);
+    int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(four));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
 #else
     return Floats{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
 #endif

@@ -3,6 +3,8 @@
 #pragma once
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #include "layout.h"
@@ -42,6 +44,14 @@ ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     __m256i words = (__m256i)(halves & 0xffff);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
     return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+ENGINE_INLINE Floats load_halves(const uint16_t* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+}
+
+ENGINE_INLINE Floats halves_to_floats(Ints halves) {
+    return vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(halves)));
 }
 #else
 // Half floats in the lower 16 bits.

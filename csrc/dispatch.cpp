@@ -5,6 +5,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace engine {
@@ -62,10 +66,26 @@ bool has_amx() {
 bool has_int8_tiles() {
     return has(cpuid(7, 0).edx, 25);
 }
+#elif defined(__aarch64__)
+// Dot products of bytes, and arithmetic on half floats.
+bool has_neon() {
+#if defined(__linux__)
+    constexpr unsigned long kHalves = 1 << 10, kDotProducts = 1 << 20;
+    return (getauxval(AT_HWCAP) & (kHalves | kDotProducts)) == (kHalves | kDotProducts);
+#elif defined(__APPLE__)
+    int dot_products = 0, halves = 0;
+    size_t size = sizeof(int);
+    sysctlbyname("hw.optional.arm.FEAT_DotProd", &dot_products, &size, nullptr, 0);
+    sysctlbyname("hw.optional.arm.FEAT_FP16", &halves, &size, nullptr, 0);
+    return dot_products && halves;
+#else
+    return false;
+#endif
+}
 #endif
 
 KernelSet find_kernels() {
-    static Kernels generic{}, avx2{}, avx512{}, amx{};
+    static Kernels generic{};
     KernelSet set{};
     auto add = [&set](Kernels& table, const char* name) {
         table.name = name;
@@ -76,6 +96,7 @@ KernelSet find_kernels() {
     fill_attention_generic(generic);
     add(generic, "generic");
 #if defined(__x86_64__)
+    static Kernels avx2{}, avx512{}, amx{};
     if (!has_avx2()) return set;
     avx2 = generic;
     fill_matmul_avx2(avx2);
@@ -98,6 +119,13 @@ KernelSet find_kernels() {
         fill_matmul_int8_rows_amx(amx);
     }
     add(amx, "amx");
+#elif defined(__aarch64__)
+    static Kernels neon{};
+    if (!has_neon()) return set;
+    neon = generic;
+    fill_matmul_neon(neon);
+    fill_matmul_f32_neon(neon);
+    add(neon, "neon");
 #endif
     return set;
 }

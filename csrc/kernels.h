@@ -93,7 +93,7 @@ struct AttentionJob {
 };
 
 struct Kernels {
-    const char* name;  // "generic", "avx2", "avx512", "amx"
+    const char* name;  // "generic", "avx2", "avx512", "amx", "neon"
     bool has_bf16;     // BF16 numerics
 
     // Matrices. `pack` brings rows [begin, end) of `rows` floats into the form its `matmul` reads; `input`

@@ -2,29 +2,14 @@
 // what is read of the weights.
 #include <immintrin.h>
 
-#include <utility>
-
-#include "decode_weight.h"
 #include "dispatch.h"
-#include "epilogue.h"
+#include "float_product.h"
 #include "packed_input.h"
+#include "repeat.h"
 #include "with_layout.h"
 
 namespace engine {
 namespace {
-
-constexpr int kBlock = 4;  // rows of activations
-
-// f(0), f(1) ... as constants: an array so indexed stays in registers.
-template <int... i, class F>
-ENGINE_INLINE void for_each(std::integer_sequence<int, i...>, F&& f) {
-    (f(std::integral_constant<int, i>()), ...);
-}
-template <int count, class F>
-ENGINE_INLINE void repeat(F&& f) {
-    for_each(std::make_integer_sequence<int, count>(), f);
-}
-#define ALWAYS __attribute__((always_inline))
 
 ENGINE_INLINE __m256i load_bytes(const uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -158,56 +143,6 @@ void add_floats(const float* weights, const float* input, int stride, float* sum
     });
 }
 
-// The groups of a unit's panels as floats: where they lie, if they are floats; decoded when asked for, if
-// they are asked for once; else all decoded beforehand.
-template <Layout layout>
-struct FloatUnit {
-    static constexpr int kGroupFloats = kGroup * kPanelRows;
-    const uint8_t* panels[2];
-    int groups;
-    bool once;
-    float* scratch;
-
-    void decode_all(int count) {
-        if (layout == Layout::F32 || once) return;
-        for (int i = 0; i < count; i++)
-            for (int g = 0; g < groups; g++)
-                decode_group<layout>(panels[i], groups, g, scratch + size_t(i * groups + g) * kGroupFloats);
-    }
-
-    const float* group(int i, int g) {
-        const float* stored = reinterpret_cast<const float*>(panels[i]) + size_t(g) * kGroupFloats;
-        if (layout == Layout::F32) return stored;
-        if (!once) return scratch + size_t(i * groups + g) * kGroupFloats;
-        decode_group<layout>(panels[i], groups, g, scratch);
-        return scratch;
-    }
-};
-
-template <Layout layout>
-void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    using Add = void (*)(const float*, const float*, int, float*);
-    constexpr Add add[] = {add_floats<1>, add_floats<2>, add_floats<3>, add_floats<4>};
-    const Matrix& weights = *job.weights;
-    int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, stride = groups * kGroup;
-    auto input = reinterpret_cast<const float*>(job.input);
-    for (int unit = begin; unit < end; unit++) {
-        const uint8_t* first = weights.panel(unit * panels);
-        FloatUnit<layout> decoded{
-            {first, first + weights.stride()}, groups, job.rows <= kBlock, reinterpret_cast<float*>(scratch)};
-        decoded.decode_all(panels);
-        for (int row = 0; row < job.rows; row += kBlock) {
-            int rows = job.rows - row < kBlock ? job.rows - row : kBlock;
-            const float* x = input + size_t(row) * size_t(stride);
-            float sums[kBlock][2 * kPanelRows] = {};
-            for (int i = 0; i < panels; i++)
-                for (int g = 0; g < groups; g++)
-                    add[rows - 1](decoded.group(i, g), x + g * kGroup, stride, sums[0] + i * kPanelRows);
-            for (int r = 0; r < rows; r++) finish_unit(job, unit, row + r, sums[r]);
-        }
-    }
-}
-
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
     with_layout(job.weights->layout, [&](auto layout) {
         if constexpr (layout < Layout::F16) multiply_whole<layout>(job, begin, end);
@@ -215,7 +150,9 @@ void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    with_layout(job.weights->layout, [&](auto layout) { multiply_floats<layout>(job, begin, end, scratch); });
+    constexpr AddFloats add[kBlock] = {add_floats<1>, add_floats<2>, add_floats<3>, add_floats<4>};
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply_floats<layout>(job, begin, end, scratch, add); });
 }
 
 }  // namespace

@@ -52,7 +52,8 @@ _PACKAGES = (
 _CPU_FEATURES = {
     **{"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"},
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},
-    **{"amx_bf16": "AMX BF16", "asimd": "NEON", "sve": "SVE", "i8mm": "I8MM", "bf16": "BF16"},
+    **{"amx_bf16": "AMX BF16", "asimd": "NEON", "asimddp": "dot product", "asimdhp": "FP16"},
+    **{"sve": "SVE", "i8mm": "I8MM", "bf16": "BF16"},
 }
 
 

@@ -23,9 +23,10 @@ from tests.ir_driver import CONFIGS
 QUANTIZED = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16")
 HALVES = ("F16", "BF16")
 PLAIN = Machine(threads=2, instruction_set="avx2", has_bf16=False)
+ARM = Machine(threads=2, instruction_set="neon", has_bf16=False)
 WITH_BF16 = Machine(threads=2, instruction_set="avx512", has_bf16=True)
 WITH_TILES = Machine(threads=2, instruction_set="amx", has_bf16=True)
-MACHINES = (PLAIN, WITH_BF16, WITH_TILES)
+MACHINES = (PLAIN, ARM, WITH_BF16, WITH_TILES)
 STORED, EXACT = Precision(), Precision(exact=True, kv_type="float32")
 FLOAT = Kernel("f32", "f32")
 
@@ -42,6 +43,7 @@ def by_part(**layouts: str) -> Callable[[str], str]:
 @pytest.mark.parametrize("layout", QUANTIZED)
 def test_quantized_weights(layout: str) -> None:
     assert product_kernel(layout, PLAIN, STORED) == Kernel("int8", "int8")
+    assert product_kernel(layout, ARM, STORED) == Kernel("int8", "int8")
     assert product_kernel(layout, WITH_BF16, STORED) == Kernel("int8", "bf16")
     assert product_kernel(layout, WITH_TILES, STORED) == Kernel("int8", "bf16")
 
