@@ -103,7 +103,7 @@ def kill_all(reap: Callable[[], None]) -> None:
 
 
 def remove_leavings(record: str, folder: str) -> None:
-    """The file that told of this run, and the folder of its socket."""
+    """The file that told of this run, and the folder of its socket and temporary files."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(record)
     if folder:

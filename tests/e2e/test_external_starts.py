@@ -21,6 +21,7 @@ from engine.core.errors import ModelError
 from tests.live_server import wait_until
 from tests.served import serve
 from tests.stand_in_engine import FaultFile
+from tests.stand_in_engine.server import LEFT_FILES
 
 START_TIMEOUT_S = 1
 LISTENING_BY_THEN_S = 8  # on a busy machine too, so that what it answers is the reason
@@ -47,9 +48,9 @@ def options(faults: FaultFile, **given: str) -> list[str]:
 
 
 def left_behind(folder: Path, faults: FaultFile) -> list[str]:
-    sockets = [str(each) for each in folder.glob("engine-*")]
-    records = [str(each) for each in folder.glob("engine/*")]
-    return sockets + records + [str(pid) for pid in faults.pids if not is_gone(pid)]
+    patterns = ("engine-*", "engine/*", f"{LEFT_FILES}*")
+    files = [str(each) for pattern in patterns for each in folder.glob(pattern)]
+    return files + [str(pid) for pid in faults.pids if not is_gone(pid)]
 
 
 def refusal_of(folder: Path, faults: FaultFile, model: str, *given: str) -> str:
