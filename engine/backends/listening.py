@@ -10,6 +10,7 @@ for temporary files that a child makes and does not remove.
 
 import errno
 import ipaddress
+import os
 import shutil
 import socket
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from engine.core.errors import ConfigError
 
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 SOCKET_NAME = "http.sock"
 SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"  # before one has been made
 
@@ -25,6 +27,12 @@ SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"  # before one has been made
 class _PrivateFolder:
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="engine-")  # mode 0700
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the child. What PyTorch compiles stays where it does otherwise, for the next run."""
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        return {"TMPDIR": self.folder, _COMPILED: os.environ.get(_COMPILED, str(compiled))}
 
     def prepare(self) -> None:
         """Before each run: what the last one left would be in the way."""

@@ -169,7 +169,7 @@ class ServedBackend(InferenceBackend):
         return await ExternalChild.start(
             self._name,
             self.argv(),
-            config.environment() | {"TMPDIR": self._place.folder} | config.env,
+            config.environment() | self._place.environment | config.env,
             self._logs,
             grace_s=config.stop_grace_s,
             folder=self._place.folder,

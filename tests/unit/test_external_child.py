@@ -213,6 +213,8 @@ def test_every_interface_is_reached_over_this_machine() -> None:
 def test_a_private_socket_is_for_nobody_else() -> None:
     place = PrivateSocket()
     assert os.stat(place.folder).st_mode & 0o777 == 0o700
+    assert place.environment["TMPDIR"] == place.folder
+    assert not place.environment["TORCHINDUCTOR_CACHE_DIR"].startswith(place.folder)
     place.path.touch()
     place.prepare()
     assert not place.path.exists()
