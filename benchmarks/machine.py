@@ -25,10 +25,23 @@ def machine_line(facts: dict[str, Any]) -> str:
     )
 
 
-def _cpu_name() -> str:
+def vllm_dtype() -> str:
+    """What vLLM's build for CPUs can compute with: on an Arm processor without instructions for
+    bfloat16 its worker dies in the first step.
+    """
+    flags = {word for line in _cpu_lines() for word in line.split()}
+    is_without = platform.machine() == "aarch64" and "bf16" not in flags
+    return "float32" if is_without else "bfloat16"
+
+
+def _cpu_lines() -> list[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return []
+
+
+def _cpu_name() -> str:
+    named = [line for line in _cpu_lines() if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in named]
     return names[0] if names else platform.processor() or platform.machine()

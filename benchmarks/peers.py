@@ -14,6 +14,7 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.machine import vllm_dtype
 from benchmarks.process import ServerSpec
 from engine.core.utils.model_store import store_directory
 
@@ -83,7 +84,9 @@ def llama_server(setup: Setup) -> ServerSpec:
 
 
 def vllm_cpu(setup: Setup) -> ServerSpec:
-    """vLLM built for CPUs, in bf16: it cannot compute with the GGUF's weights as they are."""
+    """vLLM built for CPUs, in bf16 or else float32: it cannot compute with the GGUF's weights as
+    they are.
+    """
     python = setup.vllm_python or setup.cache / "vllm" / "bin" / "python"
     server = python.with_name("vllm")
     if not server.exists():
@@ -95,7 +98,8 @@ def vllm_cpu(setup: Setup) -> ServerSpec:
     preloads = [allocator] if allocator else []
     preloads += [str(openmp)] if openmp.exists() else []
     length = str(max(4096, setup.context))
-    settings = ("--dtype", "bfloat16", "--max-model-len", length, "--enable-prompt-tokens-details")
+    dtype = vllm_dtype()
+    settings = ("--dtype", dtype, "--max-model-len", length, "--enable-prompt-tokens-details")
     return ServerSpec(
         name="vllm",
         command=(str(server), "serve", str(checkpoint), *setup.address, *settings)
@@ -111,7 +115,7 @@ def vllm_cpu(setup: Setup) -> ServerSpec:
             "HF_HUB_OFFLINE": "1",
             "LD_PRELOAD": ":".join(preloads),
         },
-        note="bf16 weights"
+        note=f"{dtype.replace('bfloat', 'bf')} weights"
         + ("" if len(preloads) == 2 else ", not with both tcmalloc and Intel's OpenMP preloaded"),
         slow_start=True,
     )

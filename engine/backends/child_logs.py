@@ -56,7 +56,8 @@ class ChildLog:
         its parents' complaints about the same), else its last one.
         """
         for line in self._kept:
-            if found := _CAUSE.search(line):
+            is_harmless = _level(line) in (logging.DEBUG, logging.INFO, logging.WARNING)
+            if not is_harmless and (found := _CAUSE.search(line)):
                 return _short(found.group(), 2 * SHORT_LINE)
         return self.last_line
 
@@ -77,9 +78,7 @@ class ChildLog:
             return
         self._allowance -= 1
         self._tell_left_out()
-        found = _LEVEL.search(line[:120])
-        level = logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
-        log.log(level, "[%s] %s", self._name, line)
+        log.log(_level(line) or logging.INFO, "[%s] %s", self._name, line)
 
     def _tell_left_out(self) -> None:
         count, self._num_left_out = self._num_left_out, 0
@@ -109,6 +108,12 @@ class ChildOutput(asyncio.Protocol):
         self._take(self._rest)
         if not self.closed.done():
             self.closed.set_result(None)
+
+
+def _level(line: str) -> int | None:
+    """What its logger said; None where none did."""
+    found = _LEVEL.search(line[:120])
+    return logging.getLevelNamesMapping()[found[1]] if found else None
 
 
 def _short(text: str, length: int = SHORT_LINE) -> str:

@@ -14,6 +14,8 @@ from engine.core.errors import ConfigError
 _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
 # Programs take the beginning of a flag for the whole, so this much of it stands for it.
 _REMOTE_CODE = "trust"
+# A file with more options, that one among them.
+_MORE_OPTIONS = "config"
 # Any user of this machine can read a command line.
 _SECRETS = ("api-key", "hf-token", "admin-api-key")
 
@@ -59,6 +61,11 @@ def free_flags(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
             raise ConfigError(
                 "backend_args: code from a model's repository runs only where the option"
                 " trust_remote_code is set to true",
+                param=name,
+            )
+        if dashed == _MORE_OPTIONS:
+            raise ConfigError(
+                f"backend_args: the options in a {name} file can't be checked; name them here",
                 param=name,
             )
         if any(dashed.startswith(secret) for secret in _SECRETS):

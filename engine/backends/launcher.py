@@ -29,6 +29,10 @@ NOT_STARTED = 127
 KILL_INTERVAL_S = 0.02
 # Who lost its parent serves nobody, however long it would like to have.
 ORPHAN_GRACE_S = 1.5
+# What Python starts beside programs that share memory: once they are gone it removes what they left
+# of it, and ends.
+TRACKER = "multiprocessing.resource_tracker"
+TRACKER_GRACE_S = 1.0
 
 
 class Launcher:
@@ -93,17 +97,20 @@ class Launcher:
 
 def kill_all(reap: Callable[[], None]) -> None:
     """Every descendant; again, until none has been started meanwhile."""
+    deadline = time.monotonic() + TRACKER_GRACE_S
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                is_spared = time.monotonic() < deadline and TRACKER in " ".join(child.cmdline())
+                if not is_spared:
+                    child.kill()
         time.sleep(KILL_INTERVAL_S)
         reap()
     reap()
 
 
 def remove_leavings(record: str, folder: str) -> None:
-    """The file that told of this run, and the folder of its socket."""
+    """The file that told of this run, and the folder of its socket and temporary files."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(record)
     if folder:

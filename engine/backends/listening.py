@@ -3,10 +3,15 @@
 A port is bound here first and stays bound, not listening, as long as the child may need it: so a
 conflict is known before anything slow begins, and nobody else is given the port meanwhile or
 between two runs. Linux lets the child bind it too, which asks for SO_REUSEADDR as servers do.
+
+Either has a folder that only this user reaches, which is gone when all is over: for the socket, and
+for temporary files that a child makes and does not remove.
 """
 
 import errno
 import ipaddress
+import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -14,14 +19,32 @@ from pathlib import Path
 
 from engine.core.errors import ConfigError
 
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 SOCKET_NAME = "http.sock"
 SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"  # before one has been made
 
 
-class HeldPort:
-    """`host` and `port` as the child is told them; `url` as a client on this machine reaches it."""
+class _PrivateFolder:
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="engine-")  # mode 0700
 
-    folder = ""
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the child. What PyTorch compiles stays where it does otherwise, for the next run."""
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        return {"TMPDIR": self.folder, _COMPILED: os.environ.get(_COMPILED, str(compiled))}
+
+    def prepare(self) -> None:
+        """Before each run: what the last one left would be in the way."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        Path(self.folder).mkdir(mode=0o700)
+
+    def release(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class HeldPort(_PrivateFolder):
+    """`host` and `port` as the child is told them; `url` as a client on this machine reaches it."""
 
     def __init__(self, host: str, port: int) -> None:
         try:
@@ -36,6 +59,7 @@ class HeldPort:
                 else error.strerror or str(error)
             )
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="port") from None
+        super().__init__()
         self.host = host
         address, self.port = self._sock.getsockname()[:2]
         self.url = f"http://{_reachable(address)}:{self.port}"
@@ -43,32 +67,20 @@ class HeldPort:
         if sys.platform != "linux":
             self._sock.close()
 
-    def prepare(self) -> None:
-        """Before each run."""
-
     def release(self) -> None:
         self._sock.close()
+        super().release()
 
 
-class PrivateSocket:
-    """A Unix socket that only this user reaches."""
+class PrivateSocket(_PrivateFolder):
+    """A Unix socket in the folder."""
 
     is_exposed = False
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="engine-")  # mode 0700
+        super().__init__()
         self.path = Path(self.folder) / SOCKET_NAME
         self.url = f"unix://{self.path}"
-
-    def prepare(self) -> None:
-        """Before each run: what the last one left would be in the way."""
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
-        self.path.unlink(missing_ok=True)
-
-    def release(self) -> None:
-        self.path.unlink(missing_ok=True)
-        if self.path.parent.exists():
-            self.path.parent.rmdir()
 
 
 Place = HeldPort | PrivateSocket

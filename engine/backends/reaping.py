@@ -41,7 +41,7 @@ class ChildRecord(msgspec.Struct, frozen=True):
 
     name: str
     processes: tuple[ProcessMark, ...]
-    folder: str = ""  # of its socket; of our own making, empty but for that
+    folder: str = ""  # of its socket and temporary files; of our own making
 
 
 def mark_of(pid: int) -> ProcessMark | None:

@@ -53,6 +53,7 @@ class ServedBackend(InferenceBackend):
         self._place: Place | None = None
         self._supervisor: Supervisor | None = None
         self._endpoint: _ServedEndpoint | None = None
+        self._looking: asyncio.Task[None] | None = None  # for its version
 
     def argv(self) -> list[str]:
         """The command that starts the engine; where it listens may be open until it is started.
@@ -67,9 +68,6 @@ class ServedBackend(InferenceBackend):
         self.argv()
         config.environment()
         await asyncio.to_thread(reap_stale)
-        await asyncio.to_thread(
-            warn_if_old, self.module, config.interpreter(), config.environment()
-        )
         place = self._place = self._listen()
         if place.is_exposed and config.api_key is None:
             log.warning("%s answers anybody who reaches %s: it has no key", self._name, place.url)
@@ -83,6 +81,8 @@ class ServedBackend(InferenceBackend):
             self._logs,
             Patience(start_timeout_s=config.start_timeout_s),
         )
+        looking = warn_if_old(self.module, config.interpreter(), config.environment())
+        self._looking = asyncio.create_task(looking)  # nobody waits for an interpreter that hangs
         try:
             await self._supervisor.start()
         except ModelError as error:
@@ -99,6 +99,8 @@ class ServedBackend(InferenceBackend):
         return place.url
 
     async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         if self._supervisor is not None:
             await self._supervisor.stop()
         if self._endpoint is not None:
@@ -167,7 +169,7 @@ class ServedBackend(InferenceBackend):
         return await ExternalChild.start(
             self._name,
             self.argv(),
-            config.environment(),
+            config.environment() | self._place.environment | config.env,
             self._logs,
             grace_s=config.stop_grace_s,
             folder=self._place.folder,

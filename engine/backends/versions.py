@@ -6,8 +6,11 @@ on a machine, and only this server talks to it.
 
 import logging
 import re
-import subprocess
+import tempfile
 from collections.abc import Mapping
+
+from engine.backends.process import ChildProcess
+from engine.core.utils.processes import start_child
 
 log = logging.getLogger(__name__)
 
@@ -16,11 +19,11 @@ LOOK_UP = "import sys; from importlib.metadata import version; print(version(sys
 LOOK_UP_TIMEOUT_S = 20.0
 
 
-def warn_if_old(package: str, interpreter: str, environment: Mapping[str, str]) -> None:
+async def warn_if_old(package: str, interpreter: str, environment: Mapping[str, str]) -> None:
     """Ask the environment where it is installed; what is not installed is told later, by its own
     start.
     """
-    found = _installed(package, interpreter, environment)
+    found = await _installed(package, interpreter, environment)
     if found is not None and _parts(found) < _parts(MINIMUM[package]):
         log.warning(
             "%s %s has known security holes that %s has not: update it in the environment of %s",
@@ -31,20 +34,20 @@ def warn_if_old(package: str, interpreter: str, environment: Mapping[str, str]) 
         )
 
 
-def _installed(package: str, interpreter: str, environment: Mapping[str, str]) -> str | None:
-    try:
-        done = subprocess.run(
-            [interpreter, "-c", LOOK_UP, package],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LOOK_UP_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.split()
-    return lines[-1] if done.returncode == 0 and lines else None
+async def _installed(package: str, interpreter: str, environment: Mapping[str, str]) -> str | None:
+    with tempfile.TemporaryFile() as output:
+        argv = [interpreter, "-c", LOOK_UP, package]
+        try:
+            child = ChildProcess(start_child(argv, (), env=environment, output=output.fileno()))
+        except OSError:
+            return None
+        try:
+            status = await child.stop(LOOK_UP_TIMEOUT_S)
+        finally:
+            child.kill()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").split()
+    return lines[-1] if status == 0 and lines else None
 
 
 def _parts(version: str) -> tuple[int, ...]:

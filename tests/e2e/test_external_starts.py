@@ -16,10 +16,12 @@ import psutil
 import pytest
 
 from engine.backends.sglang import SGLangBackend, SGLangConfig
+from engine.backends.vllm import VLLMBackend, VLLMConfig
 from engine.core.errors import ModelError
 from tests.live_server import wait_until
 from tests.served import serve
 from tests.stand_in_engine import FaultFile
+from tests.stand_in_engine.server import LEFT_FILES
 
 START_TIMEOUT_S = 1
 LISTENING_BY_THEN_S = 8  # on a busy machine too, so that what it answers is the reason
@@ -46,9 +48,9 @@ def options(faults: FaultFile, **given: str) -> list[str]:
 
 
 def left_behind(folder: Path, faults: FaultFile) -> list[str]:
-    sockets = [str(each) for each in folder.glob("engine-*")]
-    records = [str(each) for each in folder.glob("engine/*")]
-    return sockets + records + [str(pid) for pid in faults.pids if not is_gone(pid)]
+    patterns = ("engine-*", "engine/*", f"{LEFT_FILES}*")
+    files = [str(each) for pattern in patterns for each in folder.glob(pattern)]
+    return files + [str(pid) for pid in faults.pids if not is_gone(pid)]
 
 
 def refusal_of(folder: Path, faults: FaultFile, model: str, *given: str) -> str:
@@ -121,6 +123,21 @@ async def test_liars_and_the_silent_are_not_ready(run_folder: Path) -> None:
     for text, error in zip(expected, told, strict=True):
         assert isinstance(error, ModelError) and text in str(error), error
     assert all(left_behind(run_folder, each) == [] for each in fault_files)
+
+
+async def test_a_program_that_hangs_takes_no_longer_than_was_stated(run_folder: Path) -> None:
+    """Also where it is asked for its version, as nothing is known of it."""
+    program, noted = run_folder / "python", run_folder / "pids"
+    program.write_text(f"#!/bin/sh\necho $$ >> {noted}\nexec sleep 600\n")
+    program.chmod(0o700)
+    config = VLLMConfig("owner/name", port=0, python=str(program), start_timeout_s=START_TIMEOUT_S)
+    begun = time.monotonic()
+    with pytest.raises(ModelError, match="vLLM was not ready after 1 s"):
+        await VLLMBackend(config).start()
+    assert time.monotonic() - begun < LISTENING_BY_THEN_S
+    pids = [int(line) for line in noted.read_text().split()]
+    assert pids
+    await asyncio.to_thread(wait_until, lambda: all(map(is_gone, pids)))
 
 
 def test_a_killed_server_leaves_nothing_behind(run_folder: Path) -> None:

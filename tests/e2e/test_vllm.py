@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.machine import vllm_dtype
 from engine.conformance.rules import GROUPS
 from engine.conformance.run import find_target, new_client, run_rules
 from tests.served import ServedEngine, serve
@@ -46,7 +47,7 @@ def vllm_options() -> list[str]:
         "python": f'"{python}"',
         "env": f"{{ {table} }}",
         "start_timeout_s": str(START_TIMEOUT_S),
-        "dtype": '"bfloat16"',
+        "dtype": f'"{vllm_dtype()}"',
         "max_model_len": "4096",
         "max_num_seqs": str(NUM_STREAMS),
         "enforce_eager": "true",  # compiling takes longer than all of these tests

@@ -9,6 +9,7 @@ import socket
 import socketserver
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -20,6 +21,8 @@ from tests.stand_in_engine.faults import Faults, note_pid, read_faults
 from tests.tiny_openai.checks import MODEL, parse
 from tests.tiny_openai.model import CONTEXT_LENGTH, Mistake, token_id
 from tests.tiny_openai.openai_api import Chat, Completion
+
+LEFT_FILES = "left-"  # in the folder for temporary files, as both engines leave some
 
 
 class Engine:
@@ -169,6 +172,7 @@ def begin_badly(faults: Faults) -> None:
 
 def run(kind: str, options: Namespace) -> None:
     note_pid(os.getpid())
+    tempfile.mkstemp(prefix=LEFT_FILES)
     faults = read_faults()
     begin_badly(faults)
     print(f"INFO 01-01 00:00:00 [loader.py:1] Loading {options.model}", flush=True)

@@ -8,6 +8,7 @@ from engine.backends.child_logs import BURST_LINES, KEPT_LINES, MAX_LINE, ChildL
 
 VLLM_DEATH = """\
 (APIServer pid=1) INFO 11-15 06:01:48 [api_utils.py:286] non-default args: {'model': 'x'}
+(APIServer pid=1) WARNING 11-15 06:01:49 [utils.py:5] A limit may give `OSError: Too many files`.
 (EngineCore pid=2) ERROR 11-15 06:02:00 [core.py:99] Traceback (most recent call last):
 (EngineCore pid=2) ERROR 11-15 06:02:00 [core.py:99] ValueError: no room for the KV cache
 (APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.

@@ -101,6 +101,22 @@ async def test_a_program_that_does_not_listen_is_killed() -> None:
     assert all(map(is_gone, pids))
 
 
+async def test_what_it_shared_of_memory_is_removed_though_it_was_killed() -> None:
+    log = ChildLog("toy")
+    code = """
+        import time
+        from multiprocessing.shared_memory import SharedMemory
+        print(SharedMemory(create=True, size=1).name, flush=True)
+        time.sleep(1000)
+    """
+    child = await start(log, sys.executable, "-c", textwrap.dedent(code), grace_s=0)
+    await until(lambda: log.last_line != "")
+    shared = Path("/dev/shm") / log.last_line
+    assert shared.exists()
+    await child.stop()
+    await until(lambda: not shared.exists())
+
+
 async def test_a_program_that_ends_leaves_no_descendant() -> None:
     child, pids = await start_family("ends")
     assert await child.ended == 0
@@ -197,6 +213,8 @@ def test_every_interface_is_reached_over_this_machine() -> None:
 def test_a_private_socket_is_for_nobody_else() -> None:
     place = PrivateSocket()
     assert os.stat(place.folder).st_mode & 0o777 == 0o700
+    assert place.environment["TMPDIR"] == place.folder
+    assert not place.environment["TORCHINDUCTOR_CACHE_DIR"].startswith(place.folder)
     place.path.touch()
     place.prepare()
     assert not place.path.exists()

@@ -189,6 +189,18 @@ def test_tools_and_the_choice_among_them() -> None:
     assert chat(ENGINE, tools=(TOOL,), tool_choice=ToolChoice("none"))["tool_choice"] == "none"
 
 
+def test_the_arguments_of_a_tool_that_has_none_are_one_value_for_vllm() -> None:
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+
+    def sent(schema: dict[str, Any]) -> dict[str, Any]:
+        tool = {"type": "function", "function": {"name": "clock", "parameters": schema}}
+        return chat(VLLM, tools=(tool,))["tools"][0]["function"]["parameters"]
+
+    assert sent(empty) == empty | {"const": {}}, "else it may write white space for ever"
+    for other in (TOOL["function"]["parameters"], {"type": "object"}, {}):
+        assert sent(other) == other
+
+
 def test_earlier_calls_and_reasoning_go_back_as_they_came() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     message = {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]}

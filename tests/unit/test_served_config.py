@@ -88,6 +88,7 @@ def test_remote_code_runs_only_where_the_option_says_so(kind: type[ServedConfig]
         ({"x y": 1}, "can't be the name"),
         ({"--x": 1}, "can't be the name"),
         ({"x": ["--trust-remote-code"]}, "may begin with '-'"),
+        ({"config": ["options.yaml"]}, "can't be checked; name them here"),
         ({"x": None}, "has no value"),
     ],
 )

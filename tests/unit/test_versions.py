@@ -24,20 +24,20 @@ from engine.backends.vllm import VLLMBackend
         ("unknown", True),
     ],
 )
-def test_an_old_one_is_warned_of(
+async def test_an_old_one_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str, is_old: bool
 ) -> None:
     metadata = tmp_path / "vllm-0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     with caplog.at_level(logging.WARNING):
-        warn_if_old("vllm", sys.executable, os.environ | {"PYTHONPATH": str(tmp_path)})
+        await warn_if_old("vllm", sys.executable, os.environ | {"PYTHONPATH": str(tmp_path)})
     assert (MINIMUM["vllm"] in caplog.text) == is_old
 
 
-def test_what_is_not_there_is_told_by_its_own_start(caplog: pytest.LogCaptureFixture) -> None:
-    warn_if_old("sglang", sys.executable, os.environ)
-    warn_if_old("vllm", "/nowhere/python", os.environ)
+async def test_what_is_not_there_is_told_by_its_own_start(caplog: pytest.LogCaptureFixture) -> None:
+    await warn_if_old("sglang", sys.executable, os.environ)
+    await warn_if_old("vllm", "/nowhere/python", os.environ)
     assert not caplog.text
 
 

@@ -196,7 +196,7 @@ class BodyBuilder:
         """The tools; calls of them always have the arguments that they describe."""
         if not self._dialect.strict_tools or request.tool_choice.mode == "none":
             return list(request.tools)
-        return [tool | {"function": tool["function"] | {"strict": True}} for tool in request.tools]
+        return [_strict(tool) for tool in request.tools]
 
     def _end_of_prompt(self, request: ChatRequest) -> dict[str, Any]:
         body: dict[str, Any] = {}
@@ -247,6 +247,18 @@ def _greedy_if_one(params: SamplingParams, dialect: Dialect) -> SamplingParams:
             code="unsupported_parameter",
         )
     return msgspec.structs.replace(params, top_k=0, temperature=0.0)
+
+
+def _strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """Held to its schema. One that only `{}` fits is given as this value: between the braces vLLM
+    allows as much white space as a model likes to write, and a small one comes to no end there.
+    """
+    function = tool["function"] | {"strict": True}
+    schema = function.get("parameters") or {}
+    takes_nothing = schema.get("type") == "object" and schema.get("additionalProperties") is False
+    if takes_nothing and not (schema.get("properties") or schema.get("patternProperties")):
+        function["parameters"] = schema | {"const": {}}
+    return tool | {"function": function}
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

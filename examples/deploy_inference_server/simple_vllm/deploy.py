@@ -27,7 +27,7 @@ from sky_task import sky_commands, sky_task
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().relative_to(ROOT)
 REMOTE_FOLDER = ".engine-deploy"  # in the remote home
-EXCLUDED = (".git", ".venv", "build", "dist", "__pycache__", ".*_cache")
+EXCLUDED = (".git", ".venv", ".vllm", "build", "dist", "__pycache__", ".*_cache")
 TOKEN = "HF_TOKEN"  # for models that the Hugging Face hub gives only to those who asked
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 READY_TIMEOUT_S = 1800.0  # a first start downloads the weights
