@@ -31,6 +31,7 @@ from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_ggu
 ONE = StepSize(1, 32, is_prompt=False)
 FRAMEWORKS = ("torch", "jax", "tinygrad", "transformers")
 LAYER_NODES, LAYER_STEPS = 17, 6
+WANTED = 2  # nodes and steps more in the last layer: it goes on with the tokens that are read
 COUNT = {"type": "integer", "minimum": 0}
 NAMES = {"type": "array", "items": {"type": "string"}}
 STEP_COUNTS = ("stored_bytes", "flops", "weight_bytes", "activation_bytes", "kv_bytes", "bytes")
@@ -72,7 +73,7 @@ SCHEMA = {
 
 def save(path: Path, quantized: tuple[str, ...] = (), **changes: Any) -> Path:
     """A tiny llama as float32, but for the weights whose stored names are given: those are Q8_0."""
-    config = tiny_config("llama", **changes)
+    config = tiny_config("llama", **{"num_layers": 3, **changes})
     stored: dict[str, Any] = gguf_layout(config, random_weights(config))
     for name in quantized:
         stored[name] = gguf.quants.quantize(stored[name], gguf.GGMLQuantizationType.Q8_0)
@@ -109,8 +110,8 @@ def needs_kernels() -> None:
 
 
 def test_every_node_is_done_by_a_step(report: Report) -> None:
-    assert len(report.nodes) == 1 + 2 * LAYER_NODES + 3
-    assert len(report.steps) == 1 + 2 * LAYER_STEPS + 2
+    assert len(report.nodes) == 1 + 3 * LAYER_NODES + WANTED + 2
+    assert len(report.steps) == 1 + 3 * LAYER_STEPS + WANTED + 1
     done = [name for step in report.steps for name in step.nodes]
     assert sorted(done) == sorted(node.name for node in report.nodes)
     gated = next(step for step in report.steps if step.label == "linear mlp.gate_up")
@@ -144,30 +145,34 @@ def test_costs_follow_the_size_of_the_step(source: ModelSource, report: Report) 
 
 
 def test_layers_that_are_alike_are_shown_once(report: Report) -> None:
-    before, layers, after = fold(report)
-    assert [layers.title, before.title, after.title] == ["layers 0 to 1: x 2", "", ""]
-    counts = [(len(each.nodes), len(each.steps)) for each in (before, layers, after)]
-    assert counts == [(1, 1), (LAYER_NODES, LAYER_STEPS), (3, 2)]
+    before, layers, last, after = sections = fold(report)
+    titles = ["", "layers 0 to 1: x 2", "layer 2: x 1", ""]
+    assert [each.title for each in sections] == titles
+    counts = [(len(each.nodes), len(each.steps)) for each in sections]
+    of_layer = (LAYER_NODES, LAYER_STEPS)
+    assert counts == [(1, 1), of_layer, tuple(count + WANTED for count in of_layer), (2, 1)]
     by_name = {node.name: node for node in layers.nodes}
     assert by_name["attn_norm"].inputs == (BEFORE,)
     assert by_name["attn.kv"].inputs[0] == "cache"
-    assert after.nodes[0].inputs == (BEFORE, "logit_tokens")
+    wanted = next(node for node in last.nodes if node.name == "wanted")
+    assert wanted.inputs == (BEFORE, "logit_tokens")
     text = graph_text(report)
-    assert text.count("mlp.gate.weight F32 [96, 64]") == 1
-    assert text.count("= mlp_norm + mlp.gate + mlp.activation + mlp.up + mlp.gated") == 1
+    assert text.count("mlp.gate.weight F32 [96, 64]") == 2
+    assert text.count("= mlp_norm + mlp.gate + mlp.activation + mlp.up + mlp.gated") == 2
     assert f"{report.totals['flops'] / 1e6:,.2f} MFLOP" in text
 
 
 def test_layers_of_another_form_are_shown_apart(tmp_path: Path) -> None:
     """Layer 1 stores its up matrix in another way, so gate and up cannot be one step there."""
-    file = save(tmp_path / "m.gguf", quantized=("blk.1.ffn_up.weight",), num_layers=4)
+    file = save(tmp_path / "m.gguf", quantized=("blk.1.ffn_up.weight",), num_layers=5)
     source = open_model(file)
     report = describe_graph(source, ONE)
     source.close()
-    titles = ["", "layers 0, 2 to 3: x 3", "layer 1: x 1", ""]
+    titles = ["", "layers 0, 2 to 3: x 3", "layer 1: x 1", "layer 4: x 1", ""]
     sections = fold(report)
     assert [section.title for section in sections] == titles
-    assert [len(section.steps) for section in sections] == [1, LAYER_STEPS, LAYER_STEPS + 1, 2]
+    steps = [1, LAYER_STEPS, LAYER_STEPS + 1, LAYER_STEPS + WANTED, 1]
+    assert [len(section.steps) for section in sections] == steps
     gate, up = (step for step in sections[2].steps if "mlp.gated" in step.nodes)
     assert gate.nodes == up.nodes
     assert [weight.type for weight in up.weights] == ["F32", "Q8_0"]
@@ -181,8 +186,8 @@ def test_json_has_everything(path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     jsonschema.validate(report, SCHEMA)
-    assert len(report["nodes"]) == 1 + 2 * LAYER_NODES + 3, "nothing is folded"
-    assert {step["layer"] for step in report["steps"]} == {None, 0, 1}
+    assert len(report["nodes"]) == 1 + 3 * LAYER_NODES + WANTED + 2, "nothing is folded"
+    assert {step["layer"] for step in report["steps"]} == {None, 0, 1, 2}
     for key in ("flops", "bytes"):
         assert report["totals"][key] == sum(step[key] for step in report["steps"])
     assert report["kinds"] == [] and report["steps"][0]["seconds"] is None
@@ -196,7 +201,7 @@ def test_the_drawing_is_xml_with_all_boxes_and_edges(report: Report) -> None:
     sections = fold(report)
     assert kinds.count("node") == sum(len(section.nodes) for section in sections)
     assert kinds.count("step") == sum(len(section.steps) for section in sections)
-    assert kinds.count("section") == 1
+    assert kinds.count("section") == 2
     known = {node.name for section in sections for node in section.nodes} | {BEFORE}
     reads = [name for section in sections for node in section.nodes for name in node.inputs]
     assert kinds.count("edge") == sum(name in known for name in reads)
@@ -213,7 +218,7 @@ def test_dot_names_each_node_once_and_escapes(report: Report) -> None:
     assert text.count("{") == text.count("}")
     assert '<&> \\"b\\".gguf' in text
     made = re.findall(r'^ +("[^"]+") \[label=', text, re.MULTILINE)
-    assert len(made) == len(set(made)) == 1 + LAYER_NODES + 3
+    assert len(made) == len(set(made)) == 1 + 2 * LAYER_NODES + WANTED + 2
     ends = re.findall(r'^  ("[^"]+") -> ("[^"]+");$', text, re.MULTILINE)
     assert {end for edge in ends for end in edge} == set(made)
 
@@ -317,12 +322,13 @@ def test_models_without_a_graph_are_refused_by_name(source: ModelSource) -> None
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
 def test_every_family_folds_and_draws(family: str, tmp_path: Path) -> None:
-    config = tiny_config(family)
+    config = tiny_config(family, num_layers=3)
     weights = random_weights(config)
     file = tmp_path / "m.gguf"
     write_gguf(file, config, gguf_layout(config, weights))
     source = open_model(file)
     report = describe_graph(source, ONE)
     source.close()
-    assert [section.title for section in fold(report)] == ["", "layers 0 to 1: x 2", ""]
+    titles = ["", "layers 0 to 1: x 2", "layer 2: x 1", ""]
+    assert [section.title for section in fold(report)] == titles
     ElementTree.fromstring(graph_svg(report))

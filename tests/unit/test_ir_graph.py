@@ -46,7 +46,7 @@ def test_shapes_follow_from_the_config(graph: Graph) -> None:
     assert graph.node("layers.0.attn.q_rope").value == Value(("T", 48))
     assert graph.node("layers.0.attn.kv").value == Value(("C", "P", 2, 2, 12))
     assert graph.node("layers.0.mlp.gated").value == Value(("T", config.intermediate_size))
-    assert graph.node("wanted").value == Value(("R", config.hidden_size))
+    assert graph.node("layers.1.wanted").value == Value(("R", config.hidden_size))
     assert graph.node("layers.1.mlp.gated").value == Value(("R", config.intermediate_size))
 
 

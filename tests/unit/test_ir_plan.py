@@ -240,7 +240,7 @@ def test_what_no_step_can_do_is_named() -> None:
 
 def _with_extra_activation(graph: Graph) -> Graph:
     """An activation on the hidden state, which no family has."""
-    wanted = graph.node("wanted")
+    wanted = graph.node("layers.1.wanted")
     odd = replace(
         wanted, name="odd", op="silu", inputs=(wanted.inputs[0],), value=graph.node("embed").value
     )

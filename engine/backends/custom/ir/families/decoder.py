@@ -169,7 +169,8 @@ def pre_norm_decoder(config: ModelConfig, attend: Half, feed: Half) -> Graph:
         name = f"layers.{layer}"
         heads = attend(builder, builder.norm(x, f"{name}.attn_norm"), layer)
         if layer == config.num_layers - 1:
-            heads, x = builder.wanted(heads, "wanted_heads"), builder.wanted(x, "wanted")
+            heads = builder.wanted(heads, f"{name}.attn.wanted")
+            x = builder.wanted(x, f"{name}.wanted")
         width = config.num_heads * config.head_dim
         out = builder.linear(heads, f"{name}.attn.o", hidden, width, config.out_bias)
         x = builder.add(f"{name}.attn_sum", x, out)
