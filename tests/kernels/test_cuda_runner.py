@@ -249,6 +249,16 @@ def test_a_row_that_is_not_finite_is_told_and_erased(tmp_path: Path) -> None:
     assert bool(torch.isfinite(runner._cache.slots[:, 4:]).all())
 
 
+def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
+    """There only the rows that logits are read of go on."""
+    runner, _ = runners("llama", tmp_path)
+    with torch.no_grad():
+        runner._model.layers[-1].mlp.down.weight[3] = float("nan")
+    driver = SeamDriver(runner)
+    track = driver.add(tiny_models.text(14, 0))
+    assert driver.step([(track, 14)]).finite.tolist() == [False]
+
+
 def test_sizes_of_graphs_cover_every_batch() -> None:
     for most in (1, 3, 16, 200, 256, 300, 1024):
         sizes = graphs.row_sizes(most)

@@ -146,6 +146,18 @@ def test_a_row_that_is_not_finite_harms_no_other(tmp_path: Path, dtype: str) -> 
     assert alone.generate(tracks[1:], 1) == [heir.tokens[20:]]
 
 
+def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
+    """There only the rows that logits are read of go on."""
+    model = tiny_models.make("llama")
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight[3] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    driver = SeamDriver(runner_for(open_model(tmp_path / "model")))
+    tokens = tiny_models.text(9)
+    whole, begun = driver.add(tokens), driver.add(tokens)
+    assert driver.step([(whole, 9), (begun, 5)]).finite.tolist() == [False, True]
+
+
 def test_settings_that_it_cannot_serve_are_refused_by_name(source: ModelSource) -> None:
     with pytest.raises(ConfigError, match="block_size 8 must be a multiple"):
         runner_for(source, block_size=8)
