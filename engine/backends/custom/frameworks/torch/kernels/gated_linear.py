@@ -1,7 +1,8 @@
 """A matrix product of many rows and the gate that follows it, without a pass over the product.
 
 On a Hopper card this is CUDA C++ (`cuda/gated_linear.cu`): its product takes as long as the library
-does, and the gate next to nothing. Elsewhere, and with few rows, the two run one by one.
+does, and the gate next to nothing. Elsewhere, and where rows fill its tiles badly, the two run one
+by one.
 """
 
 from collections.abc import Iterator
@@ -24,14 +25,23 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.library import is_hopp
 
 # With fewer rows, half of a tile is empty and the library is as fast.
 MIN_ROWS = 65
+# From here on two tiles share the weight, and empty rows cost as much as full ones, or more: the
+# library, whose tiles come in more sizes, is faster where there are so many for each full one.
+_ONE_TILE, _TWO_TILES, _MOST_EMPTY = 128, 256, 0.2
 _VECTOR = 8  # values that are copied at a time
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
     """x (T, D), weight (2 F, D) -> (T, F): the activation of the first half times the second."""
-    if len(x) < MIN_ROWS:
+    if not fills_tiles(len(x)):
         return _composed(x, weight, bias, gate)
     return _GATED_LINEAR(x, weight, bias, gate)
+
+
+def fills_tiles(rows: int) -> bool:
+    if rows <= _ONE_TILE:
+        return rows >= MIN_ROWS
+    return -rows % _TWO_TILES < _MOST_EMPTY * rows
 
 
 def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
