@@ -243,13 +243,6 @@ MODEL_FILES = [
 
 FAIR_SHARE = [
     Mutation(
-        "shares: nobody expects another tenant",
-        SHARES,
-        "return step - self._other_came < TOGETHER_STEPS",
-        "return False",
-        "tests/unit/test_fair_share.py::test_tenants_that_alternate_are_expected_again",
-    ),
-    Mutation(
         "FLT-04 a loop that does not turn is alive for ever",
         "engine.servers.probes",
         "return time.monotonic() - self._noted.at > STUCK_AFTER_S",

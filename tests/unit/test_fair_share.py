@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from engine.backends.custom.runtime.fairness import (
     GUESSED_TOKENS,
     MAX_REMEMBERED,
-    TOGETHER_STEPS,
-    Newcomers,
 )
 from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.waiting import AGING_STEPS, WaitingLine
@@ -208,14 +206,3 @@ def test_every_other_step_of_newcomers_is_short_and_the_rest_go_on_with_prompts(
     assert computed[2] < 100
     engine.run()
     engine.check()
-
-
-def test_tenants_that_alternate_are_expected_again():
-    newcomers = Newcomers()
-    newcomers.came("a", 1)
-    newcomers.came("a", 2)
-    assert not newcomers.are_expected(2)
-    newcomers.came("b", 3)
-    newcomers.came("b", 4)
-    assert newcomers.are_expected(2 + TOGETHER_STEPS)
-    assert not newcomers.are_expected(3 + TOGETHER_STEPS)

@@ -6,13 +6,8 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.budget import (
-    MIN_TOKENS,
-    PROMPT_SHARE,
-    SHARED_PROMPT_SHARE,
-    TARGET_STEP_S,
-    StepBudget,
-)
+from engine.backends.custom.runtime.budget import PROMPT_SHARE, TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.seam import PROMPT_TOKENS
 
 MAX_TOKENS, MAX_SLOTS = 2048, 64
 
@@ -49,23 +44,18 @@ def test_a_step_with_prompts_keeps_to_the_target(rows: int, noise: float) -> Non
     assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.03 + noise)
 
 
-@pytest.mark.parametrize(
-    ("is_shared", "share"), [(False, PROMPT_SHARE), (True, SHARED_PROMPT_SHARE)]
-)
-def test_prompts_take_their_share_where_continuing_takes_all_of_the_time(
-    is_shared: bool, share: float
-) -> None:
+def test_prompts_take_their_share_where_continuing_takes_all_of_the_time() -> None:
     budget = learned(per_row=0.002, per_token=0.001)
     alone = cost(32, 0, 0.002, 0.001)
     assert alone > TARGET_STEP_S
-    prompt = budget.tokens(32, 32, is_shared) - 32
-    assert cost(32, prompt, 0.002, 0.001) == pytest.approx((1 + share) * alone, rel=0.05)
+    prompt = budget.tokens(32, 32) - 32
+    assert cost(32, prompt, 0.002, 0.001) == pytest.approx((1 + PROMPT_SHARE) * alone, rel=0.05)
 
 
 @pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])
 def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> None:
     budget = learned(per_row=1e-6, per_token=10.0)
-    assert budget.tokens(1, num_running) == num_running + MIN_TOKENS
+    assert budget.tokens(1, num_running) == num_running + PROMPT_TOKENS
 
 
 def test_nothing_is_granted_beyond_the_maximum() -> None:
@@ -76,7 +66,7 @@ def test_nothing_is_granted_beyond_the_maximum() -> None:
 def test_a_stranger_to_prompts_is_careful() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     budget.record(1, 0, 0.003)
-    assert budget.tokens(1, 1) == 1 + MIN_TOKENS
+    assert budget.tokens(1, 1) == 1 + PROMPT_TOKENS
 
 
 def test_the_cost_of_continuing_is_not_blamed_on_prompts() -> None:
@@ -84,7 +74,7 @@ def test_the_cost_of_continuing_is_not_blamed_on_prompts() -> None:
     budget = learned()
     before = budget.tokens(32, 32)
     for _ in range(50):
-        budget.record(32, MIN_TOKENS, cost(32, MIN_TOKENS, 0.0005, 0.0003))
+        budget.record(32, PROMPT_TOKENS, cost(32, PROMPT_TOKENS, 0.0005, 0.0003))
     assert budget.tokens(32, 32) == pytest.approx(before, rel=0.05)
 
 
@@ -97,15 +87,15 @@ def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -
     for _ in range(60):
         budget.record(8, 0, cost(8, 0, 0.0005, 0.003))
         budget.record(8, 60, cost(8, 60, 0.0005, 0.003))
-    assert budget.tokens(8, 8) - 8 == pytest.approx(before / 10, abs=MIN_TOKENS)
+    assert budget.tokens(8, 8) - 8 == pytest.approx(before / 10, abs=PROMPT_TOKENS)
 
 
 def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
     """Steps of 17 sequences always carry prompts, so none that only continues is ever seen."""
-    budget = learned()
-    alone = cost(17, 0, 0.0005, 0.0003)
+    budget = learned(per_row=0.002)
+    alone = cost(17, 0, 0.002, 0.0003)
     prompt = budget.tokens(17, 17) - 17
-    assert cost(17, prompt, 0.0005, 0.0003) == pytest.approx((1 + PROMPT_SHARE) * alone, rel=0.05)
+    assert cost(17, prompt, 0.002, 0.0003) == pytest.approx((1 + PROMPT_SHARE) * alone, rel=0.05)
 
 
 def test_one_number_of_sequences_alone_gives_a_line_through_zero() -> None:

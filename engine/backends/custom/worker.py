@@ -135,7 +135,8 @@ def build_loop(
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
     most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
-    budget = StepBudget(most, spec.max_slots, spec.target_step_s or TARGET_STEP_S)
+    target_s = spec.target_step_s or TARGET_STEP_S
+    budget = StepBudget(most, spec.max_slots, target_s, spec.least_prompt_tokens)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
 

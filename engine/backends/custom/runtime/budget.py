@@ -7,10 +7,10 @@ prompt adds to it. It applies only while somebody streams; otherwise a step may 
 memory allows.
 """
 
+from engine.backends.custom.runtime.seam import PROMPT_TOKENS
+
 TARGET_STEP_S = 0.025
-MIN_TOKENS = 64  # of prompts, in every step: fewer cost hardly less
-PROMPT_SHARE = 3.0  # of what continuing takes
-SHARED_PROMPT_SHARE = 1.0
+PROMPT_SHARE = 1.0  # of what continuing takes
 SMOOTHING = 0.2  # what the newest step with prompts counts
 MEMORY = 0.99  # how much of a step that only continued is left when the next one is noted
 # A step that was interrupted tells nothing; one that is slower for good is believed step by step.
@@ -48,8 +48,16 @@ class Line:
 class StepBudget:
     """Knows no more than what it was told of finished steps."""
 
-    def __init__(self, max_tokens: int, max_slots: int, target_s: float = TARGET_STEP_S) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_slots: int,
+        target_s: float = TARGET_STEP_S,
+        least_tokens: int = PROMPT_TOKENS,
+    ) -> None:
+        """`least_tokens`: of prompts, in every step."""
         self._max_slots = max_slots
+        self._least_tokens = least_tokens
         self._max_tokens = max(max_tokens, max_slots)
         self._target_s = target_s
         self._continuing = Line()
@@ -57,22 +65,20 @@ class StepBudget:
         self._prompt_s = 0.0
         self._prompt_tokens = 0.0
 
-    def tokens(self, num_decoding: int, num_running: int, is_shared: bool = False) -> int:
+    def tokens(self, num_decoding: int, num_running: int) -> int:
         """The budget of the next step, at least one token for each running sequence.
 
-        Where continuing alone takes long, prompts may take three times as long again: a quarter of
-        the speed for a while, for those who stream, is better than no first token for the others.
-        Where several tenants share the server, as long again: who comes next waits for the step.
+        Where continuing alone takes long, prompts may take as long again: half the speed for a
+        while, for those who stream, is better than no first token for the others.
         """
         if not num_decoding:
             return self._max_tokens
         continuing_s = self._continuing.at(num_decoding)
-        share = SHARED_PROMPT_SHARE if is_shared else PROMPT_SHARE
-        spare_s = max(self._target_s - continuing_s, share * continuing_s)
+        spare_s = max(self._target_s - continuing_s, PROMPT_SHARE * continuing_s)
         affordable = 0.0
         if self._prompt_s:
             affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)
-        wanted = max(num_running + MIN_TOKENS, num_decoding + int(affordable))
+        wanted = max(num_running + self._least_tokens, num_decoding + int(affordable))
         return min(self._max_tokens, wanted)
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:

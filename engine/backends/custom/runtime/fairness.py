@@ -14,8 +14,6 @@ from engine.backends.custom.runtime.sequence import Sequence
 GUESSED_TOKENS = 256
 # Of a step: enough for a question behind a text that is cached.
 NEWCOMER_TOKENS = 64
-# Steps for which a request that followed another tenant's is remembered.
-TOGETHER_STEPS = 128
 # Tenants that are remembered without waiting; past it they are taken for newcomers.
 MAX_REMEMBERED = 1024
 
@@ -58,17 +56,6 @@ class Newcomers:
 
     def __init__(self) -> None:
         self._was_short = False
-        self._last_tenant: str | None = None
-        self._other_came = -TOGETHER_STEPS
-
-    def came(self, tenant: str, step: int) -> None:
-        if self._last_tenant not in (None, tenant):
-            self._other_came = step
-        self._last_tenant = tenant
-
-    def are_expected(self, step: int) -> bool:
-        """Several tenants have asked lately, so whoever comes next should not find a long step."""
-        return step - self._other_came < TOGETHER_STEPS
 
     def room(
         self, budget: int, waiting: Collection[str], running: Listed[Sequence]

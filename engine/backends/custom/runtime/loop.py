@@ -128,9 +128,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        budget = self._budget.tokens(
-            scheduler.num_decoding, scheduler.num_running, scheduler.is_shared
-        )
+        budget = self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
         started_at = time.monotonic()
         try:
             batch = scheduler.schedule(budget, started_at)

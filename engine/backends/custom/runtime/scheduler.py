@@ -80,11 +80,6 @@ class Scheduler:
             for seq in self._running
         )
 
-    @property
-    def is_shared(self) -> bool:
-        """Requests of several tenants came lately."""
-        return self._newcomers.are_expected(self._step)
-
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
@@ -96,7 +91,6 @@ class Scheduler:
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
         self._waiting.add(seq)
-        self._newcomers.came(seq.tenant, self._step)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""

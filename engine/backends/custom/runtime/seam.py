@@ -19,6 +19,7 @@ DRAW = -1  # in forced: nothing is
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
 # `target_step_s` on a GPU: large steps use it best, and it soon has no prompt left to compute.
 GPU_STEP_S = 0.2
+PROMPT_TOKENS = 64  # fewer in a step cost hardly less where weights are decoded for them
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -68,6 +69,7 @@ class RunnerSpec:
     depth: int  # 1: `sample` returns before the device has finished; 0: it does not
     most_step_tokens: int | None = None  # a larger step gains nothing; None: the larger the better
     target_step_s: float | None = None  # how long prompts may keep others waiting; None: as usual
+    least_prompt_tokens: int = PROMPT_TOKENS  # that a step with prompts is worth it for
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class RunnerSpec:
         depth: int,
         most_step_tokens: int | None = None,
         target_step_s: float | None = None,
+        least_prompt_tokens: int = PROMPT_TOKENS,
     ) -> "RunnerSpec":
         """Of a runner that holds as much as its configuration says."""
         return cls(
@@ -88,6 +91,7 @@ class RunnerSpec:
             depth,
             most_step_tokens,
             target_step_s,
+            least_prompt_tokens,
         )
 
 

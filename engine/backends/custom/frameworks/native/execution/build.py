@@ -28,7 +28,12 @@ from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.memory import MIB, MemoryNeeds
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.scheduler import MAX_SCORED
-from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.seam import (
+    PROMPT_TOKENS,
+    DeviceInfo,
+    RunnerConfig,
+    RunnerSpec,
+)
 from engine.backends.custom.weights.model import ModelSource, Weight
 from engine.core.errors import ConfigError
 
@@ -39,6 +44,7 @@ STORED = "stored"  # weights as their file has them, arithmetic to suit
 KV_TYPES = ("float32", "bfloat16", "int8")
 TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables that are no products
 TILE_TOKENS = 16  # of the paged cache
+ROW_TOKENS = 16  # of prompts in a step, where no token saves the next one anything
 STEP_TOKENS = 512  # activations of more do not stay in a second-level cache
 USUAL_POOL_BYTES = 224 * MIB
 MIN_CACHED_BYTES = 32 * MIB  # less is packed sooner than a file is found
@@ -157,6 +163,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         model_config.vocab_size,
         depth=0,
         most_step_tokens=STEP_TOKENS,
+        least_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
     )
     layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
     isa = machine.instruction_set
