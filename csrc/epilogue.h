@@ -16,20 +16,50 @@ ENGINE_INLINE Floats two_tails(Floats x) {
     return p * t * vexp(-0.5f * x * x);
 }
 
-ENGINE_INLINE Floats activate(Activation activation, Floats x) {
+template <Activation activation>
+ENGINE_INLINE Floats activate(Floats x) {
+    if (activation == Activation::Silu) return x / (1.0f + vexp(-x));
+    if (activation == Activation::Gelu) {
+        Floats tail = 0.5f * x * two_tails(x < 0.0f ? -x : x);
+        return x > 0.0f ? x - tail : tail;
+    }
+    if (activation == Activation::GeluTanh) {  // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+        Floats twice = 1.59576912f * x * (1.0f + 0.044715f * x * x);
+        return x / (1.0f + vexp(-twice));
+    }
+    return x;
+}
+
+// In place, so that a unit's vectors do not wait for one another; bias and gate are decided once.
+template <Activation activation, bool gated>
+ENGINE_INLINE void activate_unit(const float* bias, float* sums) {
+    for (int i = 0; i < kPanelRows; i += kLanes) {
+        Floats value = load(sums + i);
+        if (bias) value += load(bias + i);
+        value = activate<activation>(value);
+        if (gated) {
+            Floats other = load(sums + kPanelRows + i);
+            value *= bias ? other + load(bias + kPanelRows + i) : other;
+        }
+        store(sums + i, value);
+    }
+}
+
+template <Activation activation>
+ENGINE_INLINE void activate_unit(const float* bias, bool gated, float* sums) {
+    gated ? activate_unit<activation, true>(bias, sums) : activate_unit<activation, false>(bias, sums);
+}
+
+ENGINE_INLINE void activate_unit(Activation activation, const float* bias, bool gated, float* sums) {
     switch (activation) {
         case Activation::Silu:
-            return x / (1.0f + vexp(-x));
-        case Activation::Gelu: {
-            Floats tail = 0.5f * x * two_tails(x < 0.0f ? -x : x);
-            return x > 0.0f ? x - tail : tail;
-        }
-        case Activation::GeluTanh: {  // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
-            Floats twice = 1.59576912f * x * (1.0f + 0.044715f * x * x);
-            return x / (1.0f + vexp(-twice));
-        }
+            return activate_unit<Activation::Silu>(bias, gated, sums);
+        case Activation::Gelu:
+            return activate_unit<Activation::Gelu>(bias, gated, sums);
+        case Activation::GeluTanh:
+            return activate_unit<Activation::GeluTanh>(bias, gated, sums);
         default:
-            return x;
+            if (bias || gated) activate_unit<Activation::None>(bias, gated, sums);
     }
 }
 
@@ -44,23 +74,16 @@ ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
 __attribute__((noinline)) void finish_unit(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
     const float* bias = to.bias ? to.bias + size_t(unit) * kPanelRows * (to.gated ? 2 : 1) : nullptr;
-    for (int i = 0; i < kPanelRows; i += kLanes) {
-        Floats value = load(sums + i);
-        if (bias) value += load(bias + i);
-        value = activate(to.activation, value);
-        if (to.gated) {
-            Floats other = load(sums + kPanelRows + i);
-            value *= bias ? other + load(bias + kPanelRows + i) : other;
-        }
-        store(sums + i, value);
-    }
+    activate_unit(to.activation, bias, to.gated, sums);
     float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
-    int width = unit_width(job, unit);
-    if (width == kPanelRows) {
-        for (int i = 0; i < kPanelRows; i += kLanes)
-            store(out + i, to.residual ? load(out + i) + load(sums + i) : load(sums + i));
+    const int width = unit_width(job, unit);
+    const bool adds = to.residual;
+    if (width < kPanelRows) {
+        for (int i = 0; i < width; i++) out[i] = adds ? out[i] + sums[i] : sums[i];
+    } else if (adds) {
+        for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(out + i) + load(sums + i));
     } else {
-        for (int i = 0; i < width; i++) out[i] = to.residual ? out[i] + sums[i] : sums[i];
+        for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(sums + i));
     }
 }
 
