@@ -58,6 +58,12 @@ def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> N
     assert budget.tokens(1, num_running) == num_running + PROMPT_TOKENS
 
 
+def test_a_runner_says_how_many_tokens_of_prompts_a_step_is_worth_it_for() -> None:
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, least_tokens=12)
+    budget.record(0, 128, 128.0)
+    assert budget.tokens(1, 3) == 3 + 12
+
+
 def test_nothing_is_granted_beyond_the_maximum() -> None:
     assert learned(per_token=1e-9).tokens(8, 8) == MAX_TOKENS
     assert StepBudget(4, MAX_SLOTS).tokens(1, MAX_SLOTS) == MAX_SLOTS
