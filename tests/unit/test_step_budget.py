@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.budget import PROMPT_SHARE, TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.seam import PROMPT_TOKENS
 
 MAX_TOKENS, MAX_SLOTS = 2048, 64
@@ -17,10 +17,12 @@ def cost(num_decoding: int, num_prompt_tokens: int, per_row: float, per_token: f
     return fixed + per_token * num_prompt_tokens
 
 
-def learned(per_row: float = 0.0005, per_token: float = 0.0003, noise: float = 0.0) -> StepBudget:
+def learned(
+    per_row: float = 0.0005, per_token: float = 0.0003, noise: float = 0.0, least_tokens: int = 1
+) -> StepBudget:
     """After a while of mixed work on a machine of these speeds."""
     rng = random.Random(1)
-    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, least_tokens=least_tokens)
     budget.record(0, 128, cost(0, 128, per_row, per_token))
     for _ in range(200):
         rows = rng.choice([1, 4, 8, 32])
@@ -44,24 +46,18 @@ def test_a_step_with_prompts_keeps_to_the_target(rows: int, noise: float) -> Non
     assert TARGET_STEP_S * (0.97 - noise) < seconds < TARGET_STEP_S * (1.03 + noise)
 
 
-def test_prompts_take_their_share_where_continuing_takes_all_of_the_time() -> None:
+def test_prompts_take_as_long_again_where_continuing_takes_all_of_the_time() -> None:
     budget = learned(per_row=0.002, per_token=0.001)
     alone = cost(32, 0, 0.002, 0.001)
     assert alone > TARGET_STEP_S
     prompt = budget.tokens(32, 32) - 32
-    assert cost(32, prompt, 0.002, 0.001) == pytest.approx((1 + PROMPT_SHARE) * alone, rel=0.05)
+    assert cost(32, prompt, 0.002, 0.001) == pytest.approx(2 * alone, rel=0.05)
 
 
 @pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])
 def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> None:
-    budget = learned(per_row=1e-6, per_token=10.0)
-    assert budget.tokens(1, num_running) == num_running + PROMPT_TOKENS
-
-
-def test_a_runner_says_how_many_tokens_of_prompts_a_step_is_worth_it_for() -> None:
-    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, least_tokens=12)
-    budget.record(0, 128, 128.0)
-    assert budget.tokens(1, 3) == 3 + 12
+    budget = learned(per_row=1e-6, per_token=10.0, least_tokens=12)
+    assert budget.tokens(1, num_running) == num_running + 12
 
 
 def test_nothing_is_granted_beyond_the_maximum() -> None:
@@ -80,7 +76,7 @@ def test_the_cost_of_continuing_is_not_blamed_on_prompts() -> None:
     budget = learned()
     before = budget.tokens(32, 32)
     for _ in range(50):
-        budget.record(32, PROMPT_TOKENS, cost(32, PROMPT_TOKENS, 0.0005, 0.0003))
+        budget.record(32, 16, cost(32, 16, 0.0005, 0.0003))
     assert budget.tokens(32, 32) == pytest.approx(before, rel=0.05)
 
 
@@ -93,7 +89,7 @@ def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -
     for _ in range(60):
         budget.record(8, 0, cost(8, 0, 0.0005, 0.003))
         budget.record(8, 60, cost(8, 60, 0.0005, 0.003))
-    assert budget.tokens(8, 8) - 8 == pytest.approx(before / 10, abs=PROMPT_TOKENS)
+    assert budget.tokens(8, 8) - 8 == pytest.approx(before / 10, abs=2)
 
 
 def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
@@ -101,7 +97,7 @@ def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
     budget = learned(per_row=0.002)
     alone = cost(17, 0, 0.002, 0.0003)
     prompt = budget.tokens(17, 17) - 17
-    assert cost(17, prompt, 0.002, 0.0003) == pytest.approx((1 + PROMPT_SHARE) * alone, rel=0.05)
+    assert cost(17, prompt, 0.002, 0.0003) == pytest.approx(2 * alone, rel=0.05)
 
 
 def test_one_number_of_sequences_alone_gives_a_line_through_zero() -> None:
@@ -109,7 +105,7 @@ def test_one_number_of_sequences_alone_gives_a_line_through_zero() -> None:
     for _ in range(20):
         budget.record(4, 0, 0.02)
         budget.record(0, 100, 0.03)
-    assert budget.tokens(8, 8) - 8 == pytest.approx(PROMPT_SHARE * 0.04 / 0.0003, rel=0.02)
+    assert budget.tokens(8, 8) - 8 == pytest.approx(0.04 / 0.0003, rel=0.02)
 
 
 def test_steps_that_are_quicker_than_believed_never_break_the_budget() -> None:
