@@ -125,15 +125,19 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# As pip does with what it does not install in place: without it a start takes a fifth longer.
+COMPILE := $(BIN)/python -m compileall -q engine
+
 # The development install holds all that serving needs, so a fresh one of it is enough to serve.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 	@newest=$$(ls -t $(SOURCES) | head -1); [ $(VENV)/.dev -nt "$$newest" ] || { \
 		printf '\n==> Installing the engine and building its kernels\n'; \
-		$(BIN)/python -m pip install --editable .; }
+		$(BIN)/python -m pip install --editable . && $(COMPILE); }
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
 	$(call step,Installing the engine with its frameworks and the development tools)
 	@$(BIN)/python -m pip install --editable '.[jax,tinygrad,torch,transformers,dev]'
+	@$(COMPILE)
 	@touch $@

@@ -26,11 +26,11 @@ PATHS = {
 
 def serve(model: str, port: int) -> None:
     """`engine serve`, with the engine's process replaced."""
-    import engine.cli.serve as command
+    from engine.cli import ahead
     from engine.cli.main import app
 
-    command.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
-        command.EngineProcess, "benchmarks.null_engine"
+    ahead.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
+        ahead.EngineProcess, "benchmarks.null_engine"
     )
     app(["serve", model, "--port", str(port), "--log-level", "warning"], prog_name="engine")
 

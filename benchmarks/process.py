@@ -54,6 +54,11 @@ class RunningServer:
     first_completion_s: float  # process start until one completion came back
 
 
+def _environment() -> dict[str, str]:
+    """Ours, but servers may keep their bytecode, as they do for users."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+
+
 class ServerError(Exception):
     """The server did not come up; the message names its log."""
 
@@ -72,7 +77,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._spec.env},
+                env={**_environment(), **self._spec.env},
                 start_new_session=True,
             )
         self._process = process

@@ -3,6 +3,7 @@
 `engine --help` prints the one-line descriptions below, so it loads neither server nor framework.
 """
 
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from engine import __version__
+from engine.cli.ahead import start_engine
 from engine.cli.console import exit_code, print_error
 from engine.core.errors import EngineError
 
@@ -113,6 +115,7 @@ def _options(
 
 
 def main() -> None:
+    start_engine(sys.argv[1:])
     app(prog_name="engine")
 
 

@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.cli import BEGAN_AT
+from engine.cli.ahead import take_engine
 from engine.cli.console import (
     ApiKeyFileOption,
     BackendOption,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from engine.backends.custom.app import Server
+    from engine.backends.custom.runtime.engine_process import EngineProcess
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
 
@@ -112,15 +112,13 @@ def serve(
 
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
-    from engine.core.config import check_references
-    from engine.core.utils.listening import bind_probes, bind_socket
-
-    # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    faults.arm()
+    process = take_engine()  # it gets ready while this process does, so before anything is imported
     gc.disable()  # until the server is ready: hardly anything that is made until then is garbage
-    process = EngineProcess()  # it gets ready while this process does
     try:
+        from engine.core.config import check_references
+        from engine.core.utils.listening import bind_probes, bind_socket
+
+        faults.arm()
         loaded = load_cli_settings(config, flags)
         check_references(loaded.settings)
         sock, probe_sock = bind_socket(loaded.settings), bind_probes(loaded.settings)
@@ -142,7 +140,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         gc.enable()
 
 
-def _begin(settings: "Settings", process: EngineProcess) -> None:
+def _begin(settings: "Settings", process: "EngineProcess") -> None:
     """Let the engine load, before the modules of this process are."""
     from engine.backends.custom.engine_settings import (
         EXAMINER,
@@ -150,6 +148,7 @@ def _begin(settings: "Settings", process: EngineProcess) -> None:
         engine_options,
         has_engine,
     )
+    from engine.backends.custom.runtime.transport import ConnectionClosedError
     from engine.core.utils.examination import Examination
     from engine.core.utils.model_store import resolve_model
 
@@ -157,10 +156,13 @@ def _begin(settings: "Settings", process: EngineProcess) -> None:
     if not has_engine(name):
         return
     path = resolve_model(settings.model.model_path)
-    examination = Examination(path, EXAMINER)
+    examination = Examination(path, EXAMINER, process.examine)
 
     def begin() -> None:
-        examination.finish()
+        try:
+            examination.finish()
+        except ConnectionClosedError:
+            return  # whoever starts the engine will see that it has ended, and say so
         process.begin(engine_options(settings, name, path))
 
     if not examination.is_under_way:
@@ -194,7 +196,7 @@ def _check_no_model(loaded: "LoadedSettings") -> str:
 
 
 def _server(
-    settings: "Settings", process: EngineProcess, reread: "Callable[[], Settings]"
+    settings: "Settings", process: "EngineProcess", reread: "Callable[[], Settings]"
 ) -> "Server":
     from engine.backends.custom.app import build_server
 

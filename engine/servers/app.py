@@ -35,6 +35,7 @@ EARLY = (
 )
 METRICS = "health:add_metrics_routes"
 LATE = (
+    "openai.models:add_model_routes",
     "responses.routes:add_responses_routes",
     "openai.embeddings:add_embeddings_routes",
     "openai.rerank:add_rerank_routes",

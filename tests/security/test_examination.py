@@ -3,15 +3,17 @@
 """
 
 import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.backends.custom.engine_settings import EXAMINER
+from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.backends.custom.runtime.transport import ConnectionClosedError
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.utils import examination
-from engine.core.utils.examination import Examination, examine
+from engine.core.utils.examination import Examination, Reading, Spawned, StartReading, examine
 
 
 @pytest.fixture
@@ -20,6 +22,18 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
     return path
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.discard()
+
+
+@pytest.fixture(params=["a process of its own", "a fork of the engine's process"])
+def start(request: pytest.FixtureRequest, process: EngineProcess) -> StartReading:
+    return Spawned if request.param == "a process of its own" else process.examine
 
 
 @pytest.mark.parametrize(
@@ -34,24 +48,38 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("open_many", "Too many open files"),
     ],
 )
-def test_a_parser_that_was_led_astray_harms_nobody(model: Path, deed: str, words: str) -> None:
+def test_a_parser_that_was_led_astray_harms_nobody(
+    model: Path, start: StartReading, deed: str, words: str
+) -> None:
     with pytest.raises(ModelFormatError, match=words):
-        examine(model, f"tests.examiners:{deed}", max_seconds=60, max_cpu_s=1)
+        examine(model, f"tests.examiners:{deed}", start, max_seconds=60, max_cpu_s=1)
     assert not (model.parent / "canary").exists()
     assert not (model.parent / "examined").exists()
 
 
-def test_one_that_never_ends_is_ended(model: Path) -> None:
+def test_one_that_never_ends_is_ended(model: Path, start: StartReading) -> None:
     with pytest.raises(ModelFormatError, match="within 1 s"):
-        examine(model, "tests.examiners:sleep", max_seconds=1)
+        examine(model, "tests.examiners:sleep", start, max_seconds=1)
 
 
-def test_what_the_examiner_says_is_what_the_user_reads(model: Path) -> None:
+def test_what_the_examiner_says_is_what_the_user_reads(model: Path, start: StartReading) -> None:
     with pytest.raises(ModelError, match="there is no model in it") as raised:
-        examine(model, "tests.examiners:refuse")
+        examine(model, "tests.examiners:refuse", start)
     assert type(raised.value) is ModelError
     with pytest.raises(ModelFormatError, match="version"):
-        examine(model, EXAMINER)
+        examine(model, EXAMINER, start)
+
+
+def test_a_fork_holds_nothing_of_the_engine(model: Path, process: EngineProcess) -> None:
+    examine(model, "tests.examiners:hold_three_files", process.examine)
+
+
+def test_an_engine_that_has_ended_examines_nothing(model: Path, process: EngineProcess) -> None:
+    process.process.kill()
+    process.process.wait()
+    with pytest.raises(ConnectionClosedError):
+        examine(model, "tests.examiners:nothing", process.examine)
+    assert not (model.parent / "examined").exists()
 
 
 def test_a_file_is_examined_once_until_it_changes(
@@ -59,25 +87,24 @@ def test_a_file_is_examined_once_until_it_changes(
 ) -> None:
     runs = []
 
-    def start(*asked: object) -> "subprocess.Popen[bytes]":
-        runs.append(asked)
-        return subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    def start(examiner: str, path: Path, max_cpu_s: int) -> Reading:
+        runs.append(examiner)
+        return Spawned("tests.examiners:nothing", path, max_cpu_s)
 
-    monkeypatch.setattr(examination, "_start", start)
     monkeypatch.setattr(examination, "_SETTLED_SECONDS", 0.0)
     for _ in range(3):
-        examine(model, "tests.examiners:nothing")
+        examine(model, "tests.examiners:nothing", start)
     assert len(runs) == 1
     model.write_bytes(b"GGUF" + bytes(101))
-    examine(model, "tests.examiners:nothing")
+    examine(model, "tests.examiners:nothing", start)
     assert len(runs) == 2
-    examine(model, "tests.examiners:refuse")
+    examine(model, "tests.examiners:refuse", start)
     assert len(runs) == 3
     (mark, _) = (model.parent / "examined").iterdir()
     mark.chmod(0o666)
     os.utime(mark)
-    examine(model, "tests.examiners:nothing")
-    examine(model, "tests.examiners:refuse")
+    examine(model, "tests.examiners:nothing", start)
+    examine(model, "tests.examiners:refuse", start)
     assert len(runs) == 4, "a mark that others may have made counts for nothing"
 
 
@@ -88,5 +115,5 @@ def test_an_examination_goes_on_beside_its_caller(model: Path) -> None:
         begun.finish()
 
 
-def test_the_default_model_passes(default_model: Path, model: Path) -> None:
-    examine(default_model, EXAMINER)
+def test_the_default_model_passes(default_model: Path, model: Path, start: StartReading) -> None:
+    examine(default_model, EXAMINER, start)

@@ -239,6 +239,13 @@ MODEL_FILES = [
         "",
         LED_ASTRAY,
     ),
+    Mutation(
+        "examination: a fork keeps the engine's socket",
+        CHILD,
+        "            _close_files()\n",
+        "",
+        f"{EXAMINATION_TESTS}::test_a_fork_holds_nothing_of_the_engine",
+    ),
 ]
 
 FAIR_SHARE = [

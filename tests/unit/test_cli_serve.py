@@ -29,7 +29,7 @@ def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLM_ENGINE_API_KEY", raising=False)
     process = SimpleNamespace(discard=lambda: None)
-    monkeypatch.setattr("engine.cli.serve.EngineProcess", lambda: process)
+    monkeypatch.setattr("engine.cli.serve.take_engine", lambda: process)
     monkeypatch.setattr("engine.cli.serve.BEGAN_AT", time.monotonic() - 9.0)
     monkeypatch.setattr("engine.cli.serve._begin", lambda settings, process: None)
     monkeypatch.setattr("engine.backends.custom.app.build_server", build)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-import psutil
 
 from engine.backends.base import BackendConfig, InferenceBackend
 from engine.backends.custom.checks import (
@@ -171,6 +170,8 @@ class CustomBackend(InferenceBackend):
         )
 
     def memory_bytes(self) -> int:
+        import psutil  # a server that starts can do without it
+
         total = 0
         for pid in {os.getpid(), self._link.pid} - {None}:
             with contextlib.suppress(psutil.NoSuchProcess):  # it may die at any moment

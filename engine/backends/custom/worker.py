@@ -44,8 +44,9 @@ from engine.backends.custom.runtime.watchdog import Watchdog
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core import faults
 from engine.core.errors import ConfigError, EngineError
-from engine.core.interfaces.request import Fatal, Ready, Stop, ToEngine
+from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
+from engine.core.utils.examination_child import read_in_fork
 from engine.core.utils.processes import die_with_parent, offer_to_be_killed
 
 log = logging.getLogger("engine.backends.custom.worker")  # run as a module, it is __main__
@@ -277,16 +278,20 @@ def keep_all() -> None:
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:
-    """The first message of the frontend. Before `Ready` only a `Stop` can follow it."""
-    channel: SocketChannel[EngineOptions | Stop] = SocketChannel(sock, EngineOptions | Stop)
+    """The frontend may ask for an examination first. Before `Ready` only a `Stop` can follow."""
+    channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
+        sock, EngineOptions | Examine | Stop
+    )
     deadline = time.monotonic() + OPTIONS_TIMEOUT_S
     while time.monotonic() < deadline:
-        messages = channel.poll(1.0)
-        if any(isinstance(message, Stop) for message in messages):
-            raise ConnectionClosedError("stopped before it had started")
-        for message in messages:
+        for message in channel.poll(1.0):
+            if isinstance(message, Stop):
+                raise ConnectionClosedError("stopped before it had started")
             if isinstance(message, EngineOptions):
                 return message
+            asked = (message.examiner, Path(message.path), message.max_cpu_s)
+            channel.send(Examined(*read_in_fork(*asked)))
+            deadline = time.monotonic() + OPTIONS_TIMEOUT_S
     raise ConnectionClosedError("the frontend sent no options")
 
 

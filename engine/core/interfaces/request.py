@@ -76,6 +76,21 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Frontend to engine: finish nothing more, release everything, exit."""
 
 
+class Examine(msgspec.Struct, frozen=True, tag="examine"):
+    """Frontend to a process that has no options yet: have a model examined in a fork of it."""
+
+    examiner: str
+    path: str
+    max_cpu_s: int
+
+
+class Examined(msgspec.Struct, frozen=True, tag="examined"):
+    """Engine to frontend: how the examination's process ended, and what it wrote."""
+
+    status: int
+    output: bytes
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of a chosen token, with the most likely alternatives, best first."""
 

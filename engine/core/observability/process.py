@@ -4,19 +4,28 @@ The engine runs in a child process, so figures are given for the server and for 
 """
 
 from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    import psutil
 
 
 class ProcessTreeCollector(Collector):
     """`process` is "server" for this process and "worker" for everything that it started."""
 
-    def __init__(self) -> None:
-        self._server = psutil.Process()
+    @cached_property
+    def _server(self) -> "psutil.Process":
+        import psutil  # a server that starts can do without it
+
+        return psutil.Process()
 
     def collect(self) -> Iterable[Metric]:
+        import psutil
+
         cpu = CounterMetricFamily(
             "engine_process_cpu_seconds", "User and system CPU time", labels=["process"]
         )
@@ -48,8 +57,10 @@ class ProcessTreeCollector(Collector):
         return [cpu, memory, threads, disk, network]
 
 
-def _usage(process: psutil.Process) -> tuple[float, int, int, int, int] | None:
+def _usage(process: "psutil.Process") -> tuple[float, int, int, int, int] | None:
     """CPU seconds, resident bytes, threads, bytes read and written; None if it is gone."""
+    import psutil
+
     try:
         with process.oneshot():
             times = process.cpu_times()

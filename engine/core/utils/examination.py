@@ -10,7 +10,9 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from engine import __version__
 from engine.core.errors import ModelFormatError, error_from_code
@@ -28,6 +30,47 @@ MAX_REPORT_BYTES = 4096
 _SETTLED_SECONDS = 2.0
 
 
+class Reading(Protocol):
+    """A limited process at work."""
+
+    def wait(self, max_seconds: float) -> tuple[int, bytes]:
+        """Its exit status and what it wrote. Raises `TimeoutError`."""
+        ...
+
+    def end(self) -> None:
+        """Whatever it does, and whether it has ended or not."""
+        ...
+
+
+# Lets an examiner, a "module:function" that takes a path, read it; for so much processor time.
+StartReading: TypeAlias = Callable[[str, Path, int], Reading]
+
+
+class Spawned:
+    """A limited process of its own."""
+
+    def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
+        arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", CHILD_MODULE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def wait(self, max_seconds: float) -> tuple[int, bytes]:
+        try:
+            output, _ = self._process.communicate(timeout=max_seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return self._process.returncode, output
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 class Examination:
     """A model that is being read in a limited process, or was before."""
 
@@ -35,6 +78,7 @@ class Examination:
         self,
         path: Path,
         examiner: str,
+        start: StartReading = Spawned,
         *,
         max_seconds: float = MAX_SECONDS,
         max_cpu_s: int = MAX_CPU_S,
@@ -43,31 +87,29 @@ class Examination:
         self._path, self._max_seconds = path, max_seconds
         self._mark = _marks_directory() / hashlib.sha256(key.encode()).hexdigest()
         self._identity = _identity(path)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._reading: Reading | None = None
         if self._identity is not None and not _is_marked(self._mark, self._identity):
-            self._process = _start(path, examiner, max_cpu_s)
+            self._reading = start(examiner, path, max_cpu_s)
 
     @property
     def is_under_way(self) -> bool:
-        return self._process is not None
+        return self._reading is not None
 
     def finish(self) -> None:
         """Wait for it. Raises what is wrong with the model, or that it could not be read within the
         limits.
         """
-        if self._process is None:
+        if self._reading is None:
             return
         name = self._path.name
         try:
-            output, _ = self._process.communicate(timeout=self._max_seconds)
-        except subprocess.TimeoutExpired:
+            status, output = self._reading.wait(self._max_seconds)
+        except TimeoutError:
             raise ModelFormatError(
                 f"{name} could not be read within {self._max_seconds:g} s: it is damaged or hostile"
             ) from None
         finally:
-            self._process.kill()
-            self._process.wait()
-        status = self._process.returncode
+            self._reading.end()
         report = output[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
         if status == 1 and report:
             code, _, message = report.partition(" ")
@@ -82,21 +124,15 @@ class Examination:
 
 
 def examine(
-    path: Path, examiner: str, *, max_seconds: float = MAX_SECONDS, max_cpu_s: int = MAX_CPU_S
+    path: Path,
+    examiner: str,
+    start: StartReading = Spawned,
+    *,
+    max_seconds: float = MAX_SECONDS,
+    max_cpu_s: int = MAX_CPU_S,
 ) -> None:
-    """Have `examiner`, a "module:function" that takes a path, read a model in a limited process."""
-    Examination(path, examiner, max_seconds=max_seconds, max_cpu_s=max_cpu_s).finish()
-
-
-def _start(path: Path, examiner: str, max_cpu_s: int) -> "subprocess.Popen[bytes]":
-    arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
-    return subprocess.Popen(
-        [sys.executable, "-m", CHILD_MODULE, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    """Have `examiner` read a model in a limited process, unless that was done before."""
+    Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s).finish()
 
 
 def _marks_directory() -> Path:

@@ -1,10 +1,11 @@
-"""The process that reads a model file first (see `examination`). Run as a module with the examiner,
-the path, seconds of processor time, and its parent's process id.
+"""The process that reads a model file first (see `examination`): run as a module with the examiner,
+the path, seconds of processor time, and its parent's process id, or forked by `read_in_fork`.
 
 Its memory, processor time and open files are limited; it writes no file, starts no program and has
 no network. What it finds wrong is one line on its output and exit status 1.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import EngineError, ModelFormatError
-from engine.core.utils.examination import files_of
+from engine.core.utils.examination import MAX_REPORT_BYTES, files_of
 from engine.core.utils.processes import die_with_parent
 
 # Beyond the files themselves, which are mapped: the interpreter, numpy and a large vocabulary.
@@ -36,8 +37,45 @@ class ForbiddenEventError(OSError):
 
 
 def main() -> int:
-    examiner, path, max_cpu_s = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     die_with_parent(int(sys.argv[4]))
+    return read_limited(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+
+
+def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]:
+    """Exit status and output of a fork of this process, in which nothing but one thread may run. It
+    saves an interpreter and the imports that this process has made already.
+    """
+    ours, theirs = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            die_with_parent(parent)
+            os.setsid()
+            os.dup2(theirs, 1)
+            _close_files()
+            os.environ["RAYON_NUM_THREADS"] = "1"
+            status = read_limited(examiner, path, max_cpu_s)
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+    os.close(theirs)
+    with open(ours, "rb") as output:
+        report = output.read(MAX_REPORT_BYTES)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), report
+
+
+def _close_files() -> None:
+    """All but the standard ones: a socket to the frontend is no concern of a parser."""
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)
+
+
+def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
+    """The exit status. This process is limited from now on."""
     _leave_network()
     sys.dont_write_bytecode = True
     module, _, name = examiner.partition(":")

@@ -43,28 +43,33 @@ def _state(health: Health) -> str:
 
 
 def add_models_routes(app: FastAPI, services: Services) -> None:
-    def list_body() -> dict[str, Any]:
-        cards = [described(card) for card in services.backend.models()]
-        return {"object": "list", "data": cards}
-
-    def one_body(model_id: str) -> dict[str, Any]:
-        return described(services.find_model(model_id))
-
-    def described(card: ModelCard) -> dict[str, Any]:
-        return model_body(card, services.backend.model_health(card.id))
-
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return json_response(list_body())
+        return json_response(_all(services))
 
+
+def add_model_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
-        return json_response(one_body(model_id))
+        return json_response(_one(services, model_id))
 
     @app.get("/v1/engines")
     async def list_engines() -> Response:
-        return json_response(list_body(), _DEPRECATED)
+        return json_response(_all(services), _DEPRECATED)
 
     @app.get("/v1/engines/{model_id:path}")
     async def retrieve_engine(model_id: str) -> Response:
-        return json_response(one_body(model_id), _DEPRECATED)
+        return json_response(_one(services, model_id), _DEPRECATED)
+
+
+def _all(services: Services) -> dict[str, Any]:
+    cards = [_described(services, card) for card in services.backend.models()]
+    return {"object": "list", "data": cards}
+
+
+def _one(services: Services, model_id: str) -> dict[str, Any]:
+    return _described(services, services.find_model(model_id))
+
+
+def _described(services: Services, card: ModelCard) -> dict[str, Any]:
+    return model_body(card, services.backend.model_health(card.id))

@@ -16,6 +16,8 @@ from engine.backends.custom.runtime.heartbeat import Heartbeat, heartbeat_file
 from engine.core.utils.processes import start_child
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import msgspec
 
 WORKER_MODULE = "engine.backends.custom.worker"
@@ -40,14 +42,44 @@ class EngineProcess:
 
     def begin(self, options: "msgspec.Struct") -> None:
         """Let it load; its answer comes over the socket."""
-        from engine.backends.custom.runtime.transport import encode_frame
-
         self.has_begun = True
-        with contextlib.suppress(OSError):  # it has died: whoever reads from it will see that
-            self.socket.sendall(encode_frame(options))
+        self._send(options)
+
+    def examine(self, examiner: str, path: "Path", max_cpu_s: int) -> "ForkedReading":
+        """Have it examine a model in a fork of itself, which has imported the parsers already."""
+        from engine.core.interfaces.request import Examine
+
+        self._send(Examine(examiner, str(path), max_cpu_s))
+        return ForkedReading(self)
 
     def discard(self) -> None:
         """Nobody will need it."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
+
+    def _send(self, message: "msgspec.Struct") -> None:
+        from engine.backends.custom.runtime.transport import encode_frame
+
+        with contextlib.suppress(OSError):  # it has died: whoever reads from it will see that
+            self.socket.sendall(encode_frame(message))
+
+
+class ForkedReading:
+    """An examination in a fork of an engine's process, which lasts no longer than that."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._socket = process.socket
+
+    def wait(self, max_seconds: float) -> tuple[int, bytes]:
+        """Raises `ConnectionClosedError` where the engine's process has ended."""
+        from engine.backends.custom.runtime.transport import SocketChannel
+        from engine.core.interfaces.request import Examined
+
+        channel: SocketChannel[Examined] = SocketChannel(self._socket, Examined)
+        for found in channel.poll(max_seconds):
+            return found.status, found.output
+        raise TimeoutError
+
+    def end(self) -> None:
+        """It has answered, or will be ended with the engine's process."""
