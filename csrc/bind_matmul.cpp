@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "rounded.h"
 
 namespace engine {
 namespace {
@@ -46,6 +47,7 @@ class Product {
         check((layout == int(Layout::I8)) == (numerics == int(Numerics::INT8_ROWS)),
               "a layout that these numerics do not read");
         check(rows > 0 && columns > 0 && tokens > 0, "rows, columns and tokens must be positive");
+        check(layout != int(Layout::I8) || columns <= kMaxRoundedColumns, "too many columns");
         matrix_ = {Layout(layout), rows, columns, weights.data()};
         units_ = gated ? div_up(rows / 2, kPanelRows) : matrix_.panels();
         panels_ = gated ? 2 * units_ : units_;

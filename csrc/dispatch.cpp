@@ -125,6 +125,7 @@ KernelSet find_kernels() {
     neon = generic;
     fill_matmul_neon(neon);
     fill_matmul_f32_neon(neon);
+    fill_matmul_int8_rows_neon(neon);
     add(neon, "neon");
 #endif
     return set;

@@ -30,36 +30,30 @@ ENGINE_INLINE Floats activate(Floats x) {
     return x;
 }
 
-// In place, so that a unit's vectors do not wait for one another; bias and gate are decided once.
+// In place, and nothing is decided on the way: so a unit's vectors do not wait for one another.
 template <Activation activation, bool gated>
-ENGINE_INLINE void activate_unit(const float* bias, float* sums) {
+ENGINE_INLINE void activate_unit(float* sums) {
     for (int i = 0; i < kPanelRows; i += kLanes) {
-        Floats value = load(sums + i);
-        if (bias) value += load(bias + i);
-        value = activate<activation>(value);
-        if (gated) {
-            Floats other = load(sums + kPanelRows + i);
-            value *= bias ? other + load(bias + kPanelRows + i) : other;
-        }
-        store(sums + i, value);
+        Floats value = activate<activation>(load(sums + i));
+        store(sums + i, gated ? value * load(sums + kPanelRows + i) : value);
     }
 }
 
 template <Activation activation>
-ENGINE_INLINE void activate_unit(const float* bias, bool gated, float* sums) {
-    gated ? activate_unit<activation, true>(bias, sums) : activate_unit<activation, false>(bias, sums);
+ENGINE_INLINE void activate_unit(bool gated, float* sums) {
+    gated ? activate_unit<activation, true>(sums) : activate_unit<activation, false>(sums);
 }
 
-ENGINE_INLINE void activate_unit(Activation activation, const float* bias, bool gated, float* sums) {
+ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums) {
     switch (activation) {
         case Activation::Silu:
-            return activate_unit<Activation::Silu>(bias, gated, sums);
+            return activate_unit<Activation::Silu>(gated, sums);
         case Activation::Gelu:
-            return activate_unit<Activation::Gelu>(bias, gated, sums);
+            return activate_unit<Activation::Gelu>(gated, sums);
         case Activation::GeluTanh:
-            return activate_unit<Activation::GeluTanh>(bias, gated, sums);
+            return activate_unit<Activation::GeluTanh>(gated, sums);
         default:
-            if (bias || gated) activate_unit<Activation::None>(bias, gated, sums);
+            if (gated) activate_unit<Activation::None, true>(sums);
     }
 }
 
@@ -70,11 +64,22 @@ ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
     return left < kPanelRows ? left : kPanelRows;
 }
 
+// Asks for where rows [row, row + rows) of a unit go, which is a line in each and mostly not at hand.
+ENGINE_INLINE void fetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
+    const Epilogue& to = job.epilogue;
+    const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
+}
+
 // `sums` of a unit: 16 of its panel, or 16 of the gate and 16 of the other.
 __attribute__((noinline)) void finish_unit(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
-    const float* bias = to.bias ? to.bias + size_t(unit) * kPanelRows * (to.gated ? 2 : 1) : nullptr;
-    activate_unit(to.activation, bias, to.gated, sums);
+    if (to.bias) {
+        const int size = kPanelRows * (to.gated ? 2 : 1);
+        const float* bias = to.bias + size_t(unit) * size_t(size);
+        for (int i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(bias + i));
+    }
+    activate_unit(to.activation, to.gated, sums);
     float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
     const int width = unit_width(job, unit);
     const bool adds = to.residual;

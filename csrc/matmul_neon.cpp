@@ -190,6 +190,7 @@ void multiply_units(const MatmulJob& job, int begin, int end) {
             int rows = job.rows - row < block ? job.rows - row : block;
             Multiply multiply = multiply_for<layout>(rows, std::make_integer_sequence<int, kBlockRows>());
             float sums[kBlockRows][2 * kPanelRows];
+            fetch_outputs(job, unit, row, rows);
             for (int i = 0; i < panels; i++)
                 multiply(weights.panel(unit * panels + i), groups, input + size_t(row) * size_t(groups),
                          sums[0] + i * kPanelRows);

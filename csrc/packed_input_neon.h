@@ -3,6 +3,7 @@
 #include <arm_neon.h>
 
 #include "layout.h"
+#include "row_blocks.h"
 
 namespace engine {
 namespace {
@@ -20,15 +21,9 @@ struct InputGroup {
     float halves[2];  // the same of the first and of the last 16
 };
 
+// In a block of rows group after group: [group][row].
 ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
     return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
-}
-
-// Rows lie in blocks, all of one size but for the last, and in a block group after group: [group][row].
-constexpr int kBlockRows = 12;
-
-ENGINE_INLINE int block_rows(int rows) {
-    return div_up(rows, div_up(rows, kBlockRows));
 }
 
 // The largest of 32 without their signs, as whole numbers: so ordered, NaN is above all.

@@ -1,5 +1,5 @@
 // Second copies of quantized matrices, rounded to 8 bits with one scale for each row (layout I8): a third
-// larger or more than what they are made from, but tiles read them as they lie.
+// larger or more than what they are made from, but read as they lie, and scaled once for a whole row.
 #pragma once
 #include <vector>
 
