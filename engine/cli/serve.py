@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -113,6 +114,8 @@ def serve(
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     process = take_engine()  # it gets ready while this process does, so before anything is imported
+    # Else it reads the metadata of every installed package, to find plugins for our own classes.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     gc.disable()  # until the server is ready: hardly anything that is made until then is garbage
     try:
         from engine.core.config import check_references
@@ -160,10 +163,14 @@ def _begin(settings: "Settings", process: "EngineProcess") -> None:
 
     def begin() -> None:
         try:
-            examination.finish()
+            found = examination.finish()
         except ConnectionClosedError:
             return  # whoever starts the engine will see that it has ended, and say so
         process.begin(engine_options(settings, name, path))
+        if found:
+            from engine.backends.custom.text_cache import keep_text
+
+            keep_text(path, found)
 
     if not examination.is_under_way:
         begin()

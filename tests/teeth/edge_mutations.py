@@ -240,6 +240,14 @@ MODEL_FILES = [
         LED_ASTRAY,
     ),
     Mutation(
+        "examination: what a changed file held is kept",
+        EXAMINATION,
+        '        return output if _identity(self._path) == self._identity else b""\n',
+        "        return output\n",
+        "tests/unit/test_text_cache.py"
+        "::test_a_file_that_was_changed_in_an_examination_is_read_again",
+    ),
+    Mutation(
         "examination: a fork keeps the engine's socket",
         CHILD,
         "            _close_files()\n",

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.backends.custom import text_cache
+from engine.backends.custom.engine_settings import EXAMINER
 from engine.backends.custom.text import TextModel, load_text
-from engine.backends.custom.text_cache import TextCache, cache_directory, key_of
+from engine.backends.custom.text_cache import TextCache, cache_directory, keep_text, key_of
 from engine.backends.custom.weights import model as weights_model
+from engine.core.utils.examination import Examination, examine
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata
 
@@ -147,6 +150,30 @@ def test_a_model_of_several_files_is_not_kept(tmp_path: Path) -> None:
     assert not cache_directory().exists()
 
 
+def test_what_was_read_in_an_examination_is_not_read_again(
+    model: Path, forbid_reading: Callable[[], None]
+) -> None:
+    expected = facts(load_text(model))
+    kept().unlink()
+    keep_text(model, examine(model, EXAMINER))
+    forbid_reading()
+    assert facts(load_text(model)) == expected
+
+
+def test_a_file_that_was_changed_in_an_examination_is_read_again(model: Path) -> None:
+    examination = Examination(model, EXAMINER)
+    os.utime(model, (10**9, 10**9 + 1))
+    assert examination.finish() == b""
+
+
+@pytest.mark.parametrize("found", [b"", b"not facts"])
+def test_an_examination_that_found_nothing_of_use_changes_nothing(
+    model: Path, found: bytes
+) -> None:
+    keep_text(model, found)
+    assert load_text(model).can_chat
+
+
 def test_only_the_newest_are_kept(tmp_path: Path, model: Path) -> None:
     key = key_of(model)
     load_text(model)
@@ -158,7 +185,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, model: Path) -> None:
     for index, copy in enumerate(copies):
         copy.touch()
         os.utime(copy, LONG_AGO)
-        cache.write(copy, key, found)
+        cache.write(copy, key, msgspec.msgpack.encode(found))
         (written,) = cache.directory.glob(f"{copy.stem}-*")
         os.utime(written, (index, index))
     assert [cache.read(copy, key) is not None for copy in copies] == [False, False, True, True]

@@ -45,6 +45,7 @@ from engine.backends.custom.runtime.client import (
 )
 from engine.backends.custom.runtime.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.text import TextModel, load_text
+from engine.backends.custom.text_cache import keep_text
 from engine.backends.process import RestartPolicy
 from engine.core import faults
 from engine.core.errors import ConfigError, UnavailableError
@@ -108,7 +109,7 @@ class CustomBackend(InferenceBackend):
     async def start(self) -> str:
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
-        await asyncio.to_thread(examine, path, self.examiner)
+        await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
         loop = asyncio.get_running_loop()
         # The tokenizer loads here while the engine loads the weights over there.
         reading = loop.run_in_executor(self._encoders, self.read_text, path)

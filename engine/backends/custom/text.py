@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from engine.backends.custom.infill import Infill, find_infill
 from engine.backends.custom.text_cache import TextCache, TextFacts, key_of
 from engine.core import faults
@@ -122,7 +124,7 @@ def load_text(path: Path) -> TextModel:
     try:
         text, facts = parse_text(source)
         if facts is not None and key is not None and len(source.checkpoint.files) == 1:
-            cache.write(path, key, facts)
+            cache.write(path, key, msgspec.msgpack.encode(facts))
         return text
     finally:
         source.checkpoint.close()

@@ -64,8 +64,8 @@ class TextCache:
             log.info("%s is not used and will be made again: %s", path, error)
             return None
 
-    def write(self, model: Path, key: bytes, facts: TextFacts) -> None:
-        content = msgspec.msgpack.encode(facts)
+    def write(self, model: Path, key: bytes, content: bytes) -> None:
+        """`content` is encoded facts; `read` finds out whether they are sound."""
         path = self._path_for(model)
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,3 +98,10 @@ def key_of(model: Path) -> bytes | None:
     identity = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     facts = (__version__, FORMAT_VERSION, str(model.resolve()), *identity)
     return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def keep_text(model: Path, content: bytes) -> None:
+    """What an examination has found, unless that is nothing."""
+    key = key_of(model)
+    if content and key is not None:
+        TextCache().write(model, key, content)

@@ -26,6 +26,7 @@ MAX_SECONDS = 120.0
 MAX_CPU_S = 60
 MAX_MARKS = 512
 MAX_REPORT_BYTES = 4096
+MAX_OUTPUT_BYTES = 32 << 20
 # A file may change twice within its clock's resolution, and look the same both times.
 _SETTLED_SECONDS = 2.0
 
@@ -42,7 +43,8 @@ class Reading(Protocol):
         ...
 
 
-# Lets an examiner, a "module:function" that takes a path, read it; for so much processor time.
+# Lets an examiner read a path, for so much processor time. It is a "module:function" that takes the
+# path, and returns bytes that are worth keeping, or None.
 StartReading: TypeAlias = Callable[[str, Path, int], Reading]
 
 
@@ -95,12 +97,13 @@ class Examination:
     def is_under_way(self) -> bool:
         return self._reading is not None
 
-    def finish(self) -> None:
-        """Wait for it. Raises what is wrong with the model, or that it could not be read within the
-        limits.
+    def finish(self) -> bytes:
+        """What the examiner wants kept of the files, if they are as they were then; nothing where they
+        were read before. Raises what is wrong with the model, or that it could not be
+        read within the limits.
         """
         if self._reading is None:
-            return
+            return b""
         name = self._path.name
         try:
             status, output = self._reading.wait(self._max_seconds)
@@ -110,7 +113,7 @@ class Examination:
             ) from None
         finally:
             self._reading.end()
-        report = output[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
+        report = "" if status == 0 else output[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
         if status == 1 and report:
             code, _, message = report.partition(" ")
             raise error_from_code(code, message)
@@ -121,6 +124,7 @@ class Examination:
             )
         assert self._identity is not None
         _remember(self._mark, self._identity, self._path)
+        return output if _identity(self._path) == self._identity else b""
 
 
 def examine(
@@ -130,9 +134,10 @@ def examine(
     *,
     max_seconds: float = MAX_SECONDS,
     max_cpu_s: int = MAX_CPU_S,
-) -> None:
+) -> bytes:
     """Have `examiner` read a model in a limited process, unless that was done before."""
-    Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s).finish()
+    begun = Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s)
+    return begun.finish()
 
 
 def _marks_directory() -> Path:

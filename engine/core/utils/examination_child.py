@@ -2,7 +2,8 @@
 the path, seconds of processor time, and its parent's process id, or forked by `read_in_fork`.
 
 Its memory, processor time and open files are limited; it writes no file, starts no program and has
-no network. What it finds wrong is one line on its output and exit status 1.
+no network. Its output is what the examiner returns; what it finds wrong is one line there instead,
+and exit status 1.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import EngineError, ModelFormatError
-from engine.core.utils.examination import MAX_REPORT_BYTES, files_of
+from engine.core.utils.examination import MAX_OUTPUT_BYTES, files_of
 from engine.core.utils.processes import die_with_parent
 
 # Beyond the files themselves, which are mapped: the interpreter, numpy and a large vocabulary.
@@ -62,7 +63,7 @@ def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]
             os._exit(status)
     os.close(theirs)
     with open(ours, "rb") as output:
-        report = output.read(MAX_REPORT_BYTES)
+        report = output.read(MAX_OUTPUT_BYTES)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), report
 
 
@@ -82,7 +83,7 @@ def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
     examine = getattr(import_module(module), name)
     _limit(path, max_cpu_s)
     try:
-        examine(path)
+        sys.stdout.buffer.write(examine(path) or b"")
     except EngineError as error:
         return _report(error.error_code, str(error))
     except MemoryError:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.heartbeat import Heartbeat, heartbeat_file
@@ -77,8 +78,10 @@ class ForkedReading:
         from engine.core.interfaces.request import Examined
 
         channel: SocketChannel[Examined] = SocketChannel(self._socket, Examined)
-        for found in channel.poll(max_seconds):
-            return found.status, found.output
+        deadline = time.monotonic() + max_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            for found in channel.poll(left):  # none, while there is but a part of it
+                return found.status, found.output
         raise TimeoutError
 
     def end(self) -> None:
