@@ -98,9 +98,9 @@ class Examination:
         return self._reading is not None
 
     def finish(self) -> bytes:
-        """What the examiner wants kept of the files, if they are as they were then; nothing where they
-        were read before. Raises what is wrong with the model, or that it could not be
-        read within the limits.
+        """What the examiner wants kept of the files, if they are as they were then; nothing where
+        they were read before. Raises what is wrong with the model, or that it could not be read
+        within the limits.
         """
         if self._reading is None:
             return b""
