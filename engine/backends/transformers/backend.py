@@ -44,7 +44,7 @@ class TransformersBackend(CustomBackend):
     config_type: ClassVar[type[BackendConfig]] = TransformersConfig
     framework = FRAMEWORK
     worker_module = "engine.backends.transformers.worker"
-    examiner = "engine.backends.transformers.checkpoint:read_text"
+    examiner = "engine.backends.transformers.checkpoint:examine_checkpoint"
 
     def __init__(
         self,

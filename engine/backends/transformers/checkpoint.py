@@ -75,6 +75,11 @@ def read_text(path: Path) -> TextModel:
     return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
 
 
+def examine_checkpoint(path: Path) -> None:
+    """All of it that a server parses. Raises what is wrong with it."""
+    read_text(path)
+
+
 def open_checkpoint(path: Path) -> HfCheckpoint:
     """Raises an `EngineError` that says what is wrong with it; reads no weights."""
     if not path.exists():
