@@ -3,6 +3,8 @@
 """
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,11 +76,19 @@ def test_a_fork_holds_nothing_of_the_engine(model: Path, process: EngineProcess)
     examine(model, "tests.examiners:hold_three_files", process.examine)
 
 
-def test_an_engine_that_has_ended_examines_nothing(model: Path, process: EngineProcess) -> None:
+@pytest.mark.parametrize("reads_it", [False, True])
+def test_an_engine_that_ends_examines_nothing(
+    model: Path, process: EngineProcess, reads_it: bool
+) -> None:
+    if not reads_it:
+        process.process.send_signal(signal.SIGSTOP)
+    examination = Examination(model, "tests.examiners:sleep", process.examine)
+    if reads_it:
+        time.sleep(1)
     process.process.kill()
     process.process.wait()
     with pytest.raises(ConnectionClosedError):
-        examine(model, "tests.examiners:nothing", process.examine)
+        examination.finish()
     assert not (model.parent / "examined").exists()
 
 

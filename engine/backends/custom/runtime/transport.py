@@ -52,7 +52,7 @@ class FrameDecoder(Generic[Message]):
 
 
 class SocketChannel(Generic[Message]):
-    """The engine's end: `poll` messages in, `send` messages out."""
+    """An end that waits: `poll` messages in, `send` messages out."""
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(True)
@@ -64,9 +64,12 @@ class SocketChannel(Generic[Message]):
         ready, _, _ = select.select([self._sock], [], [], timeout_s)
         if not ready:
             return []
-        data = self._sock.recv(RECEIVE_BYTES)
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except ConnectionError:  # it ended before it had read what was sent to it
+            data = b""
         if not data:
-            raise ConnectionClosedError("the frontend closed the connection")
+            raise ConnectionClosedError("the other side closed the connection")
         return self._frames.feed(data)
 
     def send(self, message: msgspec.Struct) -> None:
