@@ -8,10 +8,19 @@ import time
 from pathlib import Path
 
 from engine.core.errors import ModelError
+from engine.core.utils.examination import MAX_OUTPUT_BYTES
 
 
 def nothing(path: Path) -> None:
     pass
+
+
+def find(path: Path) -> bytes:
+    return b"found" * 100_000  # more than a pipe holds
+
+
+def find_too_much(path: Path) -> bytes:
+    return bytes(MAX_OUTPUT_BYTES + 1)
 
 
 def refuse(path: Path) -> None:

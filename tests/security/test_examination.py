@@ -72,6 +72,13 @@ def test_what_the_examiner_says_is_what_the_user_reads(model: Path, start: Start
         examine(model, EXAMINER, start)
 
 
+def test_what_the_examiner_found_is_handed_on_unless_it_is_too_much(
+    model: Path, start: StartReading
+) -> None:
+    assert examine(model, "tests.examiners:find", start) == b"found" * 100_000
+    assert examine(model, "tests.examiners:find_too_much", start) == b""
+
+
 def test_a_fork_holds_nothing_of_the_engine(model: Path, process: EngineProcess) -> None:
     examine(model, "tests.examiners:hold_three_files", process.examine)
 

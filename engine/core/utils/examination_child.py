@@ -83,7 +83,9 @@ def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
     examine = getattr(import_module(module), name)
     _limit(path, max_cpu_s)
     try:
-        sys.stdout.buffer.write(examine(path) or b"")
+        output = examine(path) or b""
+        if len(output) <= MAX_OUTPUT_BYTES:  # else it is read again by whoever would have kept it
+            sys.stdout.buffer.write(output)
     except EngineError as error:
         return _report(error.error_code, str(error))
     except MemoryError:
