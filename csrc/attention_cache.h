@@ -15,8 +15,8 @@ ENGINE_INLINE size_t key_offset(KvType type, int lane, int column) {
 }
 
 ENGINE_INLINE size_t value_offset(KvType type, int dim, int lane, int column) {
-    if (type == KvType::BF16) return size_t((lane / 2 * dim + column) * 2 + lane % 2) * 2;
-    return size_t(lane * dim + column) * value_bytes(type);
+    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // tokens of a column side by side
+    return size_t((lane / packed * dim + column) * packed + lane % packed) * value_bytes(type);
 }
 
 // The scale of INT8, in a tile of either kind.

@@ -122,23 +122,6 @@ ENGINE_INLINE Floats fused_with(Floats a, const float* factors, Floats c) {
 #endif
 }
 
-ENGINE_INLINE Floats widen(const int8_t* from) {
-#if defined(__AVX512F__)
-    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return (Floats)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
-#elif defined(__AVX2__)
-    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#elif defined(__aarch64__)
-    int32_t four;
-    memcpy(&four, from, sizeof four);
-    int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(four));
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
-#else
-    return Floats{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
-#endif
-}
-
 // coefficients[0] + x * (coefficients[1] + x * ...)
 template <int N>
 ENGINE_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {

@@ -136,6 +136,9 @@ void bind_matmul(nb::module_& module) {
     using namespace nb::literals;
     module.def("has_bf16", [](const std::string& isa) { return kernels_named(isa).has_bf16; }, "isa"_a);
     module.def(
+        "has_whole_attention", [](const std::string& isa) { return kernels_named(isa).has_whole_attention; },
+        "isa"_a);
+    module.def(
         "has_rounded", [](const std::string& isa) { return kernels_named(isa).round_panel != nullptr; },
         "isa"_a, "Whether there are products of weights that are rounded to 8 bits, a scale for each row.");
     module.def("rounded", &rounded, "isa"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a);

@@ -9,7 +9,7 @@
 
 namespace engine {
 
-ENGINE_INLINE int div_up(int a, int b) {
+ENGINE_INLINE constexpr int div_up(int a, int b) {
     return (a + b - 1) / b;
 }
 ENGINE_INLINE int round_up(int a, int b) {

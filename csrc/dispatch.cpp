@@ -126,6 +126,7 @@ KernelSet find_kernels() {
     fill_matmul_neon(neon);
     fill_matmul_f32_neon(neon);
     fill_matmul_int8_rows_neon(neon);
+    fill_attention_neon(neon);
     add(neon, "neon");
 #endif
     return set;

@@ -18,6 +18,7 @@ void fill_matmul_amx(Kernels& table);
 void fill_round_avx2(Kernels& table);
 void fill_matmul_int8_rows_amx(Kernels& table);
 void fill_attention_amx(Kernels& table);
+void fill_attention_neon(Kernels& table);
 void fill_matmul_f32_neon(Kernels& table);
 void fill_matmul_int8_rows_neon(Kernels& table);
 void fill_matmul_neon(Kernels& table);

@@ -129,7 +129,7 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
 // Tiles take two panels at a time, and finish them beside the next two: a claim of a few is quicker than as
 // many claims.
 int Executor::grain_of(const Step& step) const {
-    if (rows_of(step) < kFastRows) return step.grain;
+    if (rows_of(step) < kFastRows || !kernels_.has_bf16) return step.grain;
     int shared = is_rounded(step) ? step.units() / (pool_.size() * kClaims) : 1;
     return round_up(std::max(step.grain, shared), step.gated ? 1 : 2);
 }

@@ -45,7 +45,7 @@ enum class KvType : uint8_t { F32, BF16, INT8 };
 // zero. A tile of keys has the tokens as lanes, one of values has the dimensions as lanes:
 //   F32   keys [dim][16], values [16][dim]
 //   BF16  keys [dim / 2][16][2], values [8 pairs of tokens][dim][2]
-//   INT8  keys [dim / 4][16][4] then 16 float scales; values [16][dim] then 16 float scales
+//   INT8  keys [dim / 4][16][4] then 16 float scales; values [4 fours of tokens][dim][4] then 16 float scales
 struct KvCache {
     KvType type;
     int layers, kv_heads, head_dim, block_size;
@@ -93,8 +93,9 @@ struct AttentionJob {
 };
 
 struct Kernels {
-    const char* name;  // "generic", "avx2", "avx512", "amx", "neon"
-    bool has_bf16;     // BF16 numerics
+    const char* name;          // "generic", "avx2", "avx512", "amx", "neon"
+    bool has_bf16;             // BF16 numerics
+    bool has_whole_attention;  // over an INT8 cache, in whole numbers: faster than over the others
 
     // Matrices. `pack` brings rows [begin, end) of `rows` floats into the form its `matmul` reads; `input`
     // has room for `packed_bytes(rows, columns)`, on a 64-byte boundary. `matmul` computes units

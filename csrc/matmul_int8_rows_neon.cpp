@@ -1,8 +1,9 @@
 // INT8_ROWS products in NEON: nothing but dot products of bytes, whose sums are scaled once for a whole row.
 //
 // A row is its unit times (254 * high + low), both whole numbers from -127 to 127. The unit is such that most
-// pieces of 16 columns need no high part: at most one of kHighShare has one, which is kept apart from the low
-// parts and multiplied row by row. What a few large values cost is a sixteenth of the work, not as much again.
+// pieces of 16 columns need no high part: at most one of kHighShare has one, if it is more than kUsualRange
+// times as large as the others. High parts are kept apart from the low ones and multiplied row by row. What a
+// few large values cost is a sixteenth of the work, not as much again.
 //
 // Packed rows, in blocks of at most twelve: [piece][row][16 low parts], then for each row its high parts.
 #include <arm_neon.h>
@@ -23,6 +24,7 @@ namespace {
 constexpr int kPiece = 16;
 constexpr int kHighShare = 16;
 constexpr int kHighSteps = 254;
+constexpr float kUsualRange = 1.5f;
 constexpr int kVectors = kPanelRows / 4;
 
 // The pieces of a row that have high parts: their numbers, padded to 16 bytes, then [count][16] values.
@@ -31,7 +33,7 @@ struct HighParts {
     int32_t count;
     int32_t unused[2];
 
-    static int most(int columns) { return div_up(columns / kPiece, kHighShare); }
+    static constexpr int most(int columns) { return div_up(columns / kPiece, kHighShare); }
     static size_t numbers_bytes(int columns) { return round_up_size(size_t(most(columns)) * 4, 16); }
     static size_t bytes(int columns) {
         return sizeof(HighParts) + numbers_bytes(columns) + size_t(most(columns)) * kPiece;
@@ -83,13 +85,20 @@ struct Piece {
         for (int i = 0; i < 4; i++) values[i] = vld1q_f32(from + 4 * i);
     }
 
-    // The largest without signs, as a whole number: so ordered, NaN is above all.
-    ALWAYS uint32_t peak() const {
+    // The largest of each four without signs, as whole numbers: so ordered, NaN is above all.
+    ALWAYS uint32x4_t peaks() const {
         uint32x4_t sizes[4];
         for (int i = 0; i < 4; i++) sizes[i] = vreinterpretq_u32_f32(vabsq_f32(values[i]));
-        return vmaxvq_u32(vmaxq_u32(vmaxq_u32(sizes[0], sizes[1]), vmaxq_u32(sizes[2], sizes[3])));
+        return vmaxq_u32(vmaxq_u32(sizes[0], sizes[1]), vmaxq_u32(sizes[2], sizes[3]));
     }
 };
+
+// Of each of four pieces.
+ENGINE_INLINE uint32x4_t four_peaks(const float* x, int columns, int first) {
+    uint32x4_t peaks[4];
+    for (int i = 0; i < 4; i++) peaks[i] = Piece(x, columns, first + i).peaks();
+    return vpmaxq_u32(vpmaxq_u32(peaks[0], peaks[1]), vpmaxq_u32(peaks[2], peaks[3]));
+}
 
 // Sixteen whole numbers.
 struct Steps {
@@ -119,14 +128,26 @@ struct Steps {
 // What one step of a row's low parts is worth. What is not finite makes it so, and with it all that is
 // computed from the row.
 float unit_of(const float* x, int columns, const RowBlock& block) {
-    uint32_t peaks[kMaxRoundedColumns / kPiece];
-    const int pieces = block.pieces();
-    for (int i = 0; i < pieces; i++) peaks[i] = Piece(x, columns, i).peak();
-    const float largest = bits_to_float(*std::max_element(peaks, peaks + pieces));
-    if (!std::isfinite(largest)) return largest;
-    uint32_t* usual = peaks + pieces - 1 - HighParts::most(block.columns);
-    std::nth_element(peaks, usual, peaks + pieces);
-    return std::max(bits_to_float(*usual) / 127.0f, largest / float(127 * kHighSteps));
+    const int last = HighParts::most(block.columns);
+    uint32_t largest[HighParts::most(kMaxRoundedColumns) + 1];  // in order, down to the first usual one
+    std::fill_n(largest, last + 1, 0);
+    for (int i = 0; i < block.pieces(); i += 4) {
+        const uint32x4_t peaks = four_peaks(x, columns, i);
+        if (vmaxvq_u32(peaks) <= largest[last]) continue;
+        uint32_t found[4];
+        vst1q_u32(found, peaks);
+        for (uint32_t peak : found) {
+            if (peak <= largest[last]) continue;
+            int at = last;
+            for (; at > 0 && largest[at - 1] < peak; at--) largest[at] = largest[at - 1];
+            largest[at] = peak;
+        }
+    }
+    const float first = bits_to_float(largest[0]), usual = bits_to_float(largest[last]);
+    if (!std::isfinite(first)) return first;
+    int at = last;
+    while (at > 0 && bits_to_float(largest[at - 1]) <= kUsualRange * usual) at--;
+    return std::max(bits_to_float(largest[at]) / 127.0f, first / float(127 * kHighSteps));
 }
 
 void pack_row(const float* x, int columns, const RowBlock& block, int row) {
@@ -199,16 +220,20 @@ ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int r
                               float32x4_t (&out)[kVectors]) {
     HighParts& parts = *block.high(row);
     const int8_t* values = parts.values(block.columns);
-    int32x4_t high[kVectors][1] = {};
+    int32x4_t high[kVectors] = {};
     for (int i = 0; i < parts.count; i++) {
-        const uint8_t* weights = panel + size_t(parts.numbers()[i]) * kPiece * kPanelRows;
-        repeat<kVectors>([&](auto v)
-                             ALWAYS { add_piece<1>(weights + 16 * v, values + i * kPiece, high[v]); });
+        const auto* weights =
+            reinterpret_cast<const int8_t*>(panel) + size_t(parts.numbers()[i]) * kPiece * kPanelRows;
+        const int8x16_t x = vld1q_s8(values + i * kPiece);
+        repeat<4 * kVectors>([&](auto j) ALWAYS {
+            constexpr int word = j / kVectors, v = j % kVectors;
+            high[v] = vdotq_laneq_s32(high[v], vld1q_s8(weights + 64 * word + 16 * v), x, word);
+        });
     }
     const auto* scales = reinterpret_cast<const float*>(panel + size_t(block.columns) * kPanelRows);
     repeat<kVectors>([&](auto v) ALWAYS {
         float32x4_t sum =
-            vfmaq_n_f32(vcvtq_f32_s32(vld1q_s32(low + 4 * v)), vcvtq_f32_s32(high[v][0]), float(kHighSteps));
+            vfmaq_n_f32(vcvtq_f32_s32(vld1q_s32(low + 4 * v)), vcvtq_f32_s32(high[v]), float(kHighSteps));
         out[v] = vmulq_f32(vmulq_n_f32(sum, parts.unit), vld1q_f32(scales + 4 * v));
     });
 }
@@ -223,6 +248,19 @@ void finish_plain(const MatmulJob& job, int unit, int first, const RowBlock& blo
         float* out = job.epilogue.out + size_t(first + r) * size_t(job.epilogue.stride) + unit * kPanelRows;
         repeat<kVectors>([&](auto v) ALWAYS {
             vst1q_f32(out + 4 * v, adds ? vaddq_f32(vld1q_f32(out + 4 * v), values[v]) : values[v]);
+        });
+    }
+}
+
+// Of units whose outputs are gated by SiLU.
+void finish_gated(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
+    for (int r = 0; r < block.rows; r++) {
+        float32x4_t gates[kVectors], values[kVectors];
+        scale_sums(job.weights->panel(unit * 2), block, r, sums[0].low[r], gates);
+        scale_sums(job.weights->panel(unit * 2 + 1), block, r, sums[1].low[r], values);
+        float* out = job.epilogue.out + size_t(first + r) * size_t(job.epilogue.stride) + unit * kPanelRows;
+        repeat<kVectors>([&](auto v) ALWAYS {
+            vst1q_f32(out + 4 * v, activate<Activation::Silu>(Floats(gates[v])) * Floats(values[v]));
         });
     }
 }
@@ -244,6 +282,7 @@ void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {
     const Epilogue& to = job.epilogue;
     const int panels = to.gated ? 2 : 1;
     const bool is_plain = !to.gated && !to.bias && to.activation == Activation::None;
+    const bool is_silu = to.gated && !to.bias && !to.residual && to.activation == Activation::Silu;
     for (int unit = begin; unit < end; unit++)
         for (int first = 0; first < job.rows;) {
             const RowBlock block(job.input, job.rows, job.weights->columns, first);
@@ -251,7 +290,9 @@ void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {
             BlockSums sums[2];
             fetch_outputs(job, unit, first, block.rows);
             for (int i = 0; i < panels; i++) multiply(job.weights->panel(unit * panels + i), block, sums[i]);
-            if (!is_plain || unit_width(job, unit) < kPanelRows)
+            if (is_silu && unit_width(job, unit) == kPanelRows)
+                finish_gated(job, unit, first, block, sums);
+            else if (!is_plain || unit_width(job, unit) < kPanelRows)
                 finish_any(job, unit, first, block, sums);
             else if (to.residual)
                 finish_plain<true>(job, unit, first, block, sums[0]);

@@ -85,11 +85,14 @@ def split_all(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
 
 
 def split_some(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    """The same, where one of 16 pieces of 16 columns may have a high term."""
+    """The same, where one of 16 pieces of 16 columns may have a high term, if it has values more
+    than half as large again as the others.
+    """
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
     peaks = np.sort(np.abs(padded).reshape(len(x), -1, 16).max(axis=2), axis=1)
-    usual = peaks[:, -1 - -(-peaks.shape[1] // 16), None] / np.float32(127)
-    unit = np.maximum(usual, peaks[:, -1:] / np.float32(127 * 254))
+    others = peaks[:, -1 - -(-peaks.shape[1] // 16), None]
+    usual = np.where(peaks <= np.float32(1.5) * others, peaks, 0).max(axis=1, keepdims=True)
+    unit = np.maximum(usual / np.float32(127), peaks[:, -1:] / np.float32(127 * 254))
     value = np.rint(padded * (np.float32(1) / unit)).reshape(len(x), -1, 16)
     is_large = np.abs(value).max(axis=2, keepdims=True) > 127
     high = np.where(is_large, np.rint(value * np.float32(1 / 254)), 0)

@@ -23,7 +23,7 @@ from tests.parity.seam_driver import SeamDriver
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 FAST_ROWS, ROUNDED_ROWS = 16, 256  # of csrc/executor.cpp
-OFF_FLOAT = 0.08  # the default's generated tokens are off by 0.03 here
+OFF_FLOAT = 0.1  # the default's generated tokens are off by 0.03 here, fast ones by 0.05 to 0.08
 Runners = Callable[..., NativeRunner]
 
 
@@ -43,7 +43,7 @@ def text_ids(source: ModelSource) -> list[int]:
 @pytest.fixture(scope="module")
 def runners(source: ModelSource) -> Runners:
     @cache
-    def runner(numerics: str, dtype: str = STORED) -> NativeRunner:
+    def runner(numerics: str, dtype: str = STORED, kv_dtype: str = "auto") -> NativeRunner:
         config = RunnerConfig(
             device="cpu",
             dtype=dtype,
@@ -53,6 +53,7 @@ def runners(source: ModelSource) -> Runners:
             max_seq_len=512,
             num_threads=2,
             numerics=numerics,
+            kv_dtype=kv_dtype,
         )
         return build_runner(source, config)
 
@@ -62,6 +63,13 @@ def runners(source: ModelSource) -> Runners:
 def has_rounded() -> bool:
     native = kernels()
     return bool(native.has_rounded(native.instruction_sets()[-1]))
+
+
+def with_one_cache(runners: Runners) -> tuple[NativeRunner, NativeRunner]:
+    """Fast, and the default with a cache of the same type."""
+    native = kernels()
+    is_whole = native.has_whole_attention(native.instruction_sets()[-1])
+    return runners("fast"), runners("invariant", kv_dtype="int8" if is_whole else "auto")
 
 
 def logits_after(runner: NativeRunner, prompts: list[list[int]]) -> np.ndarray:
@@ -83,7 +91,7 @@ def off(found: np.ndarray, expected: np.ndarray) -> float:
 
 def test_few_rows_are_the_default_to_the_last_bit(runners: Runners, text_ids: list[int]) -> None:
     prompts = [text_ids[i * 20 : i * 20 + 1 + i] for i in range(1, FAST_ROWS - 1)]
-    found, expected = (logits_after(runners(each), prompts) for each in ("fast", "invariant"))
+    found, expected = (logits_after(each, prompts) for each in with_one_cache(runners))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -114,7 +122,7 @@ def test_large_steps_are_the_default_where_there_is_bfloat16(
     runners: Runners, text_ids: list[int]
 ) -> None:
     prompt = text_ids[: ROUNDED_ROWS + 1]
-    found, default = (after_prompt(runners(each), prompt) for each in ("fast", "invariant"))
+    found, default = (after_prompt(each, prompt) for each in with_one_cache(runners))
     native = kernels()
     best = native.instruction_sets()[-1]
     assert np.array_equal(found, default) == (native.has_bf16(best) or not has_rounded())

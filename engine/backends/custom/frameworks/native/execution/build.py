@@ -84,7 +84,9 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     weight_bytes = sum(_packed_bytes(weight) for weight in source.weights.values())
     if options.numerics == "fast" and device.dtype == STORED:
         weight_bytes += _rounded_bytes(source)
-    token_bytes = kv_token_bytes(source.config, _kv_type(options.kv_dtype, device.dtype))
+    token_bytes = kv_token_bytes(
+        source.config, _kv_type(options.kv_dtype, device.dtype, options.numerics)
+    )
     return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
 
 
@@ -220,7 +222,9 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
         max_tokens,
         min(max_tokens, config.max_slots + MAX_SCORED),
         lambda name: LAYOUTS[layout_of(source.weights[name].tensor.dtype)],
-        Precision(config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype)),
+        Precision(
+            config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype, config.numerics)
+        ),
     )
     return [cache.get(each.tokens, each.logits) for each in cache.capacities()]
 
@@ -236,7 +240,7 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
         plan.output,
     )
     model.set_cache(
-        KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype)),
+        KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype, config.numerics)),
         model_config.num_layers,
         model_config.num_kv_heads,
         model_config.head_dim,
@@ -252,7 +256,11 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
     model.set_sampler(model_config.vocab_size, config.max_slots, config.max_seq_len)
 
 
-def _kv_type(asked: str, dtype: str) -> str:
+def _kv_type(asked: str, dtype: str, numerics: str) -> str:
     if asked != "auto":
         return asked
-    return "float32" if dtype == "float32" else "bfloat16"
+    if dtype == "float32":
+        return "float32"
+    native = kernels()
+    is_whole = numerics == "fast" and native.has_whole_attention(native.instruction_sets()[-1])
+    return "int8" if is_whole else "bfloat16"
