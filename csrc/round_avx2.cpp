@@ -4,7 +4,7 @@
 namespace engine {
 
 void fill_round_avx2(Kernels& table) {
-    table.round_panel = round_panel;
+    table.round_panel = round_panel<false>;
 }
 
 }  // namespace engine

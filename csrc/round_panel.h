@@ -1,6 +1,7 @@
 // Panels of any layout rounded to 8 bits with one scale for each row: layout I8.
 #pragma once
 #include "decode_weight.h"
+#include "turned.h"
 #include "with_layout.h"
 
 namespace engine {
@@ -44,6 +45,8 @@ void round_values(const float* values, int columns, uint8_t* out) {
     }
 }
 
+// `turns`: for rows that are turned.
+template <bool turns>
 void round_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
     const int groups = from.groups(), padded = round_up(from.columns, kTileColumns);
     with_layout(from.layout, [&](auto layout) {
@@ -51,7 +54,8 @@ void round_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
             decode_group<layout>(from.panel(panel), groups, g, values + g * kGroup * kPanelRows);
     });
     memset(values + from.columns * kPanelRows, 0, size_t(padded - from.columns) * kPanelRows * sizeof(float));
-    round_values(values, from.columns, out);
+    if (turns) turn_columns(values, padded);
+    round_values(values, turns ? padded : from.columns, out);
 }
 
 }  // namespace

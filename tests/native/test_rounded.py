@@ -84,26 +84,31 @@ def split_all(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
     return high.astype(np.int64), low.astype(np.int64), peak / np.float32(127 * 254)
 
 
-def split_some(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    """The same, where one of 16 pieces of 16 columns may have a high term, if it has values more
-    than half as large again as the others.
-    """
-    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
-    peaks = np.sort(np.abs(padded).reshape(len(x), -1, 16).max(axis=2), axis=1)
-    others = peaks[:, -1 - -(-peaks.shape[1] // 16), None]
-    usual = np.where(peaks <= np.float32(1.5) * others, peaks, 0).max(axis=1, keepdims=True)
-    unit = np.maximum(usual / np.float32(127), peaks[:, -1:] / np.float32(127 * 254))
-    value = np.rint(padded * (np.float32(1) / unit)).reshape(len(x), -1, 16)
-    is_large = np.abs(value).max(axis=2, keepdims=True) > 127
-    high = np.where(is_large, np.rint(value * np.float32(1 / 254)), 0)
-    terms = (each.reshape(padded.shape)[:, : x.shape[1]] for each in (high, value - 254 * high))
-    return *(each.astype(np.int64) for each in terms), unit
+def turned(x: Floats) -> Floats:
+    """Each 64 columns as their sums and differences, in the order in which kernels add them up."""
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
+    for apart in (1, 2, 4, 8, 16, 32):
+        one, other = np.moveaxis(x.reshape(len(x), -1, 2, apart), 2, 0)
+        x = np.stack((one + other, one - other), axis=2).reshape(x.shape)
+    return x
+
+
+def split_one(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+    """The same, with 7 bits and a sign for every value."""
+    peak = np.abs(x).max(axis=1, keepdims=True)
+    low = np.rint(x * (np.float32(127) / peak)).astype(np.int64)
+    return np.zeros_like(low), low, peak / np.float32(127)
+
+
+def turns(isa: str) -> bool:
+    return isa == "neon"
 
 
 def expected(isa: str, x: Floats, weights: Packed, rows: int) -> tuple[NDArray, NDArray]:
     """The product in float64, and the size of its terms."""
+    x = turned(x) if turns(isa) else x
     values, scales = unpacked(weights, rows, x.shape[1])
-    high, low, unit = split_some(x) if isa == "neon" else split_all(x)
+    high, low, unit = split_one(x) if turns(isa) else split_all(x)
     assert max(np.abs(high).max(), np.abs(low).max()) <= 127
     sums = 254 * high @ values.T, low @ values.T
     scale = unit.astype(np.float64) * scales
@@ -117,7 +122,8 @@ def test_a_copy_is_off_by_half_a_step_at_most(
 ) -> None:
     rng = np.random.default_rng(rows)
     weights, dense = copied(native, rounded_isa, rng, layout, rows, columns)
-    values, scales = unpacked(weights, rows, columns)
+    dense = turned(dense) / np.float32(TILE_COLUMNS) if turns(rounded_isa) else dense
+    values, scales = unpacked(weights, rows, dense.shape[1])
     np.testing.assert_allclose(scales, np.abs(dense).max(axis=1) / 127, rtol=1e-6)
     error = np.abs(dense - values * scales[:, None].astype(np.float64))
     assert (error <= 0.50001 * scales[:, None]).all()
@@ -134,7 +140,7 @@ def test_products(
     got = multiply(native, rounded_isa, weights, rows, x)
     assert (np.abs(got - want) <= TOLERANCE * size).all()
     exact = x.astype(np.float64) @ dense.T
-    assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 0.015
+    assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 0.02
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 37])
