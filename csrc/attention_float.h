@@ -227,9 +227,7 @@ template <KvType type>
 void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch) {
     const AttentionJob& job = *queries.job;
     int dim = job.cache->dim();
-    const ChunkPlace place{queries.index, queries.kv_head, chunk};
-    ChunkTiles tiles = find_tiles(job, place);
-    find_later(job, place, tiles);
+    ChunkTiles tiles = tiles_of(queries, chunk);
     for (int begin = 0; begin < queries.count; begin += kBatch) {
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
         const float* scaled = scratch.queries + begin * dim;

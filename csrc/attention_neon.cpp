@@ -247,9 +247,7 @@ size_t scratch_bytes(const AttentionShape& shape) {
 void attend_chunk(const Queries& queries, int chunk, const WholeScratch& scratch) {
     const AttentionJob& job = *queries.job;
     int dim = job.cache->dim();
-    const ChunkPlace place{queries.index, queries.kv_head, chunk};
-    ChunkTiles tiles = find_tiles(job, place);
-    find_later(job, place, tiles);
+    ChunkTiles tiles = tiles_of(queries, chunk);
     for (int begin = 0; begin < queries.count; begin += kBatch) {
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
         float *scores = scratch.floats.scores, max_sum[2 * kBatch];

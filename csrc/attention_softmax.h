@@ -30,6 +30,14 @@ ENGINE_INLINE void unroll(std::integer_sequence<int, I...>, F&& f) {
 template <int N>
 using Indices = std::make_integer_sequence<int, N>;
 
+// The tiles of a chunk, and what is read after it.
+ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
+    const ChunkPlace place{queries.index, queries.kv_head, chunk};
+    ChunkTiles tiles = find_tiles(*queries.job, place);
+    find_later(*queries.job, place, tiles);
+    return tiles;
+}
+
 // Turns one query's scores over the tiles of a chunk into weights; what it does not see weighs nothing.
 ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
     if (seen.empty()) {
