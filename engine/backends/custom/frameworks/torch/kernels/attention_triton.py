@@ -34,7 +34,8 @@ FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
 NARROW_HEAD = 64
 KEY_BLOCK = 64  # spans are multiples of it
 MIN_SPAN = 128
-SPARE_SPANS = 64  # what a single row may be cut into
+SPARE_SPANS = 64  # what a few rows may be cut into
+LONE_PROGRAMS = 128  # that a single row is cut into: one for each of nearly all multiprocessors
 # A prefix that is shorter, or that fewer rows share, is read as often as there are rows.
 MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
 MAX_SPLITS = 8  # of a shared prefix
@@ -203,7 +204,10 @@ class TritonAttention:
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
-        spans, partials = _spans(inputs, decodes, begins, splits, room)
+        most = room.spans if room is not None else _span_room(len(decodes))
+        if len(decodes) == 1:
+            most = min(most, 1 + LONE_PROGRAMS // self._config.num_kv_heads)
+        spans, partials = _spans(inputs, decodes, begins, splits, most)
         tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())
         lengths = (inputs.block_tables.shape[1], len(spans), len(tiles), len(shared))
@@ -269,19 +273,20 @@ def _span_room(rows: int) -> int:
 
 
 def _spans(
-    inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, room: Room | None
+    inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, most: int
 ) -> tuple[I32, I32]:
-    """(row, first key, last key + 1, place of the result) of each span, and for each row of the
-    step (first place, number of places): those over its prefix come first.
+    """(row, first key, last key + 1, place of the result) of each of at most so many spans, and for
+    each row of the step (first place, number of places): those over its prefix come first.
     """
     partials = np.zeros((len(begins), 2), np.int32)
     if not len(decodes):
         return np.zeros((0, SPAN_FIELDS), np.int32), partials
-    most = room.spans if room is not None else _span_room(len(decodes))
     own = inputs.seq_lens[decodes] - begins[decodes]
-    size = int(1.25 * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
+    slack = 1.25 if len(decodes) > 1 else 1.0
+    size = int(slack * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
     size = max(MIN_SPAN, -(-size // KEY_BLOCK) * KEY_BLOCK)
     each = -(-own // size)
+    width = np.repeat(-(-own // (each * KEY_BLOCK)) * KEY_BLOCK, each)  # a row's spans are alike
     places = each + splits[decodes]
     ends = np.cumsum(places)
     partials[decodes, 0] = ends - places
@@ -289,7 +294,8 @@ def _spans(
     spans = np.empty((int(each.sum()), SPAN_FIELDS), np.int32)
     index = np.arange(len(spans)) - np.repeat(np.cumsum(each) - each, each)
     spans[:, 0] = np.repeat(decodes, each)
-    spans[:, 1] = np.repeat(begins[decodes], each) + index * size
-    spans[:, 2] = spans[:, 1] + size
+    spans[:, 1] = np.repeat(begins[decodes], each) + index * width
+    spans[:, 2] = spans[:, 1] + width
     spans[:, 3] = np.repeat(partials[decodes, 0] + splits[decodes], each) + index
-    return spans, partials
+    # Long ones first: none is then begun when the others are nearly done.
+    return spans[np.argsort(-width, kind="stable")], partials
