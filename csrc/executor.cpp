@@ -9,8 +9,7 @@ namespace {
 
 // Up to so many rows every thread packs the input for itself, which is quicker than waiting for others.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;      // from here on rounded weights are ahead
-constexpr int kRoundedRows = 256;  // beyond, decoding costs little, and bfloat16, if there, is more exact
+constexpr int kFastRows = 16;  // from here on rounded weights are ahead
 static_assert(kFastRows > kPrivateRows);
 
 constexpr int kClaims = 4;  // of each thread at least
@@ -139,8 +138,7 @@ int Executor::rows_of(const Step& step) const {
 }
 
 bool Executor::is_rounded(const Step& step) const {
-    int rows = rows_of(step);
-    return fast_ && step.rounded && rows >= kFastRows && (rows <= kRoundedRows || !kernels_.has_bf16);
+    return fast_ && step.rounded && rows_of(step) >= kFastRows;
 }
 
 void Executor::plan_rounds(const Program& program) {

@@ -7,8 +7,8 @@
 //   INT8  activations rounded to 8 bits in groups of 32; whole-number dot products of a group are exact,
 //         and are scaled and added up in float, group after group, in ascending order
 //   BF16  activations and decoded weights rounded to bfloat16, float sums
-//   INT8_ROWS  weights of layout I8, activations rounded with one scale for each row, to 15 bits or, where
-//         both are turned (turned.h), to 8; the dot product of whole rows is exact
+//   INT8_ROWS  weights of layout I8, activations turned like them (turned.h) and rounded to 8 bits with one
+//         scale for each row; the dot product of whole rows is exact
 // A row's result must be the same to the last bit whatever `rows` is and whichever rows are beside it.
 #pragma once
 #include "batch.h"

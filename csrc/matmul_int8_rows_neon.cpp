@@ -235,7 +235,7 @@ void fill_matmul_int8_rows_neon(Kernels& table) {
     table.packed_bytes[kRows] = packed_bytes;
     table.pack[kRows] = pack;
     table.matmul[kRows] = matmul;
-    table.round_panel = round_panel<true>;
+    table.round_panel = round_panel;
 }
 
 }  // namespace engine

@@ -4,7 +4,7 @@
 namespace engine {
 
 void fill_round_avx2(Kernels& table) {
-    table.round_panel = round_panel<false>;
+    table.round_panel = round_panel;
 }
 
 }  // namespace engine

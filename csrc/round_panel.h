@@ -1,4 +1,4 @@
-// Panels of any layout rounded to 8 bits with one scale for each row: layout I8.
+// Panels of any layout turned, and rounded to 8 bits with one scale for each row: layout I8.
 #pragma once
 #include "decode_weight.h"
 #include "turned.h"
@@ -45,8 +45,6 @@ void round_values(const float* values, int columns, uint8_t* out) {
     }
 }
 
-// `turns`: for rows that are turned.
-template <bool turns>
 void round_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
     const int groups = from.groups(), padded = round_up(from.columns, kTileColumns);
     with_layout(from.layout, [&](auto layout) {
@@ -54,8 +52,8 @@ void round_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
             decode_group<layout>(from.panel(panel), groups, g, values + g * kGroup * kPanelRows);
     });
     memset(values + from.columns * kPanelRows, 0, size_t(padded - from.columns) * kPanelRows * sizeof(float));
-    if (turns) turn_columns(values, padded);
-    round_values(values, turns ? padded : from.columns, out);
+    turn_columns(values, padded);
+    round_values(values, padded, out);
 }
 
 }  // namespace

@@ -75,15 +75,6 @@ def unpacked(weights: Packed, rows: int, columns: int) -> tuple[NDArray[np.int64
     return values[:rows, :columns].astype(np.int64), scales[:rows]
 
 
-def split_all(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    """High and low terms of rows and what the low one's unit is worth: 15 bits for every value."""
-    peak = np.abs(x).max(axis=1, keepdims=True)
-    value = x * (np.float32(127) / peak)
-    high = np.rint(value)
-    low = np.rint((value - high) * np.float32(254))
-    return high.astype(np.int64), low.astype(np.int64), peak / np.float32(127 * 254)
-
-
 def turned(x: Floats) -> Floats:
     """Each 64 columns as their sums and differences, in the order in which kernels add them up."""
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
@@ -93,26 +84,14 @@ def turned(x: Floats) -> Floats:
     return x
 
 
-def split_one(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    """The same, with 7 bits and a sign for every value."""
-    peak = np.abs(x).max(axis=1, keepdims=True)
-    low = np.rint(x * (np.float32(127) / peak)).astype(np.int64)
-    return np.zeros_like(low), low, peak / np.float32(127)
-
-
-def turns(isa: str) -> bool:
-    return isa == "neon"
-
-
-def expected(isa: str, x: Floats, weights: Packed, rows: int) -> tuple[NDArray, NDArray]:
-    """The product in float64, and the size of its terms."""
-    x = turned(x) if turns(isa) else x
+def expected(x: Floats, weights: Packed, rows: int) -> tuple[NDArray, NDArray]:
+    """The product in float64, and its size."""
+    x = turned(x)
     values, scales = unpacked(weights, rows, x.shape[1])
-    high, low, unit = split_one(x) if turns(isa) else split_all(x)
-    assert max(np.abs(high).max(), np.abs(low).max()) <= 127
-    sums = 254 * high @ values.T, low @ values.T
-    scale = unit.astype(np.float64) * scales
-    return (sums[0] + sums[1]) * scale, (np.abs(sums[0]) + np.abs(sums[1])) * scale
+    peak = np.abs(x).max(axis=1, keepdims=True)
+    steps = np.rint(x * (np.float32(127) / peak)).astype(np.int64)
+    product = steps @ values.T * ((peak / np.float32(127)).astype(np.float64) * scales)
+    return product, np.abs(product)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,7 +101,7 @@ def test_a_copy_is_off_by_half_a_step_at_most(
 ) -> None:
     rng = np.random.default_rng(rows)
     weights, dense = copied(native, rounded_isa, rng, layout, rows, columns)
-    dense = turned(dense) / np.float32(TILE_COLUMNS) if turns(rounded_isa) else dense
+    dense = turned(dense) / np.float32(TILE_COLUMNS)
     values, scales = unpacked(weights, rows, dense.shape[1])
     np.testing.assert_allclose(scales, np.abs(dense).max(axis=1) / 127, rtol=1e-6)
     error = np.abs(dense - values * scales[:, None].astype(np.float64))
@@ -136,7 +115,7 @@ def test_products(
     rng = np.random.default_rng(rows * columns)
     weights, dense = copied(native, rounded_isa, rng, "Q4", rows, columns)
     x = with_outliers(normal(rng, tokens, columns))
-    want, size = expected(rounded_isa, x, weights, rows)
+    want, size = expected(x, weights, rows)
     got = multiply(native, rounded_isa, weights, rows, x)
     assert (np.abs(got - want) <= TOLERANCE * size).all()
     exact = x.astype(np.float64) @ dense.T
@@ -150,7 +129,7 @@ def test_epilogues(native: ModuleType, rounded_isa: str, tokens: int, activation
     for rows in (5, 16, 49):
         weights, _ = copied(native, rounded_isa, rng, "Q8", rows, 96)
         x, bias, residual = normal(rng, tokens, 96), normal(rng, rows), normal(rng, tokens, rows)
-        sums, size = expected(rounded_isa, x, weights, rows)
+        sums, size = expected(x, weights, rows)
         want = ACTIVATIONS[activation]((sums + bias).astype(np.float32)) + residual
         got = multiply(native, rounded_isa, weights, rows, x, bias, activation, residual=residual)
         assert (np.abs(got - want) <= 2e-6 * (size + np.abs(bias) + np.abs(residual) + 1)).all()
@@ -166,8 +145,7 @@ def test_gated(native: ModuleType, rounded_isa: str, width: int, tokens: int) ->
     in_turns = weights.reshape(panels, 2, -1)
     x = normal(rng, tokens, 160)
     (gates, gate_size), (ups, up_size) = (
-        expected(rounded_isa, x, np.ascontiguousarray(in_turns[:, i]).ravel(), width)
-        for i in range(2)
+        expected(x, np.ascontiguousarray(in_turns[:, i]).ravel(), width) for i in range(2)
     )
     want = reference.silu(gates.astype(np.float32)) * ups
     got = multiply(native, rounded_isa, weights, 2 * width, x, None, 1, True)
