@@ -82,7 +82,7 @@ def test_failing_template_is_answered_not_crashed() -> None:
 )
 def test_template_that_cannot_work_fails_at_load(source: str) -> None:
     with pytest.raises(ModelFormatError, match="chat template"):
-        ChatTemplate(source, bos="", eos="")
+        ChatTemplate(source, bos="", eos="").check()
 
 
 def test_deep_structures_are_refused() -> None:

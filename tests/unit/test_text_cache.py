@@ -14,6 +14,7 @@ from engine.backends.custom.engine_settings import EXAMINER
 from engine.backends.custom.text import TextModel, load_text
 from engine.backends.custom.text_cache import TextCache, cache_directory, keep_text, key_of
 from engine.backends.custom.weights import model as weights_model
+from engine.core.errors import ModelFormatError
 from engine.core.utils.examination import Examination, examine
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata
@@ -85,6 +86,15 @@ def test_a_kept_tokenizer_is_the_one_read_anew(
     fresh = facts(load_text(path))
     forbid_reading()
     assert facts(load_text(path)) == fresh
+
+
+def test_a_template_that_cannot_work_fails_at_load_and_nothing_is_kept(tmp_path: Path) -> None:
+    metadata = byte_level_metadata() | {"tokenizer.chat_template": "{% for %}"}
+    path = write_model(tmp_path / "model.gguf", metadata)
+    for _ in range(2):
+        with pytest.raises(ModelFormatError, match="chat template does not compile"):
+            load_text(path)
+    assert not list(cache_directory().glob("*"))
 
 
 def test_another_file_at_the_same_place_is_read(tmp_path: Path, model: Path) -> None:

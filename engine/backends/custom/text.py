@@ -134,9 +134,10 @@ def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
     """An opened model's text, and what of it can be kept for the next start."""
     if source.checkpoint.format == "gguf":
         facts = _facts_of(source)
-        return _from_facts(facts), facts
-    tokenizer = Tokenizer.from_directory(source.path)
-    return text_model(source.config, tokenizer, source.quantization, source.size_bytes), None
+        tokenizer = Tokenizer.from_tables(facts.tables)
+    else:
+        facts, tokenizer = None, Tokenizer.from_directory(source.path)
+    return text_model(source.config, tokenizer, source.quantization, source.size_bytes), facts
 
 
 def _facts_of(source: "ModelSource") -> TextFacts:
@@ -147,14 +148,23 @@ def _facts_of(source: "ModelSource") -> TextFacts:
 
 
 def _from_facts(facts: TextFacts) -> TextModel:
+    """The template was checked before these were kept."""
     tokenizer = Tokenizer.from_tables(facts.tables)
-    return text_model(facts.config, tokenizer, facts.quantization, facts.size_bytes)
+    return _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)
 
 
 def text_model(
     config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:
-    """What tokenizer and template make of a model of this shape."""
+    """What tokenizer and template make of a model of this shape. Raises if either cannot work."""
+    text = _assembled(config, tokenizer, quantization, size_bytes)
+    text.template.check()
+    return text
+
+
+def _assembled(
+    config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
+) -> TextModel:
     _check_vocabulary(config, tokenizer)
     return TextModel(
         config=config,

@@ -8,11 +8,14 @@ as text.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.utils.template_sandbox import TemplateProgram
 from engine.core.utils.tokenizer import RenderedPrompt, SpecialTokens
+
+if TYPE_CHECKING:
+    from engine.core.utils.template_sandbox import TemplateProgram
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # What a client may set for a template; never the names that `render` sets itself.
@@ -32,13 +35,26 @@ def template_options(source: str) -> tuple[str, ...]:
 
 
 class ChatTemplate:
-    """A model's template, compiled once. `source` is None where the model has none."""
+    """A model's template, compiled when it is first needed. `source`: None where there is none."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
+        self._has_source = source is not None
         self._source = source or ""
-        self._program = None if source is None else TemplateProgram(source)
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.options = template_options(self._source)
+
+    def check(self) -> None:
+        """Raise a `ModelFormatError` if the template cannot work."""
+        _ = self._program
+
+    @cached_property
+    def _program(self) -> "TemplateProgram | None":
+        if not self._has_source:
+            return None
+        # jinja2 takes a while to import: a server that is asked for completions need not wait.
+        from engine.core.utils.template_sandbox import TemplateProgram
+
+        return TemplateProgram(self._source)
 
     def render(
         self,
@@ -70,7 +86,7 @@ class ChatTemplate:
 
     def _segments(
         self,
-        program: TemplateProgram,
+        program: "TemplateProgram",
         given: Mapping[str, Any],
         fixed: Mapping[str, Any],
         specials: SpecialTokens,
