@@ -28,6 +28,7 @@ from benchmarks.accuracy_llama import Llama
 from benchmarks.accuracy_ours import (
     ALL_NUMERICS,
     DEFAULT,
+    FAST,
     GENERATED,
     continuations,
     perplexity,
@@ -120,7 +121,7 @@ def of_ours(source: ModelSource, task: Task, threads: int, console: Console) -> 
         words = None
         with running(source, numerics, threads) as runner:
             value = perplexity(runner, numerics, windows(task.ids))
-            if numerics in (DEFAULT, GENERATED):
+            if numerics in (DEFAULT, GENERATED, FAST):
                 said = continuations(runner, numerics, task.prompts, task.lengths)
                 words = Words(said, task.answers)
         found.append(Figures(numerics.label, value, words))

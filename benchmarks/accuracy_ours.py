@@ -14,7 +14,7 @@ from engine.backends.custom.weights.model import ModelSource
 from tests.parity.seam_driver import SeamDriver
 
 _BLOCK = 16
-_ROWS = 8  # passages that share a step
+_ROWS = 16  # passages that share a step: as few as fast arithmetic is for
 _MAX_TOKENS = 1024  # of a passage, which has a few sentences
 
 
@@ -35,7 +35,7 @@ GENERATED = Numerics("default, as generated", as_prompt=False)
 FLOAT = Numerics("float32", dtype="float32")
 INT8_KV = Numerics("int8 KV, as prompt", kv_dtype="int8")
 INT8_KV_GENERATED = Numerics("int8 KV, as generated", kv_dtype="int8", as_prompt=False)
-# Of the size of a busy server's steps: larger ones are computed as by default.
+# Of the size of a busy server's steps.
 FAST = Numerics("fast, steps of 256", setting="fast", chunk=WINDOW // 2)
 ALL_NUMERICS = (DEFAULT, GENERATED, FAST, FLOAT, INT8_KV, INT8_KV_GENERATED)
 
