@@ -126,6 +126,21 @@ def test_a_long_row_is_cut_and_merged() -> None:
     compare(model, inputs)
 
 
+@pytest.mark.parametrize("lengths", [(8000,), (1, 900, 2000, 130, 64, 2500, 700, 33)])
+def test_spans_leave_no_program_behind(lengths: tuple[int, ...]) -> None:
+    """A row's are alike and cover it, the longest are begun first, a lone row fills the card."""
+    backend = TritonAttention(config(16, 8, 16), block_size=BLOCK_SIZE, dtype=torch.float32)
+    lists, _ = backend.lists(step([(length, 1) for length in lengths]))
+    row, first, last, _ = lists["spans"].T
+    assert (np.diff(last - first) <= 0).all()
+    for index, length in enumerate(lengths):
+        of_row = np.sort(first[row == index])
+        (width,) = set((last - first)[row == index])
+        np.testing.assert_array_equal(of_row, np.arange(0, length, width))
+    if len(lengths) == 1:
+        assert len(row) == attention_triton.LONE_PROGRAMS // 8
+
+
 @pytest.mark.parametrize("num_rows", [16, 37])
 def test_a_shared_prefix_is_read_for_many_rows_at_once(num_rows: int) -> None:
     model = config(4, 2, 16)
