@@ -35,9 +35,8 @@ class Executor {
     void set_cache(const KvCache& shape);
     void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
     void add_program(Program program);
-    // Steps of many rows compute all tokens from rounded weights or, with no such weights or a great many
-    // rows, generated tokens like those of prompts: quicker, but then a token's rounding depends on how many
-    // rows share its step.
+    // Steps of many rows compute all tokens from rounded weights or, with no such weights, generated tokens
+    // like those of prompts: quicker, but then a token's rounding depends on how many rows share its step.
     void set_fast(bool on) { fast_ = on; }
 
     // Computes the batch; its attention fields are filled here. `finite[t]` tells which tokens are sound.
