@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # up to 64 values, and for wider ones.
 CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
-MANY_SPANS, MANY_SPANS_TILE = 256, (1, 64, 2, 3)  # of narrow heads
+# So many keep the device busy with less for each: what a span costs in energy then decides.
+MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
 # Values of four bytes take twice the room.
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
@@ -68,8 +69,7 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
     wide = head_dim > NARROW_HEAD
-    many = SPAN_TILE if wide else MANY_SPANS_TILE
-    return Tiles(CHUNK_TILES[wide], SPAN_TILE, many, SHARED_TILES[wide])
+    return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])
 
 
 @dataclass(frozen=True, slots=True)
