@@ -243,7 +243,7 @@ def _run(
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
-            say(_first_request(url, server.first_model_id(), needs_key))
+            say(_first_request(url, *server.first_call(), needs_key))
 
     if probe_sock is not None:
         say(f"Probes at {address_of(probe_sock)}/livez, /readyz and /health")
@@ -273,10 +273,6 @@ def _speaker(log_format: str) -> Callable[[str], None]:
     return lambda text: print(text, file=sys.stderr, flush=True)
 
 
-def _first_request(url: str, model_id: str, needs_key: bool) -> str:
-    body = {"model": model_id, "messages": [{"role": "user", "content": "Hello!"}]}
+def _first_request(url: str, path: str, body: dict[str, Any], needs_key: bool) -> str:
     key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
-    return (
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
-        f" -d '{json.dumps(body)}'"
-    )
+    return f"  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"

@@ -7,6 +7,7 @@ that they name.
 """
 
 import ipaddress
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,8 +147,8 @@ def check_references(settings: Settings) -> None:
         from engine.core.key_file import read_keys  # few servers have one
 
         read_keys(server.keys_file)
-    if storage.path is not None and storage.directory.exists() and not storage.directory.is_dir():
-        raise ConfigError(f"storage.path: {storage.path} is not a directory", param="storage.path")
+    if storage.path is not None:
+        _check_storage(storage.directory)
     if warm_file is not None and not warm_file.expanduser().is_file():
         raise ConfigError(f"cache.warm_file: there is no file {warm_file}", param="cache.warm_file")
     if settings.tables.plugins:
@@ -156,6 +157,19 @@ def check_references(settings: Settings) -> None:
         for name, table in settings.tables.plugins.items():
             if table.enabled:
                 plugin_class(name)
+
+
+def _check_storage(directory: Path) -> None:
+    """What is kept there is first needed when somebody sends it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"storage.path: nothing can be kept in {directory}: {error.strerror}",
+            param="storage.path",
+        ) from None
 
 
 def variable_names() -> dict[str, str]:

@@ -119,7 +119,7 @@ def _check_origin(request: Request, body: LoadBody) -> None:
     is_ours = body.backend is None or has_engine(body.backend)
     if not is_known or not is_ours or body.options:
         raise ForbiddenError(
-            "Paths, options and other engines need an administrator's key: set"
-            " LLM_ENGINE_ADMIN_KEY and start the server again. Names that `engine list` shows do"
-            " not."
+            "Without an administrator's key only names that `engine list` shows can be loaded, by"
+            " engines of our own and without options. For anything else set LLM_ENGINE_ADMIN_KEY"
+            " and start the server again."
         )

@@ -7,6 +7,7 @@ one call, and then the work ends when its connection does.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -181,7 +182,9 @@ class Submissions:
         remaining = [each for each in ended if each.request_id in self._by_id]
         if not remaining:
             raise RateLimitError("Too many submissions are running; retry later.", retry_after=1)
-        del self._by_id[remaining[0].request_id]
+        # Of whoever has the most, so that nobody's results go because of another's.
+        owner = Counter(each.owner for each in remaining).most_common(1)[0][0]
+        del self._by_id[next(each.request_id for each in remaining if each.owner == owner)]
 
     def add(self, submission: Submission) -> None:
         self._by_id[submission.request_id] = submission

@@ -17,20 +17,22 @@ from starlette.responses import PlainTextResponse, Response
 from engine.core.interfaces.backend import Health
 from engine.servers.services import NOT_READY_RETRY_S, Services
 
+PROBE_METHODS = ["GET", "HEAD"]  # some look at the status alone
+
 
 def add_health_routes(app: FastAPI, services: Services) -> None:
-    @app.get("/livez")
+    @app.api_route("/livez", methods=PROBE_METHODS)
     async def livez() -> Response:
         return status_response("alive", ok=True)
 
-    @app.get("/readyz")
+    @app.api_route("/readyz", methods=PROBE_METHODS)
     async def readyz() -> Response:
         if services.lifecycle.is_draining:
             return status_response("draining", ok=False)
         is_ready = is_accepting(services)
         return status_response("ready" if is_ready else "not ready", ok=is_ready)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=PROBE_METHODS)
     async def health(request: Request) -> Response:
         state = services.backend.health()
         status = "healthy" if state.ready else "unhealthy"
@@ -40,7 +42,11 @@ def add_health_routes(app: FastAPI, services: Services) -> None:
 
 
 def add_metrics_routes(app: FastAPI, services: Services) -> None:
-    @app.get(services.settings.metrics.endpoint, response_class=PlainTextResponse)
+    @app.api_route(
+        services.settings.metrics.endpoint,
+        methods=PROBE_METHODS,
+        response_class=PlainTextResponse,
+    )
     async def metrics() -> Response:
         services.watcher.observe()
         # Walks the process tree and formats some hundred series: milliseconds.

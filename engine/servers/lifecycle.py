@@ -132,9 +132,11 @@ class Ticket:
                 f" once, got {len(sources)}.",
                 param="prompt",
             )
-        if self._lease is not None and writes:
-            num_answers = len(sources) * num_choices
-            await self._lease.charge(answer_tokens(max_tokens, num_answers), "max_tokens")
+        if self._lease is not None:
+            await self._lease.grow(self._record.num_body_bytes)
+            if writes:
+                num_answers = len(sources) * num_choices
+                await self._lease.charge(answer_tokens(max_tokens, num_answers), "max_tokens")
         if len(sources) > 1:
             self._lifecycle.reserve(len(sources) - 1)
             self._num_reserved = len(sources)
@@ -178,10 +180,15 @@ class Ticket:
         if generation.is_complete:
             usage = generation.usage
             return usage.prompt_tokens + usage.completion_tokens
-        if generation.first_token_at is None:
+        if generation.first_token_at is None and not self._was_left(generation):
             return 0
         assert self._lease is not None
         return self._lease.num_prompt + sum(generation.choice_tokens)
+
+    @staticmethod
+    def _was_left(generation: Generation) -> bool:
+        """By its client: what was computed of the prompt until then was asked for."""
+        return generation.failure is None or isinstance(generation.failure, AbortedError)
 
     def _account(self, generation: Generation) -> None:
         self._lifecycle.generations.discard(generation)

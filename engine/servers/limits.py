@@ -20,6 +20,7 @@ from engine.core.errors import (
 )
 from engine.core.utils.long_texts import after_other_long_texts
 from engine.servers.errors import ClientDisconnectedError
+from engine.servers.records import record_of
 
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 60.0
@@ -44,6 +45,7 @@ async def read_parsed(request: Request, max_bytes: int, parse: Callable[[dict[st
         ) from None
     except ClientDisconnect:
         raise ClientDisconnectedError("The client left while sending its request.") from None
+    record_of(request.scope).num_body_bytes = len(raw)
     if len(raw) <= INLINE_BYTES:
         return parse(decode_object(raw))
     return await after_other_long_texts(lambda: parse(decode_object(raw)))
@@ -55,6 +57,12 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     check_depth(raw)
     try:
         decoded = msgspec.json.decode(raw)
+    except UnicodeDecodeError as error:
+        # Where it is, is counted from the beginning of a string within the body: no help.
+        byte = error.object[error.start]
+        raise InvalidRequestError(
+            f"The request body is not UTF-8: {error.reason} (0x{byte:02x})."
+        ) from None
     except (msgspec.MsgspecError, ValueError) as error:
         # Lone surrogates, NaN, numbers that no type holds and plain syntax errors all end here.
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None

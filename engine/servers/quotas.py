@@ -97,6 +97,15 @@ class Lease:
         self._charges.append((window.minute, tokens))
         self._tell("tokens", limit, window)
 
+    async def grow(self, num_bytes: int) -> None:
+        """The body has arrived, and is longer than was announced: one that comes in pieces is."""
+        more = num_bytes // BYTES_PER_TOKEN - self.num_prompt
+        if more <= 0:
+            return
+        self.num_prompt += more
+        self._quotas.check_prompt(self._key, self)
+        await self.charge(more)
+
     async def close(self, num_tokens: int) -> None:
         """Give the place back; `num_tokens` is what it came to."""
         if not self._quotas.leave(self._key, self):
@@ -211,7 +220,16 @@ class Quotas:
                 f"This key ({lease.name}) has {len(queued)} requests waiting, which is its limit.",
                 retry_after=BUSY_RETRY_S,
             )
-        most = limits.max_queued_tokens
+        self._check_prompt(queued, lease)
+
+    def check_prompt(self, key: str, lease: Lease) -> None:
+        """Again, for a lease that is among the others and whose prompt has grown."""
+        others = self._leases.get(key, set()) - {lease}
+        self._check_prompt([each for each in others if each.is_queued], lease)
+
+    @staticmethod
+    def _check_prompt(queued: list[Lease], lease: Lease) -> None:
+        most = lease.limits.max_queued_tokens
         if most is None:
             return
         if lease.num_prompt > most:

@@ -20,6 +20,7 @@ class RequestRecord:
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
+    num_body_bytes: int = 0  # of the request, as far as it has arrived whole
     status: int = 0
     error_code: str | None = None
     completion_id: str | None = None  # what the backend knows the request as

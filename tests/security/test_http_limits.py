@@ -86,6 +86,12 @@ async def test_what_is_not_a_json_object(client: httpx.AsyncClient, body: bytes)
     assert len(response.content) < 1000
 
 
+async def test_a_byte_that_is_no_utf_8_is_named(client: httpx.AsyncClient) -> None:
+    response = await post(client, b'{"model": "m", "messages": [{"content": "a\xffb"}]}')
+    message = response.json()["error"]["message"]
+    assert message == "The request body is not UTF-8: invalid start byte (0xff)."
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "field",

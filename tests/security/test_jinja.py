@@ -132,6 +132,12 @@ def test_a_long_but_honest_conversation_renders() -> None:
     assert text.count("<|user|>") == 2000
 
 
+def test_whatever_a_body_may_hold_is_rendered_and_left_to_the_model_to_refuse() -> None:
+    template = "{% for m in messages %}{{ '<|' + m['content'] | trim }}{% endfor %}"
+    messages = [{"role": "user", "content": "word " * 1_500_000}]
+    assert len(TemplateProgram(template).render({"messages": messages})) > 7_000_000
+
+
 def test_limits_belong_to_one_rendering() -> None:
     program = TemplateProgram("{{ 'a' * 1000000 }}")
     for _ in range(8):

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
+from engine.backends.custom.app import Server
 from engine.cli.main import app
 from engine.cli.serve_options import parse_options
 
@@ -20,7 +22,8 @@ from engine.cli.serve_options import parse_options
 def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def build(settings: Any, process: Any, reread: Any) -> SimpleNamespace:
         model_id = settings.model.model_path
-        return SimpleNamespace(app=None, loading=model_id, first_model_id=lambda: model_id)
+        call = "/v1/embeddings", {"model": model_id, "input": "Hello!"}
+        return SimpleNamespace(app=None, loading=model_id, first_call=lambda: call)
 
     def run(app: Any, sock: Any, on_ready: Callable[[float], None], say: Any, probes: Any) -> None:
         sock.close()
@@ -58,8 +61,27 @@ def test_the_first_request_can_be_pasted() -> None:
     lines = serve().stderr.splitlines()
     assert lines[0] == "Loading m[1] ..."
     assert seconds_until_ready(lines[1]) >= 9.0
+    assert re.search(r" curl http://127\.0\.0\.1:\d+/v1/embeddings -H ", lines[2])
     assert json.loads(lines[2].split(" -d ")[1].strip("'"))["model"] == "m[1]"
     assert "Authorization" not in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("can", "path"),
+    [
+        (("completions", "chat"), "/v1/chat/completions"),
+        (("completions",), "/v1/completions"),
+        (("embeddings",), "/v1/embeddings"),
+    ],
+)
+def test_the_first_request_is_one_that_the_model_can_answer(
+    can: tuple[str, ...], path: str
+) -> None:
+    backend = SimpleNamespace(models=lambda: [SimpleNamespace(id="m", capabilities=can)])
+    application = SimpleNamespace(state=SimpleNamespace(services=SimpleNamespace(backend=backend)))
+    server = Server(cast(FastAPI, application), "m", "m")
+    assert server.first_call()[0] == path
+    assert server.first_call()[1]["model"] == "m"
 
 
 def test_the_first_request_has_a_key_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,6 +312,7 @@ def test_files_are_looked_at_before_anything_is_loaded(tmp_path: Path) -> None:
         ({"server.keys_file": missing}, "absent"),
         ({"cache.warm_file": missing}, "cache.warm_file"),
         ({"storage.path": str(file)}, "storage.path"),
+        ({"storage.path": "/proc/absent"}, "storage.path: nothing can be kept in /proc/absent"),
     ):
         with pytest.raises(ConfigError, match=word):
             check_references(load_settings(None, flags).settings)

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.core.errors import InvalidRequestError, RateLimitError
+from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.grammar import checker as checker_module
 from engine.core.grammar.checker import MAX_VERDICTS, GrammarChecker
 from engine.core.grammar.spec import grammar_text
@@ -78,6 +79,27 @@ async def test_child_that_dies_costs_one_grammar(checker: GrammarChecker) -> Non
     with pytest.raises(InvalidRequestError, match="too much memory or nesting"):
         await checker.check(lark('start: "c"'), "it")
     await checker.check(lark('start: "d"'), "it")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_what_stops_the_child_from_outside_is_not_held_against_a_grammar(
+    checker: GrammarChecker, sent: signal.Signals
+) -> None:
+    await checker.check(lark(GOOD), "it")
+    assert checker.child_pid is not None
+    os.kill(checker.child_pid, sent)
+    await checker.check(lark('start: "c"'), "it")
+
+
+async def test_a_child_that_is_stopped_again_and_again_decides_nothing(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "COMPILE_TIMEOUT_S", 0.0)
+    with pytest.raises(UnavailableError, match="try later"):
+        await checker.check(lark(GOOD), "it")
+    assert checker.num_verdicts == 0
+    monkeypatch.undo()
+    await checker.check(lark(GOOD), "it")
 
 
 async def test_same_grammar_is_compiled_once(checker: GrammarChecker) -> None:

@@ -23,6 +23,7 @@ from tests.fake_backend import DEFAULT_WORDS, MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 
 NUM_WORDS = len(DEFAULT_WORDS)
+CHAT, JSON = "/v1/chat/completions", {"content-type": "application/json"}
 CHAT_TOKENS = len(httpx.Request("POST", "http://localhost", json=chat()).content) // BYTES_PER_TOKEN
 
 
@@ -190,6 +191,38 @@ async def test_a_prompt_that_may_never_wait_is_not_to_be_sent_again(backend: Fak
         refused = await client.post("/v1/chat/completions", json=chat())
     assert refused.status_code == 400
     assert "Send a shorter prompt" in refused.json()["error"]["message"]
+
+
+async def test_a_body_that_comes_in_pieces_is_charged_like_any_other(
+    backend: FakeBackend, clock: Clock
+) -> None:
+    async def pieces(size: int) -> AsyncIterator[bytes]:
+        said = chat(messages=[{"role": "user", "content": "a" * size}], max_tokens=1)
+        yield httpx.Request("POST", "http://x", json=said).content
+
+    for limits in ({"tokens_per_minute": 500}, {"max_queued_tokens": 500}):
+        app = app_with(backend, limits=limits)
+        async with client_for(app) as client:
+            answered = await client.post(CHAT, content=pieces(200 * 4), headers=JSON)
+            refused = await client.post(CHAT, content=pieces(600 * 4), headers=JSON)
+        assert (answered.status_code, refused.status_code) == (200, 400)
+        assert "shorter prompt" in refused.json()["error"]["message"]
+        assert not list(app.state.services.quotas.in_use())
+
+
+async def test_who_leaves_before_the_first_token_has_used_the_prompt(
+    backend: FakeBackend, clock: Clock
+) -> None:
+    backend.prefill_s = 30
+    app = app_with(backend, limits={"tokens_per_minute": 5000})
+    async with client_for(app) as client:
+        leaving = asyncio.create_task(client.post("/v1/chat/completions", json=chat()))
+        while not backend.num_open:
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+    window = await app.state.services.quotas.windows.look("tokens/")
+    assert window.current == CHAT_TOKENS
 
 
 async def test_keys_have_limits_of_their_own(

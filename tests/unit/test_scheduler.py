@@ -230,6 +230,22 @@ def test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not():
     engine.check()
 
 
+def test_a_request_has_begun_with_its_first_choice():
+    engine = ToyEngine(max_slots=1)
+    for name in ("several", "behind"):
+        engine.submit(name, (1, 2, 3), max_tokens=6, n=3)
+        request = engine.channel.inbox.pop()
+        limited = msgspec.structs.replace(request, timeout_s=600.0, queue_timeout_s=1.0)
+        engine.channel.inbox.append(limited)
+    engine.turn()
+    engine.loop._send(engine.loop._intake.expire(time.monotonic() + 30))
+    engine.run()
+    assert {engine.outcomes["several", each].finish_reason for each in range(3)} == {"length"}
+    refused = {engine.outcomes["behind", each].error_code for each in range(3)}
+    assert refused == {"RATE_LIMIT_EXCEEDED"}
+    engine.check()
+
+
 def test_the_queue_is_bounded():
     engine = ToyEngine(max_slots=1, max_queued=2)
     for number in range(4):

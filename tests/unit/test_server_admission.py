@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -136,8 +137,10 @@ async def test_not_ready(client: httpx.AsyncClient, backend: FakeBackend) -> Non
         response = await client.get(path)
         assert response.status_code == 503
         assert "retry-after" in response.headers
+        assert (await client.head(path)).status_code == 503
     assert (await client.get("/health")).json()["status"] == "unhealthy"
     assert (await client.get("/livez")).status_code == 200
+    assert (await client.head("/livez")).status_code == 200
     refused = await client.post("/v1/chat/completions", json=chat())
     assert refused.status_code == 503
     assert "loading weights" in refused.json()["error"]["message"]
@@ -262,13 +265,28 @@ async def test_old_submissions_are_forgotten(
     await until_ended(client, last)
 
 
-def test_a_submission_belongs_to_its_key() -> None:
-    @dataclass
-    class Kept:
-        request_id: str = "gen-1"
-        owner: str = "alice"
-        ended_at: float | None = None
+@dataclass
+class Kept:
+    request_id: str = "gen-1"
+    owner: str = "alice"
+    ended_at: float | None = None
 
+
+def test_nobodys_results_go_because_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MAX_SUBMISSIONS", 4)
+    submissions = generate.Submissions()
+    submissions.add(cast(generate.Submission, Kept("of alice", "alice", time.monotonic())))
+    for number in range(9):
+        submissions.make_room()
+        kept = Kept(f"of bob {number}", "bob", time.monotonic())
+        submissions.add(cast(generate.Submission, kept))
+    assert submissions.find("of alice", "alice")
+    assert submissions.find("of bob 6", "bob")
+    with pytest.raises(NotFoundError):
+        submissions.find("of bob 5", "bob")
+
+
+def test_a_submission_belongs_to_its_key() -> None:
     submissions = generate.Submissions()
     submissions.add(cast(generate.Submission, Kept()))
     assert submissions.find("gen-1", "alice").owner == "alice"

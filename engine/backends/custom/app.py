@@ -71,9 +71,17 @@ class Server:
     loading: str
     model_id: str  # as far as it is known before it is loaded
 
-    def first_model_id(self) -> str:
+    def first_call(self) -> tuple[str, dict[str, Any]]:
+        """A path, and a body to send there, that the model to begin with can answer."""
         cards = self.app.state.services.backend.models()
-        return cards[0].id if cards else self.model_id
+        model = {"model": cards[0].id if cards else self.model_id}
+        can = cards[0].capabilities if cards else ("chat",)
+        if "chat" in can:
+            messages = [{"role": "user", "content": "Hello!"}]
+            return "/v1/chat/completions", model | {"messages": messages}
+        if "completions" in can:
+            return "/v1/completions", model | {"prompt": "Hello"}
+        return "/v1/embeddings", model | {"input": "Hello!"}
 
 
 def build_server(

@@ -231,7 +231,8 @@ class CustomBackend(InferenceBackend):
                 salt=request.salt,
                 tenant=request.tenant,
                 timeout_s=request.timeout_s,
-                queue_timeout_s=request.queue_timeout_s,
+                # The others may wait for the first.
+                queue_timeout_s=request.queue_timeout_s if index == 0 else None,
                 pools=True,
             )
             for index, prompt in enumerate(prompts)

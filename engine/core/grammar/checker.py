@@ -1,8 +1,10 @@
 """Tries out in a limited child process whether a grammar compiles.
 
-One child serves all checks in turn. A grammar that it does not answer for in time, or dies of, is
-refused, and a fresh child is started for the next one. A check goes on when its caller is
-cancelled, so clients that leave cannot keep the child from ever finishing one.
+One child serves all checks in turn. A grammar that takes it too much time or memory is refused,
+and a fresh child is started for the next one. Where something else stopped the child, a busy
+machine or whoever frees memory there, the grammar is tried once more and nothing is held against
+it. A check goes on when its caller is cancelled, so clients that leave cannot keep the child from
+ever finishing one.
 """
 
 import asyncio
@@ -26,6 +28,10 @@ MAX_ANSWER_BYTES = 1 << 16
 
 TOO_SLOW = "takes too long to compile; simplify it"
 TOO_LARGE = "needs too much memory or nesting to compile; simplify it"
+
+
+class _Stopped(Exception):
+    """The child gave no answer, and not because of the grammar."""
 
 
 class GrammarChecker:
@@ -83,13 +89,25 @@ class GrammarChecker:
 
     async def _verdict(self, key: bytes, grammar: str) -> str | None:
         async with self._turn:
-            problem = await self._ask(grammar)
+            try:
+                problem = await self._ask(grammar)
+            except _Stopped:
+                problem = await self._ask_again(grammar)
         if self._child is None:
             self._restart = asyncio.create_task(self._get_ready())
         self._verdicts[key] = problem
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return problem
+
+    async def _ask_again(self, grammar: str) -> str | None:
+        try:
+            return await self._ask(grammar)
+        except _Stopped:
+            raise UnavailableError(
+                "The process that checks grammars is stopped again and again; try later.",
+                retry_after=1.0,
+            ) from None
 
     async def _ask(self, grammar: str) -> str | None:
         child = await self._running_child()
@@ -99,9 +117,13 @@ class GrammarChecker:
             answer = await asyncio.wait_for(self._read(child), COMPILE_TIMEOUT_S)
         except TimeoutError:
             await self._end_child()
-            return TOO_SLOW
+            raise _Stopped from None
         except (asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(TimeoutError):  # its own end, not one that we make
+                await asyncio.wait_for(child.wait(), COMPILE_TIMEOUT_S)
             await self._end_child()
+            if child.returncode == -signal.SIGKILL:
+                raise _Stopped from None
             return TOO_SLOW if child.returncode == -signal.SIGPROF else TOO_LARGE
         except BaseException:
             await self._end_child()

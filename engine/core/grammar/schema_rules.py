@@ -300,17 +300,18 @@ class _Rewriting:
             # Names beyond the declared ones may repeat, so more than one is not sure to be several.
             implied = count <= declared.num_required
             enforced = count == 1 and (not declared.has_optional or declared.is_closed)
+            advice = f"name {count} properties in 'required'"
         else:
             implied = declared.is_closed and count >= declared.num_declared
             enforced = not declared.has_optional
+            advice = (
+                "name all properties in 'required', or declare no more than that and set "
+                "additionalProperties: false"
+            )
         if enforced and not implied:
             node.output[keyword] = count
         elif not implied:
-            self._fail(
-                node.path,
-                f"keyword '{keyword}' is not supported here; name the properties in 'required', "
-                "or set additionalProperties: false",
-            )
+            self._fail(node.path, f"keyword '{keyword}' is not supported here; {advice}")
 
 
 class _Node:

@@ -15,9 +15,11 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 
 MAX_CPU_SECONDS = 0.25
-MAX_OUTPUT_CHARS = 1 << 20
-_MAX_STRING_CHARS = 1 << 20
-_MAX_EMITTED_CHARS = 1 << 22  # through every buffer, macro and block on the way to the output
+# What a request's body may hold: whether a prompt is too long for a model is not for its template
+# to say.
+MAX_OUTPUT_CHARS = 1 << 23
+_MAX_STRING_CHARS = 1 << 23
+_MAX_EMITTED_CHARS = 1 << 25  # through every buffer, macro and block on the way to the output
 _MAX_WEIGHT = 200_000  # values inside one container, nested ones counted wherever they appear
 _MAX_RANGE = 100_000
 _MAX_INT_BITS = 4096

@@ -59,7 +59,12 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         sources = [
             services.backend.complete(
                 CompletionRequest(
-                    context=msgspec.structs.replace(context, request_id=f"{envelope.id}-{i}"),
+                    context=msgspec.structs.replace(
+                        context,
+                        request_id=f"{envelope.id}-{i}",
+                        # The others may wait for the first.
+                        queue_timeout_s=context.queue_timeout_s if i == 0 else None,
+                    ),
                     prompt=prompt,
                     suffix=body.suffix or None,
                     echo=bool(body.echo),

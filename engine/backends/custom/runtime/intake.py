@@ -64,8 +64,8 @@ class Intake:
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
-        # Those of sequences that have ended stay until they are in the majority.
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        # Of all choices of a request. Those that have ended stay until they are in the majority.
+        self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
     def num_compiling(self) -> int:
@@ -153,6 +153,7 @@ class Intake:
         begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
         if begin_by is not None and deadline is not None and begin_by >= deadline:
             begin_by = None
+        group: list[Sequence] = []
         for choice in choices:
             seq = Sequence(
                 request_id=request.request_id,
@@ -175,27 +176,33 @@ class Intake:
                 scores_prompt=params.score_prompt and choice == 0,
             )
             self._scheduler.add(seq)
-            for when in (deadline, begin_by):
-                if when is not None:
-                    heapq.heappush(self._deadlines, (when, seq.arrival, seq))
+            group.append(seq)
+        for when in (deadline, begin_by):
+            if when is not None:
+                heapq.heappush(self._deadlines, (when, group[0].arrival, group))
         self._drop_ended()
 
     def expire(self, now: float) -> list[TokenDelta]:
-        """End the sequences whose deadline has passed, and those that waited too long to begin."""
+        """End requests whose deadline has passed, and those that waited too long to begin. One has
+        begun with its first choice: the others may well wait for that.
+        """
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            when, _, seq = heapq.heappop(self._deadlines)
-            if seq.finish_reason is not None:
+            when, _, group = heapq.heappop(self._deadlines)
+            is_over = when == group[0].deadline
+            if not is_over and any(seq.started_at is not None for seq in group):
                 continue
-            if when == seq.deadline or seq.started_at is None:
-                error = too_late(when == seq.deadline, now - seq.submitted_at)
-                ended.append(self._scheduler.fail(seq, error, now))
+            error = too_late(is_over, now - group[0].submitted_at)
+            live = [seq for seq in group if seq.finish_reason is None]
+            ended += [self._scheduler.fail(seq, error, now) for seq in live]
         return ended
 
     def _drop_ended(self) -> None:
         live = self._scheduler.num_running + self._scheduler.num_waiting
         if len(self._deadlines) > 64 + 4 * live:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].finish_reason]
+            self._deadlines = [
+                entry for entry in self._deadlines if any(not seq.finish_reason for seq in entry[2])
+            ]
             heapq.heapify(self._deadlines)
 
     def _packed(self, prompt: tuple[int, ...]) -> Tokens | None:
