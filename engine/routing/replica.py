@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,14 +21,15 @@ NUM_FIRST_TOKENS = 256  # times to a first token of which the median is taken
 RATE_WINDOW_S = 10.0
 
 # Of `EngineStats`: what only grows while an engine lives.
-_TOTALS = (
+_COUNTS = (
     *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
     *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
     "num_invariant_failures",
 )
+_TOTALS = (*_COUNTS, "steps")
 _GAUGES = (
     *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks"),
-    *("num_referenced_blocks", "last_step_tokens"),
+    "num_referenced_blocks",
 )
 
 
@@ -64,7 +65,7 @@ class Replica:
         self._card: ModelCard | None = None
         self._num_restarts = 0
         self._was_ready = True
-        self._carried = dict.fromkeys(_TOTALS, 0)  # of engines that have died
+        self._carried = _no_totals()  # of engines that have died
         self._last_stats = EngineStats()
         self._samples: deque[tuple[float, int]] = deque()
 
@@ -143,14 +144,14 @@ class Replica:
         stats = self.backend.stats()
         if stats is None:
             return None
-        if any(getattr(stats, name) < getattr(self._last_stats, name) for name in _TOTALS):
+        if any(getattr(stats, name) < getattr(self._last_stats, name) for name in _COUNTS):
             for name in _TOTALS:
                 self._carried[name] += getattr(self._last_stats, name)
         self._last_stats = stats
         totals = {name: getattr(stats, name) + self._carried[name] for name in _TOTALS}
         return msgspec.structs.replace(stats, **totals)
 
-    def last_totals(self) -> dict[str, int]:
+    def last_totals(self) -> dict[str, Any]:
         """Also while there is no engine."""
         return {name: getattr(self._last_stats, name) + self._carried[name] for name in _TOTALS}
 
@@ -170,7 +171,7 @@ class Member:
 def sum_stats(replicas: list[Replica]) -> EngineStats | None:
     """One set of figures for all; totals never shrink. None: nobody tells any."""
     told = [stats for each in replicas if (stats := each.stats()) is not None]
-    totals = dict.fromkeys(_TOTALS, 0)
+    totals = _no_totals()
     for replica in replicas:
         for name, value in replica.last_totals().items():
             totals[name] += value
@@ -178,5 +179,9 @@ def sum_stats(replicas: list[Replica]) -> EngineStats | None:
         return None
     gauges = {name: sum(getattr(each, name) for each in told) for name in _GAUGES}
     block_size = max((each.block_size for each in told), default=0)
-    step_s = max((each.last_step_s for each in told), default=0.0)
-    return EngineStats(**gauges, **totals, block_size=block_size, last_step_s=step_s)
+    return EngineStats(**gauges, **totals, block_size=block_size)
+
+
+def _no_totals() -> dict[str, Any]:
+    nothing = EngineStats()
+    return {name: getattr(nothing, name) for name in _TOTALS}

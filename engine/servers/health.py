@@ -1,8 +1,8 @@
 """Three probes and the metrics page.
 
 `/livez`: the process answers. `/readyz`: it takes requests. `/health`: the backend's own view;
-anyone may see whether it is healthy, the figures need the key. None of them waits for the engine;
-`probes.py` has them on a port of their own.
+anyone may see whether it is healthy, the figures need the key. HEAD gives the status
+alone. None of them waits for the engine; `probes.py` has them on a port of their own.
 """
 
 import asyncio
@@ -17,22 +17,23 @@ from starlette.responses import PlainTextResponse, Response
 from engine.core.interfaces.backend import Health
 from engine.servers.services import NOT_READY_RETRY_S, Services
 
-PROBE_METHODS = ["GET", "HEAD"]  # some look at the status alone
-
 
 def add_health_routes(app: FastAPI, services: Services) -> None:
-    @app.api_route("/livez", methods=PROBE_METHODS)
+    @app.head("/livez", include_in_schema=False)
+    @app.get("/livez")
     async def livez() -> Response:
         return status_response("alive", ok=True)
 
-    @app.api_route("/readyz", methods=PROBE_METHODS)
+    @app.head("/readyz", include_in_schema=False)
+    @app.get("/readyz")
     async def readyz() -> Response:
         if services.lifecycle.is_draining:
             return status_response("draining", ok=False)
         is_ready = is_accepting(services)
         return status_response("ready" if is_ready else "not ready", ok=is_ready)
 
-    @app.api_route("/health", methods=PROBE_METHODS)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health(request: Request) -> Response:
         state = services.backend.health()
         status = "healthy" if state.ready else "unhealthy"
@@ -42,11 +43,7 @@ def add_health_routes(app: FastAPI, services: Services) -> None:
 
 
 def add_metrics_routes(app: FastAPI, services: Services) -> None:
-    @app.api_route(
-        services.settings.metrics.endpoint,
-        methods=PROBE_METHODS,
-        response_class=PlainTextResponse,
-    )
+    @app.get(services.settings.metrics.endpoint, response_class=PlainTextResponse)
     async def metrics() -> Response:
         services.watcher.observe()
         # Walks the process tree and formats some hundred series: milliseconds.

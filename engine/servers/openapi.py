@@ -189,7 +189,7 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
     return sorted(
         (method, route.path_format)
         for route in app.routes
-        if isinstance(route, APIRoute)
+        if isinstance(route, APIRoute) and route.include_in_schema
         for method in route.methods or ()
     )
 

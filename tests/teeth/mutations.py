@@ -308,9 +308,16 @@ GUARDS = [
     runtime(
         "FLT-10 who can not begin waits for ever",
         "intake",
-        "if when == seq.deadline or seq.started_at is None:",
-        "if when == seq.deadline:",
+        "if not is_over and any(seq.started_at is not None for seq in group):",
+        "if not is_over:",
         f"{SCHEDULER_TESTS}::test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not",
+    ),
+    runtime(
+        "FLT-10 a request's choices time out behind each other",
+        "intake",
+        "any(seq.started_at is not None for seq in group)",
+        "group[-1].started_at is not None",
+        f"{SCHEDULER_TESTS}::test_a_request_has_begun_with_its_first_choice",
     ),
     Mutation(
         "FLT-19 a tokenizer of another model is taken",

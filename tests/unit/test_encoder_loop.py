@@ -95,7 +95,7 @@ def test_each_request_gets_its_own_vector_once(loop, encoder, channel):
     assert all(delta.finish_reason == "stop" for delta in answers.values())
     assert len(encoder.batches) == 1, "what fits together is computed together"
     stats = [message.stats for message in channel.sent if isinstance(message, Stats)]
-    assert (stats[-1].prompt_tokens, stats[-1].num_steps, stats[-1].last_step_tokens) == (6, 1, 6)
+    assert (stats[-1].prompt_tokens, stats[-1].num_steps, stats[-1].steps.tokens) == (6, 1, 6)
 
 
 def test_a_batch_is_bounded_and_urgent_ones_go_first(loop, encoder, channel):

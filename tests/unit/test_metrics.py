@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.steps import StepCounter
 from engine.core.observability.bulk_histogram import MAX_NOTED
 from engine.core.observability.metrics import FinishedRequest, Metrics
 
@@ -139,15 +140,25 @@ def test_request_without_tokens_has_no_token_times(metrics: Metrics) -> None:
 
 
 def test_snapshots_add_what_grew(metrics: Metrics) -> None:
-    first = EngineStats(num_steps=2, prompt_tokens=10, prefix_hits=4, generated_tokens=1)
-    second = EngineStats(num_steps=5, prompt_tokens=30, prefix_hits=4, generated_tokens=9)
-    for stats in (first, first, second):
-        metrics.observe(stats)
+    steps = StepCounter()
+
+    def stats(*sizes: int, **totals: int) -> EngineStats:
+        for size in sizes:
+            steps.add(size, 0.25)
+        return EngineStats(steps=steps.counts(), **totals)
+
+    first = stats(1, 9, num_steps=2, prompt_tokens=10, prefix_hits=4, generated_tokens=1)
+    second = stats(2, 2, 2, num_steps=5, prompt_tokens=30, prefix_hits=4, generated_tokens=9)
+    for snapshot in (first, first, second):
+        metrics.observe(snapshot)
     assert value(metrics, "vllm:prompt_tokens_total") == 30
     assert value(metrics, "engine_prompt_tokens_total") == 30
     assert value(metrics, "engine_prefix_cache_hit_tokens_total") == 4
     assert value(metrics, "vllm:generation_tokens_total") == 9
-    assert value(metrics, "engine_step_seconds_count") == 2  # the repeated snapshot has no new step
+    assert value(metrics, "engine_step_seconds_count") == 5
+    assert value(metrics, "engine_step_seconds_sum") == 1.25
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 16
+    assert value(metrics, "vllm:iteration_tokens_total_bucket", le="2.0") == 4
 
 
 @pytest.mark.parametrize("announced", [True, False])

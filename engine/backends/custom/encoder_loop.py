@@ -38,6 +38,7 @@ from engine.core.interfaces.request import (
     Stop,
     TokenDelta,
 )
+from engine.core.interfaces.steps import StepCounter
 from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class EncoderLoop:
         self._num_steps = 0
         self._num_tokens = 0
         self._num_nonfinite = 0
-        self._last_step = (0, 0.0)  # tokens, seconds
+        self._steps = StepCounter()
         self._stats_sent_at = 0.0
         self._stats_step = 0  # the last step that was reported
         self.is_computing = False  # a batch, which may be interrupted
@@ -280,7 +281,7 @@ class EncoderLoop:
         self._num_steps += 1
         self._num_tokens += num_tokens
         self._num_nonfinite += sum(delta.vector is None for delta in deltas)
-        self._last_step = (num_tokens, now - started_at)
+        self._steps.add(num_tokens, now - started_at)
         self._send(deltas)
 
     def _send(self, deltas: list[TokenDelta]) -> None:
@@ -301,8 +302,7 @@ class EncoderLoop:
             num_steps=self._num_steps,
             prompt_tokens=self._num_tokens,
             num_nonfinite=self._num_nonfinite,
-            last_step_tokens=self._last_step[0],
-            last_step_s=self._last_step[1],
+            steps=self._steps.counts(),
         )
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.steps import StepCounts
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -138,8 +140,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_evictions: int = 0
     num_nonfinite: int = 0
     num_invariant_failures: int = 0
-    last_step_tokens: int = 0
-    last_step_s: float = 0.0
+    steps: StepCounts = StepCounts()
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -33,6 +33,12 @@ class BulkHistogram(Collector):
         if len(self._noted) >= MAX_NOTED:
             self._sort()
 
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Values that were sorted elsewhere: how many for each bucket, and their sum."""
+        with self._sorting:
+            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+            self._sum += total
+
     def collect(self) -> Iterable[Metric]:
         self._sort()
         edges = [*map(floatToGoString, self._edges), "+Inf"]

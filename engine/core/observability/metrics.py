@@ -5,7 +5,7 @@ totals arrive as `EngineStats` snapshots. Labels are fixed sets chosen here or b
 never text that a client sent.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats, FinishReason
+from engine.core.interfaces.steps import STEP_SECONDS, STEP_TOKENS
 from engine.core.observability.bulk_histogram import BulkHistogram
 from engine.core.observability.process import ProcessTreeCollector
 
@@ -45,9 +46,7 @@ _REQUEST_S = (
     *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15),
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),
 )
-_STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_STEP_TOKENS = tuple(2**power for power in range(15))
 _CHOICES = (1, 2, 5, 10, 20)
 
 # Running totals of `EngineStats`, and the counters that follow them.
@@ -174,9 +173,9 @@ class Metrics:
             grown = getattr(stats, stat) - getattr(last, stat)
             if grown > 0:
                 counter.inc(grown)
-        if stats.num_steps > last.num_steps:
-            self._step_seconds.observe(stats.last_step_s)
-            self._step_tokens.observe(stats.last_step_tokens)
+        steps = stats.steps - last.steps
+        self._step_seconds.add(steps.by_seconds, steps.seconds)
+        self._step_tokens.add(steps.by_tokens, steps.tokens)
         self._observe_gauges(stats)
         self._last_stats = stats
 
@@ -237,11 +236,9 @@ class Metrics:
             (*_MODEL_LABELS, "block_size", "num_gpu_blocks"),
             registry=self.registry,
         )
-        self._step_seconds = self._histogram(
-            "engine_step_seconds", "Time of a step, of those seen in snapshots", _STEP_S
-        )
-        self._step_tokens = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens in a step, of those in snapshots", _STEP_TOKENS
+        self._step_seconds = self._bulk({"engine_step_seconds": "Time of a step"}, STEP_SECONDS)
+        self._step_tokens = self._bulk(
+            {"vllm:iteration_tokens_total": "Tokens in a step"}, STEP_TOKENS
         )
         self._ready = self._gauge("engine_ready", "Whether the engine takes requests")
         self._startup = self._gauge("engine_startup_seconds", "Time of the first load and warm-up")
@@ -270,16 +267,14 @@ class Metrics:
         self._first_token = make(
             "vllm:time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S
         )
-        self._inter_token = BulkHistogram(
+        self._inter_token = self._bulk(
             {
                 "vllm:inter_token_latency_seconds": "Time between tokens of a stream",
                 "vllm:time_per_output_token_seconds": "Older name of "
                 "vllm:inter_token_latency_seconds",
             },
-            dict(zip(_MODEL_LABELS, self._model, strict=True)),
             _PER_TOKEN_S,
         )
-        self.registry.register(self._inter_token)
         self._mean_token = make(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per token after the first, for each request",
@@ -321,6 +316,11 @@ class Metrics:
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, _MODEL_LABELS, registry=self.registry).labels(*self._model)
+
+    def _bulk(self, names: Mapping[str, str], edges: Sequence[float]) -> BulkHistogram:
+        series = BulkHistogram(names, dict(zip(_MODEL_LABELS, self._model, strict=True)), edges)
+        self.registry.register(series)
+        return series
 
     def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
         series = Histogram(

@@ -46,6 +46,7 @@ from engine.core.interfaces.request import (
     ToEngine,
     TokenDelta,
 )
+from engine.core.interfaces.steps import StepCounter
 from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class EngineLoop:
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
-        self._last_step = (0, 0.0)  # tokens, seconds
+        self._steps = StepCounter()
         self._finished_at = 0.0  # the last step
         self._checked_step = 0
         self._num_invariant_failures = 0
@@ -209,7 +210,7 @@ class EngineLoop:
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
         num_tokens, num_single = sum(lengths), lengths.count(1)
-        self._last_step = (num_tokens, seconds)
+        self._steps.add(num_tokens, seconds)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -368,6 +369,5 @@ class EngineLoop:
             num_evictions=kv.radix.num_evicted,
             num_nonfinite=scheduler.num_nonfinite,
             num_invariant_failures=self._num_invariant_failures,
-            last_step_tokens=self._last_step[0],
-            last_step_s=self._last_step[1],
+            steps=self._steps.counts(),
         )
