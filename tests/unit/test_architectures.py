@@ -157,6 +157,8 @@ def test_mistral_window() -> None:
         ({"sliding_window": 16}, None),
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, None),
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
+        ({"sliding_window": 16, "use_sliding_window": True}, None),  # 28 layers without one
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, None),
         (
             {
                 "sliding_window": 16,
@@ -226,6 +228,15 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
         ("llama", {"rms_norm_eps": 0.0}, "0 < norm_eps"),
         ("llama", {"rope_theta": -1.0}, "rotary theta must be above 0"),
         ("llama", {"head_dim": 15}, "rope dim even"),
+        ("llama", {"partial_rotary_factor": 1e308}, "'partial_rotary_factor' must be above 0"),
+        ("llama", {"partial_rotary_factor": 1e-9}, "rotated values of a head are too few"),
+        ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "too few"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 1e308}}, "beyond position"),
+        (
+            "llama",
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "another rotary theta than 1",
+        ),
         ("llama", {"eos_token_id": "</s>"}, "'eos_token_id' must be an int or a list"),
         ("llama", {"eos_token_id": [2, None]}, "'eos_token_id' must be an int or a list"),
         ("qwen3", {"head_dim": None}, "lacks the required key 'head_dim'"),

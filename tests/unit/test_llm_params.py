@@ -5,6 +5,7 @@ import math
 import pytest
 
 from engine import SamplingParams
+from engine.backends.custom.checks import check_params as check_against_model
 from engine.core.errors import InvalidRequestError
 from engine.llm import check_params
 
@@ -33,6 +34,12 @@ from engine.llm import check_params
 def test_what_means_nothing_is_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name):
         check_params(SamplingParams(**{name: value}))
+
+
+def test_more_logprobs_than_there_are_tokens_are_refused():
+    check_against_model(SamplingParams(logprobs=97), 97)
+    with pytest.raises(InvalidRequestError, match="logprobs must be at most 97"):
+        check_against_model(SamplingParams(logprobs=98), 97)
 
 
 def test_defaults_and_bans_pass():

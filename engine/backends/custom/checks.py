@@ -19,6 +19,10 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     _check_ids(params.logit_bias, vocab_size, "logit_bias")
     _check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        raise InvalidRequestError(
+            f"logprobs must be at most {vocab_size}, the model's tokens.", param="logprobs"
+        )
 
 
 def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, param: str) -> None:

@@ -99,12 +99,16 @@ def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
     return Reader(metadata, "GGUF metadata").read(int, key, **default)
 
 
+# What Transformers takes where a file does not say.
+_QWEN_FULL_LAYERS = 28
+
+
 def uniform_window(config: Mapping[str, Any], num_layers: int) -> int | None:
     """Qwen's sliding window, which here must hold for every layer or for none."""
     reader = Reader(config, "config.json")
     if not reader.read(bool, "use_sliding_window", default=False):
         return None
-    num_full = reader.read(int, "max_window_layers", default=0)
+    num_full = reader.read(int, "max_window_layers", default=_QWEN_FULL_LAYERS)
     layer_types: list[str] = reader.read(list, "layer_types", default=[])
     if layer_types:
         num_full = layer_types.count("full_attention")
@@ -115,7 +119,7 @@ def uniform_window(config: Mapping[str, Any], num_layers: int) -> int | None:
         raise ModelFormatError(
             f"config.json: key '{key}': a sliding window in some layers only is not supported"
         )
-    return reader.read(int, "sliding_window")
+    return reader.read(int, "sliding_window", default=None)
 
 
 def _optional_id(reader: Reader, key: str, vocab_size: int) -> int | None:

@@ -17,6 +17,8 @@ DEFAULT_THETA = 10_000.0
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
 
+MAX_POSITION = 2**31 - 1  # positions are 32 bits wide
+
 
 def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
     top = Reader(config, "config.json")
@@ -32,6 +34,8 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) ->
     part = reader.read(float, "partial_rotary_factor", default=None)
     if part is None:
         part = top.read(float, "partial_rotary_factor", default=1.0)
+    if not 0 < part <= 1:
+        raise ModelFormatError(f"{where}: key 'partial_rotary_factor' must be above 0 and up to 1")
     plain = RopeConfig(theta=theta, dim=int(head_dim * part))
     kind = reader.read(str, "rope_type", default=None) or reader.read(
         str, "type", default="default"
@@ -181,4 +185,11 @@ def _check_rope(rope: RopeConfig, where: str) -> RopeConfig:
             )
     if rope.kind == "llama3" and rope.low_freq_factor == rope.high_freq_factor:
         raise ModelFormatError(f"{where}: low_freq_factor and high_freq_factor must differ")
+    if rope.dim < 2 or (rope.kind == "dynamic" and rope.dim == 2):
+        raise ModelFormatError(f"{where}: {rope.dim} rotated values of a head are too few")
+    if rope.kind == "yarn":
+        if rope.theta == 1:
+            raise ModelFormatError(f"{where}: yarn needs another rotary theta than 1")
+        if (rope.original_max_position or 1) * rope.factor > MAX_POSITION:
+            raise ModelFormatError(f"{where}: yarn reaches beyond position {MAX_POSITION}")
     return rope

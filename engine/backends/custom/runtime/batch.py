@@ -29,6 +29,8 @@ from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.tokens import packed
 
 NEGATIVE_INFINITY = float("-inf")
+NEGLIGIBLE = 1e-30
+MAX_INT32 = 2**31 - 1
 
 
 class BatchBuilder:
@@ -198,9 +200,11 @@ class BatchBuilder:
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
+        # What is next to nothing is nothing in some sampler: logits over it would be infinite, and
+        # no token would be likely enough.
+        self._temperature[slot] = params.temperature if params.temperature > NEGLIGIBLE else 0.0
+        self._top_k[slot] = min(params.top_k, MAX_INT32)
+        self._top_p[slot] = max(params.top_p, NEGLIGIBLE)
         self._min_p[slot] = params.min_p
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
