@@ -66,9 +66,9 @@ async def test_every_route_needs_the_key(app: FastAPI, client: httpx.AsyncClient
         for method in METHODS:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": ""}):
                 response = await client.request(method, path, headers=headers)
-                if path in OPEN_WITHOUT_KEY and method == registered:
+                if path in OPEN_WITHOUT_KEY and (method, path) in routes:
                     assert response.status_code == 200
-                    assert list(response.json()) == ["status"]
+                    assert method == "HEAD" or list(response.json()) == ["status"]
                 else:
                     assert response.status_code in (401, 405), (method, path)
         if path not in OPEN_WITHOUT_KEY:
