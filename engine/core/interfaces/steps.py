@@ -1,6 +1,6 @@
 """How many steps an engine has made, by their time and by their size.
 
-The engine counts every one; what a frontend asks for now and then are the counts.
+The engine counts every one and tells the counts, as a frontend sees only some of the steps.
 """
 
 from bisect import bisect_left

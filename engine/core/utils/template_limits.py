@@ -15,8 +15,8 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 
 MAX_CPU_SECONDS = 0.25
-# What a request's body may hold: whether a prompt is too long for a model is not for its template
-# to say.
+# What a request's body may hold, unless `server.body_limit_mb` was raised: whether a prompt is too
+# long for a model is not for its template to say.
 MAX_OUTPUT_CHARS = 1 << 23
 _MAX_STRING_CHARS = 1 << 23
 _MAX_EMITTED_CHARS = 1 << 25  # through every buffer, macro and block on the way to the output
