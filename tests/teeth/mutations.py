@@ -2,6 +2,7 @@
 
 from tests.teeth.edge_mutations import EDGE
 from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
+from tests.teeth.rooms import all_rooms
 
 RUNTIME = "engine.backends.custom.runtime"
 
@@ -383,4 +384,4 @@ GUARDS = [
     ),
 ]
 
-MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE}
+MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE + all_rooms()}
