@@ -38,10 +38,10 @@ from benchmarks.accuracy_text import passages, read_text, windows
 from benchmarks.machine import machine, machine_line
 from benchmarks.process import exit_on_sigterm
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.utils.catalogue import DEFAULT_MODEL
-from engine.core.utils.model_store import resolve_model
-from engine.core.utils.pull import pull
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.store.catalogue import DEFAULT_MODEL
+from engine.core.store.model_store import resolve_model
+from engine.core.store.pull import pull
+from engine.core.text.tokenizer import Tokenizer
 
 BAR = 0.5  # percent
 

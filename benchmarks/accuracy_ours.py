@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.accuracy_text import WINDOW
 from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from tests.parity.seam_driver import SeamDriver
 

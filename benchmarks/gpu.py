@@ -23,9 +23,9 @@ from benchmarks.gpu_roof import H200, roof_seconds
 from benchmarks.gpu_start import measure_starts
 from benchmarks.gpu_workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
-from engine.backends.custom.driver import Run
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.worker import keep_all
+from engine.backends.custom.tools.driver import Run
+from engine.backends.custom.worker.main import keep_all
 
 START = "start"
 WIDTH = 160  # the table's, also where no terminal says

@@ -10,10 +10,8 @@ import time
 
 import numpy as np
 
-from engine.backends.custom import worker
-from engine.backends.custom.memory import MemoryPlan
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
     RunnerConfig,
     RunnerSpec,
@@ -21,6 +19,8 @@ from engine.backends.custom.runtime.seam import (
     StepOutput,
 )
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker import main as worker
+from engine.backends.custom.worker.memory import MemoryPlan
 
 VOCAB_SIZE = 49_152
 FIRST_TOKEN, NUM_TOKENS = 1_000, 5_000  # whole words in any vocabulary of that size

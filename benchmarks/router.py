@@ -50,7 +50,7 @@ MIN_THROUGHPUT_RATIO = 0.95
 MAX_RECOMPUTED_RATIO = 0.6
 MAX_END_S = 5.0
 MAX_RETURN_S = 300  # some engines take minutes to load
-LAUNCHER = "engine.backends.launcher"
+LAUNCHER = "engine.backends.external.launcher"
 NUM_STREAMS = 32
 
 

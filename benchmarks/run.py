@@ -43,9 +43,9 @@ from benchmarks.report import Results, bars_table, complaints, remarks, whole_ru
 from benchmarks.scenarios import SCENARIOS, Measurement, Scenario
 from benchmarks.starts import Say, cold_figures, cold_starts, live_servers
 from engine.core.errors import EngineError
-from engine.core.utils.catalogue import DEFAULT_MODEL
-from engine.core.utils.model_store import resolve_model
-from engine.core.utils.pull import pull
+from engine.core.store.catalogue import DEFAULT_MODEL
+from engine.core.store.model_store import resolve_model
+from engine.core.store.pull import pull
 
 WAVES = 4  # requests of `conc`, in units of its concurrency
 LATENCY_CONCURRENCY, LATENCY_REQUESTS = 8, 64  # a p99 over fewer is close to the slowest request

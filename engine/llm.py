@@ -33,8 +33,8 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import EngineStats, SamplingParams
+from engine.servers.http.sse import DONE
 from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
-from engine.servers.sse import DONE
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CANCEL_GRACE_S = 5.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.utils.pull import pull
+from engine.core.store.pull import pull
 from tests.served import ServedEngine, serve
 
 # Read once, when PyTorch is first imported: threads that spin starve whatever shares the cores.

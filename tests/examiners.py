@@ -1,4 +1,4 @@
-"""What a hostile file might make a parser do, as examiners of `engine.core.utils.examination`."""
+"""What a hostile file might make a parser do, as examiners of `engine.core.sandbox.examination`."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from engine.core.errors import ModelError
-from engine.core.utils.examination import MAX_OUTPUT_BYTES
+from engine.core.sandbox.examination import MAX_OUTPUT_BYTES
 
 
 def nothing(path: Path) -> None:

@@ -20,7 +20,7 @@ from engine.core.observability.metrics import Metrics
 from engine.core.utils.listening import address_of, bind_probes, bind_socket
 from engine.servers.app import create_app
 from engine.servers.run import HttpServer
-from engine.servers.services import Services
+from engine.servers.serving.services import Services
 from tests.fake_backend import MODEL, FakeBackend
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
 from engine.backends.custom.runtime.radix_cache import Node
-from engine.backends.custom.runtime.rows import ScheduledBatch
 from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
-from engine.backends.custom.runtime.seam import NULL_BLOCK, BatchInputs
+from engine.backends.custom.runtime.sequence import ScheduledBatch
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
 
 

@@ -5,10 +5,10 @@ letters. The engine runs in a thread, or in a process that can be killed.
 from types import SimpleNamespace
 
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.link import EngineLink
+from engine.backends.custom.frontend.engine_client import EngineClient, InlineClient, ProcessClient
+from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.text_model import TextModel
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.client import EngineClient, InlineClient, ProcessClient
-from engine.backends.custom.text import TextModel
 from engine.backends.process import RestartPolicy
 from engine.core.parsing.output import OutputFormat
 from tests.toy_runner import VOCAB

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     DRAW,
     FROM_DEVICE,
     NULL_BLOCK,

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.backends.custom import worker
-from engine.backends.custom.memory import MemoryPlan
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime import loop
-from engine.backends.custom.runtime.seam import RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.model_runner import RunnerConfig, RunnerSpec
+from engine.backends.custom.worker import main as worker
+from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.errors import ResourceError
 from tests.toy_runner import CRASH_TOKEN, VOCAB, ToyCrash, ToyRunner
 

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from benchmarks.hf_checkpoint import convert
-from engine.core.utils.model_store import resolve_model
+from engine.core.store.model_store import resolve_model
 
 VERSION = "0.32.0"
 TORCH = "2.13.0"

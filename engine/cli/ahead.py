@@ -7,7 +7,7 @@ what it needs; both get ready side by side.
 import os
 from collections.abc import Sequence
 
-from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.backends.custom.ipc.engine_process import EngineProcess
 
 _waiting: list[EngineProcess] = []
 

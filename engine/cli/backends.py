@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.console import BackendOption, ConfigOption, ModelArgument, load_cli_settings
-from engine.cli.serve_options import OptionsOption, parse_options
+from engine.cli.serve import OptionsOption, parse_options
 
 if TYPE_CHECKING:
     from engine.backends.base import InferenceBackend
@@ -34,7 +34,7 @@ def argv(
     config: ConfigOption = None,
 ) -> None:
     """Print the command that `engine serve` would start for each external engine."""
-    from engine.backends.served_child import ServedBackend
+    from engine.backends.external.served_child import ServedBackend
     from engine.core.errors import ConfigError
 
     flags = {

@@ -36,7 +36,7 @@ def convert(
     """Convert a model, with its tokenizer and chat template. Prints what was written."""
     from engine.backends.custom.conversion.convert import convert as convert_model
     from engine.cli.pull_progress import TerminalProgress
-    from engine.core.utils.model_store import resolve_model
+    from engine.core.store.model_store import resolve_model
 
     path = Path(source)
     if not path.exists():

@@ -166,7 +166,7 @@ def _kernels() -> list[Finding]:
 
 
 def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
-    from engine.core.utils.catalogue import CATALOGUE, DEFAULT_MODEL
+    from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 
     *lesser, best = speed["instruction_sets"]
     versions = f"{best}; also here: {', '.join(lesser)}" if lesser else best
@@ -238,7 +238,7 @@ def _native_backend() -> Finding:
 
 
 def _settings_and_model(config: Path | None) -> list[Finding]:
-    from engine.core.utils.model_store import resolve_model, store_directory
+    from engine.core.store.model_store import resolve_model, store_directory
 
     store = store_directory()
     existing = next(each for each in (store, *store.parents) if each.exists())

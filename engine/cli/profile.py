@@ -1,8 +1,11 @@
 """`engine profile`: where a model's time goes, kernel by kernel and on the way to a first token."""
 
+import json
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,12 +16,17 @@ from engine.cli.console import (
     DtypeOption,
     JsonOption,
     load_cli_settings,
+    output,
 )
 from engine.core.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from engine.backends.custom.options import EngineOptions
+    from engine.backends.custom.tools.profiling import FirstToken, Profile
     from engine.backends.custom.weights.model import ModelSource
+
 
 PROMPT_TOKENS = 512  # unless the user says
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and nobody asked it why. "
@@ -51,7 +59,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Run a model and show where its time goes."""
-    from engine.backends.custom.profiling import profile_model
+    from engine.backends.custom.tools.profiling import profile_model
 
     if prompt is not None and (prompt_tokens is not None or load_format == "dummy"):
         raise ConfigError(
@@ -73,7 +81,6 @@ def profile(
                 f"{room + tokens:,}; lower --prompt-tokens or --tokens"
             )
         found = profile_model(source, options, [ids] * requests, tokens, tokenize_s, trace)
-    from engine.cli.profile_report import print_profile, profile_json
 
     if as_json:
         print(profile_json(str(source.path), options.framework, found))
@@ -84,7 +91,7 @@ def profile(
 def _open(model: str, load_format: str) -> "ModelSource":
     from engine.backends.custom.weights.model import open_model
     from engine.backends.custom.weights.random import open_random
-    from engine.core.utils.model_store import resolve_model
+    from engine.core.store.model_store import resolve_model
 
     path = resolve_model(model)
     if load_format == "auto":
@@ -135,7 +142,7 @@ def _tokenized(
     """The prompt's ids, and the seconds it took to find them. The default is cut to what fits."""
     import time
 
-    from engine.backends.custom.text import load_text
+    from engine.backends.custom.frontend.text_model import load_text
 
     text = load_text(source.path)
     made_up: tuple[int, ...] | None = None
@@ -150,3 +157,92 @@ def _tokenized(
     if not found:
         raise InvalidRequestError("the prompt is empty; give it some text", param="prompt")
     return made_up or found, tokenize_s
+
+
+_NAME_WIDTH = 64
+
+
+def profile_json(path: str, backend: str, found: "Profile") -> str:
+    facts = asdict(found)
+    facts["first_token"]["total_s"] = found.first_token.total_s
+    facts["kernels_s"] = sum(kernel.seconds for kernel in found.kernels)
+    return json.dumps({"path": path, "backend": backend, **facts}, indent=2)
+
+
+def print_profile(
+    path: str, backend: str, found: "Profile", requests: int, top: int, trace: Path | None
+) -> None:
+    console = output()
+    prompt, new = found.num_prompt_tokens // requests, found.num_new_tokens // requests
+    lines = [
+        f"{path}: {backend} on {found.device}, {found.dtype}",
+        f"{requests} x {prompt:,} tokens in, {new:,} out: {found.seconds:.3f} s, "
+        f"{found.num_new_tokens / found.seconds:,.0f} new tokens/s, {found.num_steps:,} steps",
+        *_host(found),
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print("", _first_token_table(found.first_token), "")
+    if found.kernels:
+        console.print(_kernel_table(found, top))
+    else:
+        console.print("PyTorch's profiler saw no kernel: CUPTI is missing, or may not be used here")
+    if trace is not None:
+        console.print(f"Trace: {trace}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _host(found: "Profile") -> Iterator[str]:
+    """Where the device works beside the host: how much of each step the host is busy itself."""
+    if found.device != "cpu":
+        step_ms = 1e3 * found.seconds / found.num_steps
+        host_ms = 1e3 * found.host_s / found.num_steps
+        busy = sum(kernel.seconds for kernel in found.kernels) / found.recorded_s
+        yield f"A step takes {step_ms:.3f} ms, the host's own work in it {host_ms:.3f} ms"
+        yield f"Kernels ran in {busy:.0%} of the recorded time"
+
+
+def _first_token_table(first: "FirstToken") -> "Table":
+    total = first.total_s
+    parts = {
+        "tokenize": first.tokenize_s,
+        "queue": first.queue_s,
+        "prefill": first.prefill_s,
+        "first sample": first.first_sample_s,
+        "total": total,
+    }
+    table = _table("time to first token", "ms", "share")
+    for name, seconds in parts.items():
+        if seconds is not None:
+            table.add_row(name, f"{1e3 * seconds:.3f}", f"{seconds / total:.1%}")
+    return table
+
+
+def _kernel_table(found: "Profile", top: int) -> "Table":
+    total = sum(kernel.seconds for kernel in found.kernels)
+    table = _table("kernel", "calls", "ms", "share", "us each")
+
+    def add(name: str, calls: int, seconds: float) -> None:
+        row: tuple[Any, ...] = (f"{calls:,}", f"{1e3 * seconds:.3f}", f"{seconds / total:.1%}")
+        table.add_row(_short(name), *row, f"{1e6 * seconds / calls:.1f}")
+
+    for kernel in found.kernels[:top]:
+        add(kernel.name, kernel.calls, kernel.seconds)
+    rest = found.kernels[top:]
+    if rest:
+        calls = sum(kernel.calls for kernel in rest)
+        add(f"{len(rest)} others", calls, sum(kernel.seconds for kernel in rest))
+    return table
+
+
+def _table(first: str, *columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(first, box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _short(name: str) -> str:
+    """Template arguments make names of many lines."""
+    return name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 3]}..."

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.core.config_schema import LimitsSettings
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
-from engine.core.utils.private_files import ForeignFileError, open_private, write_private
+from engine.core.sandbox.private_files import ForeignFileError, open_private, write_private
 
 KEY_BYTES = 32
 KEY_PREFIX = "ek-"

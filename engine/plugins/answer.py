@@ -28,7 +28,6 @@ from engine.core.interfaces.plugin import PluginRequest, PluginResponse
 from engine.plugins.channel import PlacedToken, TokenPlacer
 from engine.plugins.filtering import FilterStage, shown
 from engine.plugins.host import PluginFailedError, PluginHost
-from engine.plugins.inbox import Inbox
 from engine.plugins.views import (
     Request,
     ResponseBuilder,
@@ -37,6 +36,31 @@ from engine.plugins.views import (
     mistake_in,
     view_of,
 )
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._wake = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    def close(self) -> None:
+        """There will be no more."""
+        self._is_closed = True
+        self._wake.set()
+
+    async def take(self) -> list[Event]:
+        """All that has come; empty at the end."""
+        while not self._events and not self._is_closed:
+            self._wake.clear()
+            await self._wake.wait()
+        taken, self._events = self._events, []
+        return taken
+
 
 TextRequest = ChatRequest | CompletionRequest
 

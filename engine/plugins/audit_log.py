@@ -17,7 +17,7 @@ import msgspec
 
 from engine.core.errors import ConfigError
 from engine.core.interfaces.plugin import InferencePlugin, PluginRequest, PluginResponse
-from engine.core.utils.private_files import ForeignFileError, append_whole
+from engine.core.sandbox.private_files import ForeignFileError, append_whole
 
 
 class AuditOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

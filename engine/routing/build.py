@@ -12,7 +12,7 @@ from engine.backends.factory import make_backend
 from engine.core.config_schema import NamedTables, Settings
 from engine.core.config_tables import BackendTable, ModelTable, backends_of
 from engine.core.errors import ConfigError, EngineError
-from engine.core.utils.model_store import resolve_model
+from engine.core.store.model_store import resolve_model
 from engine.routing.metrics import RouterMetrics
 from engine.routing.on_demand import OnDemand, Residency
 from engine.routing.policies import make_policy
@@ -180,8 +180,8 @@ def _shadow(
     wanted = {model_id: t.shadow for model_id, t in tables.models.items() if t.shadow is not None}
     if not wanted:
         return None
+    from engine.routing.metrics import ShadowMetrics
     from engine.routing.shadow import Shadow, ShadowRoute  # few servers have any
-    from engine.routing.shadow_metrics import ShadowMetrics
 
     routes = [
         ShadowRoute(

@@ -15,7 +15,7 @@ from engine.backends.base import BackendHolder, InferenceBackend
 from engine.backends.custom.engine_settings import backend_name, has_engine
 from engine.core.config_schema import Settings
 from engine.core.errors import ConflictError, NotFoundError
-from engine.core.utils.model_store import resolve_model
+from engine.core.store.model_store import resolve_model
 from engine.routing.build import EngineShare, expected_bytes, make_residency, on_demand
 from engine.routing.metrics import RouterMetrics
 from engine.routing.on_demand import OnDemand, Residency

@@ -3,8 +3,9 @@ that a client sent.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -86,3 +87,58 @@ def _outcome(error: EngineError | None) -> str:
     if isinstance(error, RateLimitError):
         return "busy"
     return "refused" if isinstance(error, InvalidRequestError) else "error"
+
+
+Outcome = Literal[
+    "identical",  # the same answer, word for word
+    "different",
+    "sampled",  # an answer; being drawn at random, it says nothing about the other one
+    "error",
+    "unsupported",  # the request has a parameter that the backend lacks
+    "unavailable",  # the backend was not ready
+    "dropped",  # more copies than the backend keeps up with
+]
+Difference = Literal["text", "finish_reason", "num_tokens"]
+
+_SHADOW_LABELS = ("model_name", "backend")
+_TOKENS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+
+
+class ShadowMetrics:
+    """Series for all models that have a shadow."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "engine_shadow_requests",
+            "Copies of requests, by what became of them",
+            (*_SHADOW_LABELS, "outcome"),
+            registry=registry,
+        )
+        self._differences = Counter(
+            "engine_shadow_differences",
+            "Greedy requests whose copy was answered otherwise, by what differs",
+            (*_SHADOW_LABELS, "kind"),
+            registry=registry,
+        )
+        self._positions = Histogram(
+            "engine_shadow_divergence_tokens",
+            "Tokens before the first difference between an answer and its copy's",
+            _SHADOW_LABELS,
+            buckets=_TOKENS,
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            "engine_shadow_in_flight", "Copies being answered", _SHADOW_LABELS, registry=registry
+        )
+
+    def in_flight(self, model: str, backend: str, count: int) -> None:
+        self._in_flight.labels(model, backend).set(count)
+
+    def ended(self, model: str, backend: str, outcome: Outcome) -> None:
+        self._requests.labels(model, backend, outcome).inc()
+
+    def differs(self, model: str, backend: str, kind: Difference) -> None:
+        self._differences.labels(model, backend, kind).inc()
+
+    def diverged(self, model: str, backend: str, position: int) -> None:
+        self._positions.labels(model, backend).observe(position)

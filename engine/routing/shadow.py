@@ -29,7 +29,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.routing.shadow_metrics import Difference, Outcome, ShadowMetrics
+from engine.routing.metrics import Difference, Outcome, ShadowMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -5,50 +5,99 @@ route. All layers are plain ASGI; Starlette's `BaseHTTPMiddleware` would hide a 
 from the route.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
 from engine.core.config_schema import Settings
 from engine.core.key_file import KeyLimits
 from engine.core.observability.metrics import Metrics
-from engine.servers.auth import Authenticator
-from engine.servers.errors import install_error_handlers
-from engine.servers.guard import BrowserGuard
-from engine.servers.keys import KeyRing
-from engine.servers.late_routes import LateGate, LateRoutes, add_routes
-from engine.servers.lifecycle import Lifecycle
-from engine.servers.quotas import AuthThrottle, Quotas
-from engine.servers.request_log import RequestLog
-from engine.servers.services import Services
-from engine.servers.watcher import EngineWatcher
+from engine.servers.access.auth import Authenticator, KeyRing
+from engine.servers.access.quotas import AuthThrottle, Quotas
+from engine.servers.http.errors import install_error_handlers
+from engine.servers.http.guard import BrowserGuard
+from engine.servers.http.request_log import RequestLog
+from engine.servers.serving.admission import Lifecycle
+from engine.servers.serving.services import Services
+from engine.servers.serving.watcher import EngineWatcher
+
+
+def add_routes(app: FastAPI, services: Services, target: str) -> None:
+    """Add the routes of a function, named as "module:function"."""
+    module, _, function = target.partition(":")
+    getattr(import_module(f"engine.servers.{module}"), function)(app, services)
+
+
+class LateRoutes:
+    def __init__(self, app: FastAPI, services: Services, targets: Sequence[str]) -> None:
+        self._app = app
+        self._services = services
+        self._targets = list(targets)
+        self._adding = asyncio.Lock()
+
+    async def add(self) -> None:
+        """Add what is left, and start the components that come with it."""
+        async with self._adding:
+            while self._targets:
+                target = self._targets[0]
+                module = target.partition(":")[0]
+                await asyncio.to_thread(import_module, f"engine.servers.{module}")
+                known = len(self._services.components)
+                add_routes(self._app, self._services, target)
+                for component in self._services.components[known:]:
+                    await component.start()
+                self._targets.pop(0)
+
+    def may_want(self, scope: Scope) -> bool:
+        """No route that is there already matches the request."""
+        if not self._targets or scope["type"] != "http":
+            return False
+        return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
+
+
+class LateGate:
+    """Lets a request wait for routes that are not there yet."""
+
+    def __init__(self, app: ASGIApp, late: LateRoutes) -> None:
+        self._app = app
+        self._late = late
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._late.may_want(scope):
+            await self._late.add()
+        await self._app(scope, receive, send)
+
 
 # Functions that add routes, in modules below engine.servers.
 EARLY = (
     "openai.chat:add_chat_routes",
     "openai.completions:add_completions_routes",
     "openai.models:add_models_routes",
-    "health:add_health_routes",
+    "ops.probes:add_health_routes",
 )
-METRICS = "health:add_metrics_routes"
+METRICS = "ops.probes:add_metrics_routes"
 LATE = (
     "openai.models:add_model_routes",
     "responses.routes:add_responses_routes",
     "openai.embeddings:add_embeddings_routes",
     "openai.rerank:add_rerank_routes",
     "anthropic.routes:add_anthropic_routes",
-    "tokenize:add_tokenize_routes",
+    "openai.tokenize:add_tokenize_routes",
     "openai.capabilities:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
-    "generate:add_generate_routes",
-    "admin:add_admin_routes",
-    "admin_models:add_admin_models_routes",
-    "admin_control:add_admin_control_routes",
-    "plugins:add_plugins_routes",
-    "openapi:add_openapi_routes",
+    "openai.generate:add_generate_routes",
+    "ops.admin:add_admin_routes",
+    "ops.admin_models:add_admin_models_routes",
+    "ops.admin_control:add_admin_control_routes",
+    "ops.admin_control:add_plugins_routes",
+    "openai.openapi:add_openapi_routes",
 )
 
 # What SDKs read of an answer, which a browser hides from a page of another origin otherwise.
@@ -84,7 +133,7 @@ def create_app(
     if keys.entries or not KeyLimits().over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:
-        from engine.servers.warming import WarmStart  # few servers have such a file
+        from engine.servers.ops.warming import WarmStart  # few servers have such a file
 
         services.components.append(WarmStart(services, settings.cache.warm_file))
     throttle = AuthThrottle(settings.limits.auth_failures_per_minute)

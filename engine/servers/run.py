@@ -8,6 +8,7 @@ ends everything now.
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
@@ -15,11 +16,45 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from engine.servers.late_routes import LateRoutes
-from engine.servers.probes import ProbeServer
-from engine.servers.protocol import http_server, raise_file_limit
-from engine.servers.services import Services
-from engine.servers.systemd import ServiceManager
+from engine.servers.app import LateRoutes
+from engine.servers.http.protocol import http_server, raise_file_limit
+from engine.servers.ops.probes import ProbeServer
+from engine.servers.serving.services import Services
+
+
+class ServiceManager:
+    """`socket_path` and `watchdog_s` as systemd gives them; without a path nobody is told."""
+
+    def __init__(self, socket_path: str | None, watchdog_s: float | None = None) -> None:
+        self._path = socket_path
+        self._watchdog_s = watchdog_s
+
+    @classmethod
+    def from_environment(cls) -> "ServiceManager":
+        """Not for children: what they would say is not this server's."""
+        path, limit = os.environ.pop("NOTIFY_SOCKET", None), os.environ.pop("WATCHDOG_USEC", "")
+        watched = os.environ.pop("WATCHDOG_PID", None) in (None, str(os.getpid()))
+        return cls(path, int(limit) / 1e6 if limit.isdecimal() and watched else None)
+
+    def tell(self, state: str) -> None:
+        """A manager that does not listen is no reason to stop."""
+        if not self._path:
+            return
+        address = "\0" + self._path[1:] if self._path.startswith("@") else self._path
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            try:
+                sock.sendto(state.encode(), address)
+            except OSError:
+                return
+
+    async def watch(self, is_well: Callable[[], bool]) -> None:
+        """Until cancelled: two signs of life in the time for one."""
+        while self._path and self._watchdog_s:
+            if is_well():
+                self.tell("WATCHDOG=1")
+            await asyncio.sleep(self._watchdog_s / 2)
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +131,7 @@ class HttpServer:
         self._reloading = asyncio.create_task(self._reload())
 
     async def _reload(self) -> None:
-        from engine.servers.live import reload_settings
+        from engine.servers.ops.reload import reload_settings
 
         await reload_settings(self._services, "SIGHUP")
 

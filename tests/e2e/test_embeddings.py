@@ -9,7 +9,7 @@ import openai
 import pytest
 from langchain_openai import OpenAIEmbeddings
 
-from engine.core.utils.pull import pull
+from engine.core.store.pull import pull
 from tests.served import ServedEngine, serve
 
 MODEL = "all-minilm-l6-v2"

@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 
-from engine.backends.served_child import ServedBackend
+from engine.backends.external.served_child import ServedBackend
 from engine.backends.sglang import SGLangBackend, SGLangConfig
 from engine.backends.vllm import VLLMBackend, VLLMConfig
 from tests.live_server import LiveServer, make_settings, wait_until

@@ -10,7 +10,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels import attention_triton
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.runtime.seam import BatchInputs
+from engine.backends.custom.runtime.model_runner import BatchInputs
 
 BLOCK_SIZE = 8
 TOLERANCE = 2e-5

@@ -14,7 +14,7 @@ from engine.backends.custom.frameworks.torch.execution.device_sampler import Kin
 from engine.backends.custom.frameworks.torch.kernels import attention_triton, skinny
 from engine.backends.custom.frameworks.torch.models import base
 from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
 from tests.parity.seam_driver import SeamDriver, Track, sampling_inputs

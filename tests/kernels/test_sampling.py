@@ -10,8 +10,8 @@ from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, TINY
 from engine.backends.custom.frameworks.torch.kernels.sampling import draw
-from engine.backends.custom.runtime.noise import row_keys, token_words
-from engine.backends.custom.runtime.seam import SamplingInputs
+from engine.backends.custom.runtime.host_sampler import row_keys, token_words
+from engine.backends.custom.runtime.model_runner import SamplingInputs
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40
 

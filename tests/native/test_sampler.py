@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
-from engine.backends.custom.runtime.noise import token_words
-from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
+from engine.backends.custom.runtime.host_sampler import token_words
+from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
 from tests.parity.seam_driver import sampling_inputs
 
 INFINITY = float("inf")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity.seam_driver import SeamDriver
 

@@ -13,9 +13,9 @@ from benchmarks.accuracy_ours import FLOAT, perplexity, running
 from benchmarks.accuracy_text import read_text, windows
 from engine.backends.custom.conversion.convert import convert
 from engine.backends.custom.frameworks.native.execution.build import build_runner
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests import tokenizer_files
 from tests.parity import tiny_models
 from tests.parity.seam_driver import SeamDriver

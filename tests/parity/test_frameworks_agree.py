@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.driver import DrivenEngine
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.tools.driver import DrivenEngine
 from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenLogprobs
 
@@ -23,7 +23,7 @@ Answer = list[tuple[int, TokenLogprobs]]
 
 
 def prompts(model: Path) -> list[tuple[int, ...]]:
-    text = import_module("engine.backends.custom.text").load_text(model)
+    text = import_module("engine.backends.custom.frontend.text_model").load_text(model)
     ids = text.encode_prompt(TEXT.read_text(encoding="utf-8"))
     return [tuple(ids[start : start + 20 + start % 37]) for start in range(0, 61 * NUM_PROMPTS, 61)]
 

@@ -25,7 +25,7 @@ from engine.backends.custom.frameworks.jax.execution.build import build_runner
 from engine.backends.custom.frameworks.jax.execution.step import forward
 from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import jax_generation, tiny_models

@@ -29,7 +29,7 @@ from benchmarks.accuracy_ours import (
 from benchmarks.accuracy_text import MIN_WORDS, WINDOW, WINDOWS, passages, read_text, windows
 from engine.backends.custom.frameworks.native.execution.build import kernels
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 
 OF_LLAMA_CPP = 19.2726
 RECORDED = {

@@ -20,9 +20,14 @@ from engine.backends.custom.ir.families import build_graph
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
-from engine.backends.custom.runtime.seam import BatchInputs, RunnerConfig, RunnerSpec, StepOutput
+from engine.backends.custom.runtime.model_runner import (
+    BatchInputs,
+    RunnerConfig,
+    RunnerSpec,
+    StepOutput,
+)
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests.ir_driver import Driver, new_state
 from tests.parity.seam_driver import SeamDriver, Track
 

@@ -16,9 +16,9 @@ from engine.backends.custom.frameworks.native.execution.build import (
 )
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests.parity.seam_driver import SeamDriver
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"

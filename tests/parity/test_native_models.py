@@ -11,7 +11,7 @@ import torch
 
 from engine.backends.custom.frameworks.native.execution.build import build_runner
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ConfigError
 from tests.parity import tiny_models

@@ -7,10 +7,10 @@ from tempfile import mkdtemp
 
 import torch
 
-from engine.backends.custom.runner_conformance import RunnerConformance
-from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
+from tests.runner_conformance import RunnerConformance
 
 NAN_TOKEN = 50  # not among the values that opening a model looks at
 

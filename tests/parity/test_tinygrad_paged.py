@@ -10,7 +10,7 @@ import torch
 from tinygrad import Tensor, Variable
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.backends.custom.frameworks.tinygrad.execution import device
+from engine.backends.custom.frameworks.tinygrad.execution import build as device
 from engine.backends.custom.frameworks.tinygrad.execution.build import build_runner
 from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
     Pages,
@@ -18,7 +18,7 @@ from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
     attend,
     write,
 )
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import tiny_models

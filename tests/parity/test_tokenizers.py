@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from engine.core.utils.chat_template import ChatTemplate
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.chat_template import ChatTemplate
+from engine.core.text.tokenizer import Tokenizer
 from tests.tokenizer_files import (
     CORPUS,
     byte_level_engine,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests.tokenizer_files import read_gguf
 
 CACHE = Path.home() / ".cache" / "engine" / "tests"

@@ -19,8 +19,8 @@ from engine.backends.custom.frameworks.torch.execution.encoder import (
 )
 from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
 from engine.backends.custom.weights.model import open_model
-from engine.core.utils.pull import pull
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.store.pull import pull
+from engine.core.text.tokenizer import Tokenizer
 from tests.parity.test_tokenizers import TEXTS
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.seam import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
 from tests.parity import tiny_models

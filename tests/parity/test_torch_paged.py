@@ -9,7 +9,7 @@ import torch
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.seam_driver import SeamDriver, Track

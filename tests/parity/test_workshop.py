@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from engine.backends.custom.conversion.convert import open_source
-from engine.backends.custom.inspection import first_layers, frameworks, layer_outputs
+from engine.backends.custom.tools.inspection import first_layers, frameworks, layer_outputs
 from engine.backends.custom.weights.model import open_model
 from engine.cli.dev import SCRIPTS
 from engine.cli.main import app
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from engine.scripts.dev import (
     benchmark_layers,
     finetune_tiny,

@@ -23,10 +23,10 @@ from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.rows import ScheduledBatch
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.seam import ModelRunner, RunnerSpec
+from engine.backends.custom.runtime.sequence import ScheduledBatch
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import (
@@ -148,10 +148,10 @@ def toy_model(rng: random.Random) -> Model:
 def native_model(rng: random.Random) -> Model:
     """The default model on our own kernels; alone is an engine of its own with all the room."""
     from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
-    from engine.backends.custom.runtime.seam import RunnerConfig
+    from engine.backends.custom.runtime.model_runner import RunnerConfig
     from engine.backends.custom.weights.model import open_model
-    from engine.core.utils.pull import pull
-    from engine.core.utils.tokenizer import Tokenizer
+    from engine.core.store.pull import pull
+    from engine.core.text.tokenizer import Tokenizer
 
     source = open_model(pull("smollm2-135m-instruct"))
     ids = Tokenizer.from_gguf(source.metadata).encode(TEXT.read_text(encoding="ascii")[:4000])

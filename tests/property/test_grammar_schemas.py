@@ -20,7 +20,7 @@ import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from engine.backends.custom.text import load_text
+from engine.backends.custom.frontend.text_model import load_text
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.grammar.limits import parser_limits

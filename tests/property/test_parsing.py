@@ -7,14 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.generic_json import GenericJsonFormat
-from engine.core.parsing.hermes import HermesFormat
+from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
 from engine.core.parsing.json_scanner import JsonScanner, is_object
-from engine.core.parsing.llama3 import Llama3Format
-from engine.core.parsing.mistral import MistralFormat
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.output import OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, ToolCallPiece
-from engine.core.parsing.reasoning import ReasoningFormat
 
 # Neither how long an example takes nor how long it takes to make says anything on a busy machine.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.backends.custom.runtime.tokens import packed
+from engine.backends.custom.runtime.sequence import packed
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import Abort, Control

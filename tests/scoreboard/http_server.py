@@ -19,7 +19,7 @@ from typing import Any
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.frameworks.backends import NativeBackend
 from engine.core.errors import ModelFormatError
-from engine.core.utils.chat_template import ChatTemplate
+from engine.core.text.chat_template import ChatTemplate
 from tests.conftest import DEFAULT_MODEL
 from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, make_settings, wait_until

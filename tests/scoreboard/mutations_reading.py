@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from engine.backends.custom.text import parse_text
+from engine.backends.custom.frontend.text_model import parse_text
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import InvalidRequestError
 

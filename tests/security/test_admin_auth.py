@@ -10,9 +10,9 @@ import pytest
 from fastapi import FastAPI
 
 from engine.core.observability.metrics import Metrics
+from engine.servers.access.auth import ADMIN_PATH
 from engine.servers.app import create_app
-from engine.servers.auth import ADMIN_PATH
-from engine.servers.openapi import BODIES, FORMS, api_routes
+from engine.servers.openai.openapi import BODIES, FORMS, api_routes
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, live_server, make_settings
 

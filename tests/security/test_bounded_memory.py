@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from engine.core.observability.metrics import Metrics
-from engine.servers import windows
+from engine.servers.access import rate_windows as windows
 from engine.servers.app import create_app
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings

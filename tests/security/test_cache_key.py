@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.tokens import packed
+from engine.backends.custom.runtime.sequence import packed
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
-from engine.servers import services
+from engine.servers.serving import services
 from tests.toy_engine import ToyEngine
 
 SIZE = 4

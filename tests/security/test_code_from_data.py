@@ -28,24 +28,24 @@ IMPORTERS = {
     "backends/custom/frameworks/lazy.py",
     "backends/custom/frameworks/native/execution/build.py",
     "backends/custom/frameworks/torch/kernels/base.py",
-    "backends/custom/inspection.py",
+    "backends/custom/tools/inspection.py",
     "backends/custom/ir/families/__init__.py",
-    "backends/custom/profiling.py",
-    "backends/custom/runtime/client.py",
-    "backends/custom/worker.py",
+    "backends/custom/tools/profiling.py",
+    "backends/custom/frontend/engine_client.py",
+    "backends/custom/worker/main.py",
     "core/registry/registry.py",
-    "core/utils/examination_child.py",
-    "servers/late_routes.py",
-    "servers/windows.py",
+    "core/sandbox/examination_child.py",
+    "servers/access/rate_windows.py",
+    "servers/app.py",
 }
 # Who calls a library of C directly: the system's, and NVIDIA's.
 CTYPES_USERS = {
-    "backends/custom/frameworks/tinygrad/execution/device.py",
+    "backends/custom/frameworks/tinygrad/execution/build.py",
     "backends/custom/frameworks/torch/kernels/cuda/attention.py",
     "backends/custom/frameworks/torch/kernels/cuda/gated_linear.py",
     "backends/custom/frameworks/torch/kernels/cuda/library.py",
-    "core/utils/examination_child.py",
-    "core/utils/processes.py",
+    "core/sandbox/examination_child.py",
+    "core/sandbox/processes.py",
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

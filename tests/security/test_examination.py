@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from engine.backends.custom.engine_settings import EXAMINER
-from engine.backends.custom.runtime.engine_process import EngineProcess
-from engine.backends.custom.runtime.transport import ConnectionClosedError
+from engine.backends.custom.ipc.engine_process import EngineProcess
+from engine.backends.custom.ipc.transport import ConnectionClosedError
 from engine.core.errors import ModelError, ModelFormatError
-from engine.core.utils import examination
-from engine.core.utils.examination import Examination, Reading, Spawned, StartReading, examine
+from engine.core.sandbox import examination
+from engine.core.sandbox.examination import Examination, Reading, Spawned, StartReading, examine
 
 
 @pytest.fixture

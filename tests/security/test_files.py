@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from engine.core.observability.metrics import Metrics
+from engine.servers.access.auth import Principal
 from engine.servers.app import create_app
-from engine.servers.auth import Principal
 from engine.servers.batches.caller import Caller
 from engine.servers.files import form
-from engine.servers.files.names import content_disposition, safe_name
+from engine.servers.files.routes import content_disposition, safe_name
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings, wait_until
 

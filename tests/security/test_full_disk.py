@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.plugins.audit_log import AuditLog as AuditPlugin
-from engine.servers.audit import AuditLog
+from engine.servers.ops.audit import AuditLog
 from tests.plugin_hosts import a_chat, fed, running
 
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from engine.core.observability.metrics import Metrics
-from engine.servers import auth
+from engine.servers.access import auth
 from engine.servers.app import create_app
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings

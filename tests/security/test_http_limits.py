@@ -12,9 +12,9 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.observability.metrics import Metrics
-from engine.servers import limits, protocol
 from engine.servers.app import create_app
-from engine.servers.limits import MAX_DEPTH, check_depth, decode_object
+from engine.servers.http import limits, protocol
+from engine.servers.http.limits import MAX_DEPTH, check_depth, decode_object
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings, wait_until
 

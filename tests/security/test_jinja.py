@@ -8,9 +8,9 @@ import pytest
 
 import engine
 from engine.core.errors import EngineError, InvalidRequestError
-from engine.core.utils.chat_template import ChatTemplate
-from engine.core.utils.template_sandbox import TemplateProgram
-from engine.core.utils.tokenizer import SpecialTokens
+from engine.core.text.chat_template import ChatTemplate
+from engine.core.text.template_sandbox import TemplateProgram
+from engine.core.text.tokenizer import SpecialTokens
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -163,4 +163,4 @@ def test_jinja_is_imported_in_one_file() -> None:
                 names = [node.module or ""]
             if any(name.split(".")[0] == "jinja2" for name in names):
                 users.add(path.relative_to(root).as_posix())
-    assert users == {"core/utils/template_sandbox.py"}
+    assert users == {"core/text/template_sandbox.py"}

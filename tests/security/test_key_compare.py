@@ -12,10 +12,9 @@ import pytest
 from starlette.requests import Request
 
 from engine.core.key_file import add_key, read_keys
-from engine.servers import auth
-from engine.servers.auth import Authenticator, digest_of
-from engine.servers.keys import KeyRing
-from engine.servers.quotas import AuthThrottle
+from engine.servers.access import auth
+from engine.servers.access.auth import Authenticator, KeyRing, digest_of
+from engine.servers.access.quotas import AuthThrottle
 from tests.live_server import make_settings
 
 KEY = "correct-horse-battery-staple-0123"

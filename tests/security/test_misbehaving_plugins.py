@@ -165,7 +165,7 @@ async def test_a_sleeping_plugin_does_not_hold_up_the_loop(
 ) -> None:
     """Its thread sleeps for as long as it likes: other requests, and the end, don't wait for it."""
     monkeypatch.setattr("engine.plugins.host.CLOSE_S", 0.1)
-    monkeypatch.setattr("engine.plugins.thread.JOIN_S", 0.1)
+    monkeypatch.setattr("engine.plugins.host.JOIN_S", 0.1)
     release = threading.Event()
     plugin = Faulty("pre", lambda _: release.wait(60))
     made = plugged([plugin], timeout_s=0.5)

@@ -17,9 +17,9 @@ from engine.core.config_schema import SECTIONS, Settings
 from engine.core.errors import EngineError, InvalidRequestError
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.limits import decode_object
+from engine.servers.http.limits import decode_object
+from engine.servers.openai.openapi import BODIES
 from engine.servers.openai.schema import parse_body
-from engine.servers.openapi import BODIES
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.utils.chat_template import ChatTemplate
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.chat_template import ChatTemplate
+from engine.core.text.tokenizer import Tokenizer
 from tests.tokenizer_files import (
     CONTROL,
     TEMPLATE,

@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 
 from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.generic_json import GenericJsonFormat
-from engine.core.parsing.hermes import HermesFormat
+from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
 from engine.core.parsing.json_scanner import MAX_DEPTH, JsonScanner
-from engine.core.parsing.llama3 import Llama3Format
-from engine.core.parsing.mistral import MistralFormat
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.output import OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
-from engine.core.parsing.reasoning import ReasoningFormat
 
 NAMES = frozenset({"f", "get_weather"})
 FORMATS: dict[str, ToolFormat] = {

@@ -2,14 +2,14 @@
 
 from tests.teeth.mutation import Mutation
 
-AUTH = "engine.servers.auth"
-QUOTAS = "engine.servers.quotas"
-BODIES = "engine.servers.limits"
-GUARD = "engine.servers.guard"
+AUTH = "engine.servers.access.auth"
+QUOTAS = "engine.servers.access.quotas"
+BODIES = "engine.servers.http.limits"
+GUARD = "engine.servers.http.guard"
 PLUGIN = "engine.plugins.host"
-EXAMINATION = "engine.core.utils.examination"
-CHILD = "engine.core.utils.examination_child"
-SHARES = "engine.backends.custom.runtime.fairness"
+EXAMINATION = "engine.core.sandbox.examination"
+CHILD = "engine.core.sandbox.examination_child"
+SHARES = "engine.backends.custom.runtime.queue"
 
 AUTH_TESTS = "tests/security/test_http_auth.py"
 KEY_TESTS = "tests/security/test_keys.py"
@@ -64,7 +64,7 @@ KEYS = [
     ),
     Mutation(
         "SEC-31 all tenants are one",
-        "engine.servers.keys",
+        "engine.servers.access.auth",
         '(f"tenant\\n{entry.tenant_name}".encode())',
         '(b"tenant")',
         f"{KEY_TESTS}::test_tenants_are_owners_and_namespaces",
@@ -137,7 +137,7 @@ LIMITS = [
     ),
     Mutation(
         "SEC-20 a head may take for ever",
-        "engine.servers.protocol",
+        "engine.servers.http.protocol",
         "self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)",
         "self.loop.call_later(3600, self.transport.close)",
         f"{LIMIT_TESTS}::test_silent_and_slow_connections_are_closed",
@@ -181,7 +181,7 @@ PLUGINS = [
     ),
     Mutation(
         "FLT-23 a plugin may take for ever",
-        "engine.plugins.thread",
+        "engine.plugins.host",
         "        async with asyncio.timeout(timeout_s):\n",
         "        async with asyncio.timeout(None):\n",
         f"{PLUGIN_TESTS}::test_a_sleeping_plugin_does_not_hold_up_the_loop",
@@ -259,7 +259,7 @@ MODEL_FILES = [
 FAIR_SHARE = [
     Mutation(
         "FLT-04 a loop that does not turn is alive for ever",
-        "engine.servers.probes",
+        "engine.servers.ops.probes",
         "return time.monotonic() - self._noted.at > STUCK_AFTER_S",
         "return False",
         "tests/unit/test_probes.py::test_a_loop_that_does_not_turn_any_more_is_told",
@@ -290,14 +290,14 @@ FAIR_SHARE = [
 TEXTS = [
     Mutation(
         "SEC-15 a template may take for ever",
-        "engine.core.utils.template_limits",
+        "engine.core.text.template_limits",
         "            if left <= 0:\n",
         "            if False:\n",
         "tests/security/test_jinja.py::test_bombs_end_soon_and_small",
     ),
     Mutation(
         "SEC-05 control tokens in a client's text are control tokens",
-        "engine.core.utils.chat_template",
+        "engine.core.text.chat_template",
         "        if not self._mask:\n            return value\n",
         "        if value is not None:\n            return value\n",
         "tests/security/test_token_smuggling.py::test_content_cannot_close_its_turn",

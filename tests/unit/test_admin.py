@@ -15,10 +15,10 @@ from engine.cli.main import app as cli
 from engine.core.config_schema import Settings
 from engine.core.key_file import add_key, read_keys
 from engine.core.observability.metrics import Metrics
-from engine.servers import audit as audit_module
 from engine.servers.app import create_app
-from engine.servers.audit import AuditLog
-from engine.servers.live import reread
+from engine.servers.ops import audit as audit_module
+from engine.servers.ops.audit import AuditLog
+from engine.servers.ops.reload import reread
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings, wait_until
 

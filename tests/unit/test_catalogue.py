@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from engine.core.errors import NotFoundError
-from engine.core.utils.catalogue import CATALOGUE, DEFAULT_MODEL
-from engine.core.utils.model_store import (
+from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
+from engine.core.store.model_store import (
     ModelStore,
     StoredFile,
     StoredModel,

@@ -5,8 +5,8 @@ from datetime import datetime
 import pytest
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
-from engine.core.utils.chat_template import ChatTemplate
-from engine.core.utils.tokenizer import SpecialTokens
+from engine.core.text.chat_template import ChatTemplate
+from engine.core.text.tokenizer import SpecialTokens
 from tests.tokenizer_files import TEMPLATE
 
 SPECIALS = SpecialTokens({"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "<s>": 3})

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from engine.backends.child_logs import BURST_LINES, KEPT_LINES, MAX_LINE, ChildLog
+from engine.backends.external.child_logs import BURST_LINES, KEPT_LINES, MAX_LINE, ChildLog
 
 VLLM_DEATH = """\
 (APIServer pid=1) INFO 11-15 06:01:48 [api_utils.py:286] non-default args: {'model': 'x'}

@@ -18,12 +18,10 @@ from typer.testing import CliRunner
 from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frameworks.native.execution import build, timing
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.cli.graph_dot import graph_dot
-from engine.cli.graph_facts import Report, StepSize
-from engine.cli.graph_fold import BEFORE, by_nodes, fold
-from engine.cli.graph_report import describe_graph
-from engine.cli.graph_svg import graph_svg
-from engine.cli.graph_text import graph_text
+from engine.cli.graph.drawing import graph_dot, graph_svg
+from engine.cli.graph.facts import BEFORE, Report, StepSize, by_nodes, fold
+from engine.cli.graph.report import describe_graph
+from engine.cli.graph.text import graph_text
 from engine.cli.main import app
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf

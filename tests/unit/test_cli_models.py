@@ -16,8 +16,8 @@ from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import ModelSource
 from engine.cli.main import app
 from engine.cli.model_report import describe, human_bytes, print_report
-from engine.core.utils.catalogue import CATALOGUE, DEFAULT_MODEL
-from engine.core.utils.model_store import ModelStore, StoredFile, StoredModel
+from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
+from engine.core.store.model_store import ModelStore, StoredFile, StoredModel
 
 CONFIG = ModelConfig(
     family="llama",

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.gpu_workloads import SHAPES
-from engine.backends.custom.driver import DrivenEngine
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.tools.driver import DrivenEngine
 from engine.backends.custom.weights.random import open_random
 from engine.cli.main import app
 from engine.core.interfaces.request import GenerateRequest, SamplingParams

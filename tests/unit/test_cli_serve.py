@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from engine.backends.custom.app import Server
 from engine.cli.main import app
-from engine.cli.serve_options import parse_options
+from engine.cli.serve import parse_options
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.cli.top_data import Look, Metrics, frame_of, parse_metrics, quantile
-from engine.cli.top_view import as_view
+from engine.cli.ops.top import as_view
+from engine.cli.ops.top_data import Look, Metrics, frame_of, parse_metrics, quantile
 from tests.fake_backend import MODEL
 from tests.live_server import chat, live_server
 

@@ -17,7 +17,7 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ConfigError, EngineError, ModelFormatError
 from engine.core.registry.model_registry import architecture
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests import gguf_files, tokenizer_files
 from tests.checkpoint_folders import write_hf, write_llama2c
 

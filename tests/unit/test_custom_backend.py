@@ -7,8 +7,8 @@ import pytest
 
 from engine.backends.base import BackendConfig
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.generation import MAX_BACKLOG, Generation
-from engine.backends.custom.prompts import Prepared
+from engine.backends.custom.frontend.generation import MAX_BACKLOG, Generation
+from engine.backends.custom.frontend.prompts import Prepared
 from engine.core.errors import (
     ConfigError,
     EngineError,
@@ -139,7 +139,7 @@ async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
 
 async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyBackend, "worker_module", "tests.toy_worker")
-    monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.backends.custom.frontend.engine_client.STOP_GRACE_S", 0.1)
     (tmp_path / "slow.gguf").write_bytes(b"GGUF, but not really")  # refused while the engine loads
     backend = BareBackend(str(tmp_path / "slow.gguf"))
     with pytest.raises(EngineError):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
-from engine.backends.custom.encoder_loop import is_encoder
 from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.worker.encoder_loop import is_encoder
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture, architecture_for_gguf
 from tests.gguf_files import random_weights, tiny_config

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.backends.custom.encoder_loop import EncoderLoop, EncoderSpec
+from engine.backends.custom.worker.encoder_loop import EncoderLoop, EncoderSpec
 from engine.core.interfaces.request import (
     Abort,
     Control,

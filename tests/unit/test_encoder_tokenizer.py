@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ModelFormatError
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests.unit.test_tokenizer_mutations import damage, survive
 
 CONTROL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")

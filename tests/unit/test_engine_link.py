@@ -11,10 +11,10 @@ import msgspec
 import psutil
 import pytest
 
-from engine.backends.custom.link import EngineLink
+from engine.backends.custom.frontend.engine_client import InlineClient, ProcessClient
+from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.client import InlineClient, ProcessClient
-from engine.backends.custom.runtime.engine_process import EngineProcess
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
@@ -119,7 +119,7 @@ async def test_a_lost_device_ends_the_requests_and_restarts_the_engine():
 
 
 async def test_stopped_while_it_loads_start_ends_with_an_error(monkeypatch):
-    monkeypatch.setattr("engine.backends.custom.runtime.client.STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.backends.custom.frontend.engine_client.STOP_GRACE_S", 0.1)
     link = make_link("slow")
     starting = asyncio.create_task(link.start())
     await until(lambda: link.pid is not None)
@@ -139,7 +139,7 @@ async def test_the_log_level_is_that_of_the_engines_process():
 
 
 async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr("engine.backends.custom.link.CONTROL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("engine.backends.custom.frontend.engine_link.CONTROL_TIMEOUT_S", 0.05)
     link = make_link()
     await link.start()
     child = psutil.Process(link.pid)

@@ -7,8 +7,8 @@ import signal
 import msgspec
 import pytest
 
-from engine.backends.custom import link as link_module
-from engine.backends.custom.runtime.client import ProcessClient
+from engine.backends.custom.frontend import engine_link as link_module
+from engine.backends.custom.frontend.engine_client import ProcessClient
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.toy_runner import CRASH_TOKEN

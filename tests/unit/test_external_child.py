@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.backends.child_logs import ChildLog
-from engine.backends.external_child import ExternalChild, ending
-from engine.backends.listening import HeldPort, PrivateSocket
-from engine.backends.reaping import reap_stale, run_directory
+from engine.backends.external.child_logs import ChildLog
+from engine.backends.external.external_child import ExternalChild, ending
+from engine.backends.external.listening import HeldPort, PrivateSocket
+from engine.backends.external.reaping import reap_stale, run_directory
 from engine.core.errors import ConfigError
 
 # Writes the pids of itself and of two children, one in a session of its own, then waits.

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.custom.generation import Generation
-from engine.backends.custom.prompts import Prepared, _unfinished, truncated
-from engine.backends.custom.text import TextModel
+from engine.backends.custom.frontend.generation import Generation
+from engine.backends.custom.frontend.prompts import Prepared, _unfinished, truncated
+from engine.backends.custom.frontend.text_model import TextModel
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     FinishEvent,
@@ -26,7 +26,7 @@ from engine.core.interfaces.request import (
     TokenLogprobs,
 )
 from engine.core.parsing.output import OutputFormat
-from engine.core.utils.tokenizer import RenderedPrompt
+from engine.core.text.tokenizer import RenderedPrompt
 
 # One character is one token.
 CHARS = [bytes([code]) for code in range(128)]

@@ -7,8 +7,8 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import byte_tokenizer, problem_of
-from engine.core.grammar.schema_keywords import ANNOTATIONS, REFUSED, WITHOUT_EFFECT
 from engine.core.grammar.schema_rules import compile_schema
+from engine.core.grammar.schema_values import ANNOTATIONS, REFUSED, WITHOUT_EFFECT
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import GrammarSpec
 

@@ -70,7 +70,7 @@ def test_help_of_every_command_works_and_loads_no_framework() -> None:
 
 def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
     frontend = (HEAVY - {"numpy"}) | {"asyncio", "jinja2", "psutil", "pydantic", "tokenizers"}
-    modules = "engine.backends.custom.worker, engine.backends.custom.frameworks.native.engine"
+    modules = "engine.backends.custom.worker.main, engine.backends.custom.frameworks.native.engine"
     assert not loaded_by(f"import {modules}") & frontend
 
 

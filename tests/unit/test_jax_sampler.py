@@ -20,9 +20,9 @@ from engine.backends.custom.frameworks.jax.execution.draws import (
 from engine.backends.custom.frameworks.settings import settings_views
 from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.runtime.noise import token_words
-from engine.backends.custom.runtime.results import Sampled
-from engine.backends.custom.runtime.seam import SamplingInputs
+from engine.backends.custom.runtime.host_sampler import token_words
+from engine.backends.custom.runtime.model_runner import SamplingInputs
+from engine.backends.custom.runtime.outputs import Sampled
 from tests.parity.seam_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register

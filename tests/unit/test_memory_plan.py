@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.memory import (
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import DeviceInfo
+from engine.backends.custom.worker.memory import (
     MIB,
     MIN_CONTEXT,
     WORKSPACE_BYTES,
@@ -13,8 +15,6 @@ from engine.backends.custom.memory import (
     dense_needs,
     plan_memory,
 )
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.seam import DeviceInfo
 from engine.core.errors import ResourceError
 
 CONFIG = ModelConfig(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.backends.openai.answer import EventLines
 from engine.backends.openai.reader import AnswerReader, Expected
-from engine.backends.openai.sse import EventLines
 from engine.core.errors import (
     EngineError,
     InvalidRequestError,

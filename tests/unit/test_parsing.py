@@ -7,13 +7,9 @@ import pytest
 
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.generic_json import GenericJsonFormat
-from engine.core.parsing.hermes import HermesFormat
-from engine.core.parsing.llama3 import Llama3Format
-from engine.core.parsing.mistral import MistralFormat
-from engine.core.parsing.output import OutputFormat, OutputParser
+from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
+from engine.core.parsing.output import OutputFormat, OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
-from engine.core.parsing.reasoning import ReasoningFormat
 
 HERMES, LLAMA3, JSON = HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)
 MISTRAL = MistralFormat(True)

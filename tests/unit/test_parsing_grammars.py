@@ -21,14 +21,10 @@ from engine.core.grammar.schema_rules import compile_schema
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing import grammars
 from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.generic_json import GenericJsonFormat
+from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
 from engine.core.parsing.grammars import arguments_rule
-from engine.core.parsing.hermes import HermesFormat
-from engine.core.parsing.llama3 import Llama3Format
-from engine.core.parsing.mistral import MistralFormat
-from engine.core.parsing.output import OutputFormat, OutputParser
+from engine.core.parsing.output import OutputFormat, OutputParser, with_reasoning
 from engine.core.parsing.pieces import ToolCallPiece
-from engine.core.parsing.reasoning import with_reasoning
 
 HERMES, LLAMA3, JSON = HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)
 MISTRAL, MISTRAL_ARGS = MistralFormat(True), MistralFormat(True, has_args_marker=True)

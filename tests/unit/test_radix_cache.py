@@ -6,7 +6,7 @@ import pytest
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.tokens import packed
+from engine.backends.custom.runtime.sequence import packed
 
 SIZE = 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.backends.reaping import (
+from engine.backends.external.reaping import (
     ChildRecord,
     ProcessMark,
     RecordFile,
@@ -70,7 +70,7 @@ def test_a_child_whose_owner_lives_is_left_alone(tmp_path: Path, sleeper) -> Non
 def test_an_owner_that_is_killed_releases_its_record(tmp_path: Path, sleeper) -> None:
     code = f"""
 import os, pathlib
-from engine.backends.reaping import *
+from engine.backends.external.reaping import *
 RecordFile(ChildRecord("vLLM", (mark_of({sleeper.pid}),)), pathlib.Path({str(tmp_path)!r}))
 os.kill(os.getpid(), 9)
 """

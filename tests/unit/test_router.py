@@ -17,7 +17,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.routing import attempts as attempts_module
-from engine.routing.outliers import CONSECUTIVE_FAILURES
+from engine.routing.replica import CONSECUTIVE_FAILURES
 from engine.routing.report import describe_routes
 from tests.routed_replicas import (
     GONE,

@@ -6,13 +6,6 @@ from typing import Any
 
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, GenerationContext
 from engine.core.interfaces.request import SamplingParams
-from engine.routing.outliers import (
-    CONSECUTIVE_FAILURES,
-    FIRST_EJECTION_S,
-    FORGIVEN_AFTER_S,
-    MAX_EJECTION_S,
-    Outlier,
-)
 from engine.routing.policies import (
     MAX_EXTRA_LOAD,
     Asked,
@@ -24,7 +17,15 @@ from engine.routing.policies import (
     Session,
 )
 from engine.routing.prefixes import BLOCK_CHARS, MAX_AGE_S, MAX_BLOCKS, Prompt, SeenPrefixes
-from engine.routing.replica import Member, Replica
+from engine.routing.replica import (
+    CONSECUTIVE_FAILURES,
+    FIRST_EJECTION_S,
+    FORGIVEN_AFTER_S,
+    MAX_EJECTION_S,
+    Member,
+    Outlier,
+    Replica,
+)
 from tests.fake_backend import FakeBackend
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.external.listening import HeldPort, PrivateSocket
+from engine.backends.external.served_config import ServedConfig
 from engine.backends.factory import make_config
-from engine.backends.listening import HeldPort, PrivateSocket
-from engine.backends.served_config import ServedConfig
 from engine.backends.sglang import SGLangConfig
 from engine.backends.vllm import VLLMConfig
 from engine.core.errors import ConfigError, NotFoundError

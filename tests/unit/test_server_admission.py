@@ -21,10 +21,10 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.metrics import Metrics
-from engine.servers import generate
 from engine.servers.app import create_app
-from engine.servers.generation import coalesce
-from engine.servers.lifecycle import Lifecycle
+from engine.servers.openai import generate
+from engine.servers.serving.admission import Lifecycle
+from engine.servers.serving.event_pump import coalesce
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
 

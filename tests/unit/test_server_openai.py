@@ -9,8 +9,8 @@ import pytest
 
 from engine.core.errors import InferenceError, InvalidRequestError
 from engine.core.observability.metrics import Metrics
-from engine.servers import generation
 from engine.servers.app import create_app
+from engine.servers.serving import event_pump as generation
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
 

@@ -20,8 +20,8 @@ import pytest
 from engine.core.errors import ConfigError, InferenceError, ModelError
 from engine.core.observability.metrics import Metrics
 from engine.core.utils.listening import bind_socket
-from engine.servers import sse
 from engine.servers.app import create_app
+from engine.servers.http import sse
 from engine.servers.run import HttpServer
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, events_of, live_server, make_settings, wait_until

@@ -8,8 +8,8 @@ import pytest
 
 from engine.core.interfaces.backend import ChatRequest, ToolChoice
 from engine.core.observability.metrics import Metrics
-from engine.servers import tokenize
 from engine.servers.app import create_app
+from engine.servers.openai import tokenize
 from tests.fake_backend import CONTEXT_LENGTH, MODEL, FakeBackend
 from tests.live_server import make_settings
 

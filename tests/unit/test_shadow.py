@@ -17,8 +17,8 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.routing import shadow as shadow_module
+from engine.routing.metrics import ShadowMetrics
 from engine.routing.shadow import Mirror, Shadow, ShadowRoute
-from engine.routing.shadow_metrics import ShadowMetrics
 from tests.fake_backend import DEFAULT_WORDS, FakeBackend
 
 USAGE = UsageEvent(prompt_tokens=1, completion_tokens=1, cached_tokens=0)

@@ -11,13 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.core.errors import UnavailableError
-from engine.routing.metrics import RouterMetrics
+from engine.routing.metrics import RouterMetrics, ShadowMetrics
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
 from engine.routing.router import Router
 from engine.routing.shadow import MAX_CONCURRENT, Shadow, ShadowRoute
-from engine.routing.shadow_metrics import ShadowMetrics
 from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, events_of, live_server, wait_until
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
-from engine.backends.custom.runtime.seam import PROMPT_TOKENS
+from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 
 MAX_TOKENS, MAX_SLOTS = 2048, 64
 

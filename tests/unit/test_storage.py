@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import InvalidRequestError, UnavailableError
-from engine.servers.storage import Database
+from engine.servers.serving.storage import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS notes (text TEXT NOT NULL)"
 

@@ -55,9 +55,10 @@ FRAMEWORK_HOMES = {
 SHARED_ROOMS = {
     "engine.backends.custom.runtime": (
         "engine.core",
+        "engine.backends.custom.ipc",
         "engine.backends.custom.runtime",
-        "engine.backends.process",
     ),
+    "engine.backends.custom.ipc": ("engine.core", "engine.backends.custom.ipc"),
     "engine.backends.custom.architectures": (
         "engine.core",
         "engine.backends.custom.architectures",
@@ -75,7 +76,7 @@ BANNED_MODULES = frozenset(
 BANNED_BUILTINS = frozenset({"eval", "exec"})
 BANNED_CALLS = frozenset({"torch.load", "yaml.load", "numpy.load", "np.load"})
 # The only template environment is the sandboxed one that this file builds.
-JINJA_HOME = "engine.core.utils.template_sandbox"
+JINJA_HOME = "engine.core.text.template_sandbox"
 # Calls that make the host wait for the device.
 SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 # Wall-clock time is for what people read; durations use time.monotonic.
@@ -90,7 +91,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.servers.openai.format",
         "engine.servers.responses.format",
         "engine.servers.responses.store",
-        "engine.servers.windows",
+        "engine.servers.access.rate_windows",
     }
 )
 

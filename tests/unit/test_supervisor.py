@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.backends.child_logs import ChildLog
+from engine.backends.external.child_logs import ChildLog
+from engine.backends.external.supervisor import Patience, Supervisor
 from engine.backends.process import RestartPolicy
-from engine.backends.supervisor import Patience, Supervisor
 from engine.core.errors import ModelError, UnavailableError
 
 QUICK = Patience(

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.servers.systemd import ServiceManager
+from engine.servers.run import ServiceManager
 from tests.fake_backend import FakeBackend
 from tests.live_server import live_server, wait_until
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
-from engine.core.utils.tokenizer import RenderedPrompt, Tokenizer
+from engine.core.text.tokenizer import RenderedPrompt, Tokenizer
 from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata, write_directory
 
 

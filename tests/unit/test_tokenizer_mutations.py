@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import ModelFormatError
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata, write_directory
 
 JUNK: list[Any] = [

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from engine.core.utils.tokenizer_pre import KNOWN_SPLITS, byte_level_words, word_split
+from engine.core.text.tokenizer_pre import KNOWN_SPLITS, byte_level_words, word_split
 from tests.tokenizer_files import CORPUS
 
 

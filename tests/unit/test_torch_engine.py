@@ -12,7 +12,7 @@ import torch
 import engine.backends.custom.frameworks.torch as framework
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.parity.seam_driver import SeamDriver
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.external.served_config import MINIMUM, warn_if_old
 from engine.backends.sglang import SGLangBackend
-from engine.backends.versions import MINIMUM, warn_if_old
 from engine.backends.vllm import VLLMBackend
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import backend_name, engine_options
-from engine.backends.custom.runtime.engine_process import EngineProcess
+from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError

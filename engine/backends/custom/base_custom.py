@@ -18,17 +18,23 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine.backends.base import BackendConfig, InferenceBackend
-from engine.backends.custom.checks import (
+from engine.backends.custom.engine_settings import EXAMINER
+from engine.backends.custom.frontend.checks import (
     check_context,
     check_input,
     check_params,
     check_prompt,
 )
-from engine.backends.custom.engine_settings import EXAMINER
-from engine.backends.custom.generation import Answer, Generation
-from engine.backends.custom.link import EngineLink
-from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.prompts import (
+from engine.backends.custom.frontend.engine_client import (
+    EngineClient,
+    InlineClient,
+    OnExit,
+    OnMessage,
+    ProcessClient,
+)
+from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.generation import Answer, Generation
+from engine.backends.custom.frontend.prompts import (
     Prepared,
     encode_chat,
     is_long,
@@ -36,16 +42,10 @@ from engine.backends.custom.prompts import (
     prepare_completion,
     truncated,
 )
-from engine.backends.custom.runtime.client import (
-    EngineClient,
-    InlineClient,
-    OnExit,
-    OnMessage,
-    ProcessClient,
-)
-from engine.backends.custom.runtime.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.text import TextModel, load_text
-from engine.backends.custom.text_cache import keep_text
+from engine.backends.custom.frontend.text_cache import keep_text
+from engine.backends.custom.frontend.text_model import TextModel, load_text
+from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
+from engine.backends.custom.options import EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core import faults
 from engine.core.errors import ConfigError, UnavailableError
@@ -66,9 +66,9 @@ from engine.core.interfaces.request import (
     Ready,
     SamplingParams,
 )
-from engine.core.utils.examination import examine
-from engine.core.utils.long_texts import after_other_long_texts
-from engine.core.utils.model_store import resolve_model
+from engine.core.sandbox.examination import examine
+from engine.core.store.model_store import resolve_model
+from engine.core.text.long_texts import after_other_long_texts
 
 T = TypeVar("T")
 TOKENIZER_THREADS = 2
@@ -211,7 +211,9 @@ class CustomBackend(InferenceBackend):
         return self._answer(prepare_completion, request)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        from engine.backends.custom.embedding import vectors_of  # numpy, which nothing else needs
+        from engine.backends.custom.frontend.embedding import (
+            vectors_of,  # numpy, which nothing else needs
+        )
 
         text, ready = self._loaded()
         prompts = [await self._encode(text.encode_prompt, each) for each in request.inputs]

@@ -244,7 +244,7 @@ class Discovery:
 
 
 def _llama_facts(facts: Facts, props: Mapping[str, Any]) -> Facts:
-    from engine.core.utils.chat_template import template_options  # jinja, which nothing else needs
+    from engine.core.text.chat_template import template_options  # jinja, which nothing else needs
 
     settings = props.get("default_generation_settings") or {}
     can = props.get("chat_template_caps") or {}

@@ -34,7 +34,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.core.utils.stop_strings import StopStrings
+from engine.core.text.detokenizer import StopStrings
 
 # How servers say that an answer is no answer.
 _FAILED = frozenset({"abort", "error", "cancelled"})

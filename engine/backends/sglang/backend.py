@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from engine.backends.base import BackendConfig
-from engine.backends.listening import HeldPort, Place
-from engine.backends.served_child import ServedBackend
+from engine.backends.external.listening import HeldPort, Place
+from engine.backends.external.served_child import ServedBackend
 from engine.backends.sglang.config import SGLangConfig
 
 

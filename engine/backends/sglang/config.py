@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.backends.command_line import free_flags, option_flags
-from engine.backends.listening import Place
-from engine.backends.served_config import ServedConfig, port_flags
+from engine.backends.external.command_line import free_flags, option_flags
+from engine.backends.external.listening import Place
+from engine.backends.external.served_config import ServedConfig, port_flags
 
 _OPTIONS = (
     *("tokenizer_path", "revision", "dtype", "quantization", "load_format", "kv_cache_dtype"),

@@ -12,9 +12,9 @@ import msgspec
 
 from engine.backends.base import BackendConfig
 from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.frontend.text_model import TextModel
+from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.engine_process import EngineProcess
-from engine.backends.custom.text import TextModel
 from engine.backends.transformers.checkpoint import read_text
 from engine.core.errors import ConfigError
 

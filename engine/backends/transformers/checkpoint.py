@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.backends.custom.text import TextModel, text_model
+from engine.backends.custom.frontend.text_model import TextModel, text_model
 from engine.backends.custom.weights.files import read_json, refuse_code_formats
 from engine.backends.custom.weights.gguf import open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint
@@ -22,7 +22,7 @@ from engine.backends.custom.weights.model import (
 )
 from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
 from engine.core.errors import ModelError, ModelFormatError
-from engine.core.utils.tokenizer import Tokenizer
+from engine.core.text.tokenizer import Tokenizer
 
 # How configurations of different families call the longest sequence they were made for.
 _CONTEXT_KEYS = (

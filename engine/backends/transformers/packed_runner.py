@@ -21,7 +21,12 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.runtime.seam import GPU_STEP_S, BatchInputs, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.model_runner import (
+    GPU_STEP_S,
+    BatchInputs,
+    RunnerConfig,
+    RunnerSpec,
+)
 from engine.backends.transformers.attention import PackedStep, Scoring
 from engine.backends.transformers.states import FinalStates
 

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.drawing import DrawingRunner, StepHandle
-from engine.backends.custom.runtime.seam import NULL_BLOCK, BatchInputs, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.model_runner import (
+    NULL_BLOCK,
+    BatchInputs,
+    RunnerConfig,
+    RunnerSpec,
+)
 from engine.backends.transformers.states import FinalStates
 
 # How families call what they give after a step and want back for the next one.

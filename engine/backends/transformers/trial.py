@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.runtime.seam import BatchInputs, ModelRunner
+from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner
 from engine.backends.transformers.slot_runner import find_cache
 
 # Norm of the difference over the norm of the logits. Half types round differently by shape.

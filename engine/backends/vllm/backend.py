@@ -4,9 +4,9 @@ import dataclasses
 from typing import ClassVar
 
 from engine.backends.base import BackendConfig
-from engine.backends.listening import HeldPort, Place, PrivateSocket
+from engine.backends.external.listening import HeldPort, Place, PrivateSocket
+from engine.backends.external.served_child import ServedBackend
 from engine.backends.openai import OpenAIConfig
-from engine.backends.served_child import ServedBackend
 from engine.backends.vllm.config import VLLMConfig
 
 

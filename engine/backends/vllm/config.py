@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.backends.command_line import free_flags, option_flags
-from engine.backends.listening import SOME_SOCKET, Place, PrivateSocket
+from engine.backends.external.command_line import free_flags, option_flags
+from engine.backends.external.listening import SOME_SOCKET, Place, PrivateSocket
+from engine.backends.external.served_config import ServedConfig, port_flags
 from engine.backends.openai.config import OpenAIConfig, read_key
-from engine.backends.served_config import ServedConfig, port_flags
 
 _OPTIONS = (
     *("tokenizer", "revision", "dtype", "quantization", "load_format", "kv_cache_dtype"),

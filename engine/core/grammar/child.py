@@ -14,7 +14,7 @@ import msgspec
 
 from engine.core.grammar.limits import parser_limits
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
-from engine.core.utils.processes import die_with_parent
+from engine.core.sandbox.processes import die_with_parent
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

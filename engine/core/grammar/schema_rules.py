@@ -16,13 +16,6 @@ from engine.core.grammar import schema_values as values
 from engine.core.grammar.regex_dialect import RegexError, admits_long_text, translate
 from engine.core.grammar.schema_drafts import Draft, Resolver, draft_of
 from engine.core.grammar.schema_formats import FREE_FORMATS, INTEGER_FORMATS, STRING_FORMATS
-from engine.core.grammar.schema_keywords import (
-    ANNOTATION_PREFIXES,
-    ANNOTATIONS,
-    JSON_STYLE,
-    REFUSED,
-    WITHOUT_EFFECT,
-)
 from engine.core.grammar.schema_logic import (
     ALL_TYPES,
     REF_PREFIX,
@@ -32,6 +25,13 @@ from engine.core.grammar.schema_logic import (
     has_loop,
     references,
     types_of,
+)
+from engine.core.grammar.schema_values import (
+    ANNOTATION_PREFIXES,
+    ANNOTATIONS,
+    JSON_STYLE,
+    REFUSED,
+    WITHOUT_EFFECT,
 )
 
 MAX_NESTING = 100

@@ -4,13 +4,62 @@ A template whose way of calling we can't read is treated as one that knows no to
 described in a message, and calls are asked for as plain JSON.
 """
 
+import hashlib
 import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.generic_json import GenericJsonFormat
-from engine.core.parsing.hermes import HermesFormat
-from engine.core.parsing.llama3 import Llama3Format
-from engine.core.parsing.mistral import MistralFormat
+from engine.core.parsing.base import Tool, ToolFormat, call_object
+from engine.core.parsing.calls import CallReader
+from engine.core.parsing.grammars import (
+    CallSyntax,
+    arguments_rule,
+    literal,
+    marker,
+    object_calls,
+)
+from engine.core.parsing.source import NotACall, Source, Steps
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class HermesFormat(ToolFormat):
+    name = "hermes"
+    markers = (OPEN, CLOSE)
+
+    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
+        yield from source.skip_space()
+        while (yield from source.text_until(OPEN)):
+            source.take(len(OPEN))
+            try:
+                yield from calls.read()
+            except NotACall:
+                calls.give_up()
+                continue
+            yield from source.skip_space()
+            if (yield from source.starts_with(CLOSE)):
+                source.take(len(CLOSE))
+                source.discard()
+                yield from source.skip_space()
+
+    def syntax(
+        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
+    ) -> CallSyntax:
+        opening = marker(OPEN, control)
+        block = f"block: SPACE call SPACE {marker(CLOSE, control)}"
+        return CallSyntax(
+            rules=f"{block}\n{object_calls(tools, 'arguments')}",
+            opening=opening,
+            first="block",
+            more=f"(SPACE {opening} block)*" if parallel else "",
+        )
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "\n".join(f"{OPEN}\n{call_object(*call, 'arguments')}\n{CLOSE}" for call in calls)
+
 
 # Calls in these are not JSON, whatever markers stand around them.
 _FOREIGN = ("<function=", "<arg_key>", "<parameter=")
@@ -33,3 +82,167 @@ def tool_format(template: str | None) -> ToolFormat:
     if "<|python_tag|>" in source or ("<|start_header_id|>" in source and uses_tools):
         return Llama3Format(uses_tools, has_system)
     return GenericJsonFormat(uses_tools and bool(_SHOWN_CALL.search(source)), has_system)
+
+
+TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class Llama3Format(ToolFormat):
+    name = "llama3"
+    markers = (TAG,)
+    one_call_per_message = True
+
+    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
+        if (yield from source.skip_space()) == "{":
+            yield from _series(source, calls)
+        while (yield from source.text_until(TAG)):
+            source.take(len(TAG))
+            yield from _series(source, calls)
+
+    def syntax(
+        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
+    ) -> CallSyntax:
+        return CallSyntax(
+            rules=object_calls(tools, "parameters"),
+            opening=marker(TAG, control),
+            first="call",
+            more="(/; ?/ call)*" if parallel else "",
+            bare_text=r"/([ \n]*[^ \n{](.|\n)*)?/",
+        )
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "; ".join(call_object(*call, "parameters") for call in calls)
+
+
+def _series(source: Source, calls: CallReader) -> Steps[None]:
+    try:
+        yield from calls.read_series()
+    except NotACall:
+        calls.give_up()
+
+
+OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+_MAX_ID_CHARS = 64
+
+
+@dataclass(frozen=True)
+class MistralFormat(ToolFormat):
+    name = "mistral"
+    markers = (OPEN, CALL_ID, ARGS)
+    has_args_marker: bool = False
+
+    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
+        yield from source.skip_space()
+        while (yield from source.text_until(OPEN)):
+            source.take(len(OPEN))
+            try:
+                if (yield from source.skip_space()) == "[":
+                    yield from calls.read_list()
+                else:
+                    yield from _named_call(source, calls)
+            except NotACall:
+                calls.give_up()
+            else:
+                yield from source.skip_space()
+
+    def syntax(
+        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
+    ) -> CallSyntax:
+        opening = marker(OPEN, control)
+        if not self.has_args_marker:
+            more = '(", " call)*' if parallel else ""
+            listed = f'listed: SPACE "[" call {more} "]"'
+            rules = f"{listed}\n{object_calls(tools, 'arguments')}"
+            return CallSyntax(rules, opening, "listed", "")
+        args = marker(ARGS, control)
+        lines = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+        for index, tool in enumerate(tools):
+            name = literal(tool["function"]["name"])
+            lines.append(f"call_{index}: {name} {args} {arguments_rule(tool)}")
+        more = f"({opening} call)*" if parallel else ""
+        return CallSyntax("\n".join(lines), opening, "call", more)
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        if self.has_args_marker:
+            return "".join(f"{OPEN}{name}{ARGS}{arguments}" for name, arguments in calls)
+        objects = [call_object(*call, "arguments") for call in calls]
+        return f"{OPEN}[{', '.join(objects)}]"
+
+    def new_call_id(self) -> str:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def template_call_id(self, call_id: str) -> str:
+        if _ID.fullmatch(call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _named_call(source: Source, calls: CallReader) -> Steps[None]:
+    name = yield from source.word(calls.max_name_chars)
+    if name not in calls.names:
+        raise NotACall
+    if (yield from source.starts_with(CALL_ID)):
+        source.take(len(CALL_ID))
+        yield from source.word(_MAX_ID_CHARS)
+    if (yield from source.starts_with(ARGS)):
+        source.take(len(ARGS))
+    if (yield from source.skip_space()) != "{":
+        raise NotACall
+    calls.begin(name)
+    yield from calls.stream()
+
+
+FENCE = "```"
+# Free text: it may begin with a bracket, but not with one that opens a list of objects.
+_TEXT = r"/([ \n]*([^ \n{\[]|\[[^{])(.|\n)*)?/"
+
+
+@dataclass(frozen=True)
+class GenericJsonFormat(ToolFormat):
+    name = "json"
+    markers = ()
+
+    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
+        try:
+            yield from _answer(source, calls)
+        except NotACall:
+            calls.give_up()
+        yield from source.rest()
+
+    def syntax(
+        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
+    ) -> CallSyntax:
+        several = '| "[" call (", " call)* "]"' if parallel else ""
+        return CallSyntax(
+            rules=f"calls: call {several}\n{object_calls(tools, 'arguments')}",
+            opening=None,
+            first="calls",
+            more="",
+            bare_text=_TEXT,
+        )
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        objects = [call_object(*call, "arguments") for call in calls]
+        return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
+
+
+def _answer(source: Source, calls: CallReader) -> Steps[None]:
+    yield from source.skip_space()
+    is_fenced = yield from source.starts_with(FENCE)
+    if is_fenced:
+        source.take(len(FENCE))
+        yield from source.word(len("json"))
+    opening = yield from source.skip_space()
+    if opening == "[":
+        yield from calls.read_list()
+    elif opening == "{":
+        yield from calls.read_series()
+    else:
+        raise NotACall
+    yield from source.skip_space()
+    if is_fenced and (yield from source.starts_with(FENCE)):
+        source.take(len(FENCE))
+        source.discard()
+        yield from source.skip_space()

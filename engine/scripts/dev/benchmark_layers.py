@@ -5,8 +5,8 @@
 
 Weights are random, in float32. `block` and `ends` are measured through the seam for every framework
 in the same way: what a second layer adds to a step, and the rest of a step with one. Other rows are
-each framework's own (`engine/backends/custom/inspection.py`); norms that a framework computes with
-the product behind them have no row there. Times are the quicker half's median, in microseconds.
+each framework's own (`engine/backends/custom/tools/inspection.py`); norms that a framework fuses
+with the matmul behind them have no row there. Times are the quicker half's median, in microseconds.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.backends.custom.inspection import frameworks, layer_times
+from engine.backends.custom.tools.inspection import frameworks, layer_times
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.random import random_model
 from engine.core.errors import ConfigError

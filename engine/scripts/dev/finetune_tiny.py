@@ -23,11 +23,11 @@ from torch import Tensor
 from engine.backends.custom.conversion.convert import save_trained
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.models.loading import build_model, weights_of
-from engine.backends.custom.text import load_text
+from engine.backends.custom.frontend.text_model import load_text
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from engine.core.interfaces.request import SamplingParams
-from engine.core.utils.model_store import resolve_model
+from engine.core.store.model_store import resolve_model
 from engine.llm import DEFAULT_MODEL, LLM
 
 LESSON = (

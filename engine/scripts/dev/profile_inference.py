@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from engine.backends.custom.inspection import framework_engine, frameworks
-from engine.backends.custom.memory import MIB, plan_memory
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.profiling import Profile, profile_model
+from engine.backends.custom.tools.inspection import framework_engine, frameworks
+from engine.backends.custom.tools.profiling import Profile, profile_model
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.backends.custom.worker.memory import MIB, plan_memory
 from engine.core.errors import ConfigError
-from engine.core.utils.model_store import resolve_model
+from engine.core.store.model_store import resolve_model
 from engine.scripts.dev.benchmark_layers import random_source
 
 _TOP = 15

@@ -6,7 +6,7 @@
 A row is a site of the model, in the order of computation; a cell the largest absolute error, and
 relative to the largest value there. The first site beyond the tolerance is named for each
 framework, and the exit code tells whether there is one. What the sites are, and how a framework
-shows more of them than the seam does, is told in `engine/backends/custom/inspection.py`.
+shows more of them than the seam does, is told in `engine/backends/custom/tools/inspection.py`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.backends.custom.inspection import frameworks, layer_outputs
+from engine.backends.custom.tools.inspection import frameworks, layer_outputs
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.scripts.dev.tiny_checkpoints import FAMILIES, save_tiny
 from engine.scripts.reference import monolithic_gpt2

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.servers.errors import describe, problem, short_text
+from engine.servers.http.errors import describe, problem, short_text
 from engine.servers.openai.tools import MAX_TOOL_NAME, check_distinct, function_tool
 
 MAX_BLOCKS = 1_024

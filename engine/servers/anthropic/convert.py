@@ -19,13 +19,13 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.anthropic.blocks import BlockReader
 from engine.servers.anthropic.schema import NO_EFFECT, MessagesBody, PromptBody, ToolChoiceBody
-from engine.servers.chats import effort_options
-from engine.servers.errors import invalid_request, problem
+from engine.servers.http.errors import invalid_request, problem
 from engine.servers.openai.refusals import asks_for_nothing
 from engine.servers.openai.schema import SamplingBody
 from engine.servers.openai.structured import schema_spec
 from engine.servers.openai.tools import check_format_and_choice
-from engine.servers.services import Services
+from engine.servers.serving.chats import effort_options
+from engine.servers.serving.services import Services
 
 # The names that templates have for "think before you answer".
 _THINKING_OPTIONS = ("enable_thinking", "thinking")

@@ -13,8 +13,8 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import FinishEvent, ReasoningEvent, TextEvent, UsageEvent
-from engine.servers.errors import anthropic_error_body
-from engine.servers.generation import OutputEvent
+from engine.servers.http.errors import anthropic_error_body
+from engine.servers.serving.event_pump import OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code speak them.
 
 `anthropic-beta` needs no check: what a beta adds to a body is a field, and fields are refused by
-name. Errors have Anthropic's shape here, see `servers/errors.py`; answers carry the request's id in
+name. Errors have Anthropic's shape here, see `servers/http/errors.py`; answers carry the request's id in
 the header where its SDK looks for it.
 """
 
@@ -17,12 +17,12 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.anthropic.convert import Prompt, parse, sampling_body, template_options
 from engine.servers.anthropic.format import Answer, Envelope, MessageStream
 from engine.servers.anthropic.schema import MessagesBody, PromptBody
-from engine.servers.chats import check_tools, require_chat, require_grammar
-from engine.servers.generation import Generation
-from engine.servers.lifecycle import Ticket
-from engine.servers.limits import read_parsed
-from engine.servers.records import record_of
-from engine.servers.services import Services, answer_streaming, json_response, wait_whole
+from engine.servers.http.limits import read_parsed
+from engine.servers.http.record import record_of
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chats import check_tools, require_chat, require_grammar
+from engine.servers.serving.event_pump import Generation
+from engine.servers.serving.services import Services, answer_streaming, json_response, wait_whole
 
 VERSION = "2023-06-01"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.servers.errors import problem
+from engine.servers.http.errors import problem
 from engine.servers.openai import fields
 from engine.servers.openai.messages import MAX_MESSAGES
 from engine.servers.openai.tools import MAX_TOOLS

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-from engine.servers.auth import Principal, act_for
+from engine.servers.access.auth import Principal, act_for
 
 # What is left of an answer whose caller went away first.
 ABANDONED = 499

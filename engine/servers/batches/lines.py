@@ -14,8 +14,8 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.servers.batches.schema import LineError
-from engine.servers.errors import describe
-from engine.servers.limits import decode_object
+from engine.servers.http.errors import describe
+from engine.servers.http.limits import decode_object
 
 MAX_LINES = 50_000
 MAX_ERRORS = 50

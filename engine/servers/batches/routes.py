@@ -9,22 +9,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import UnavailableError
-from engine.servers.auth import principal_of
+from engine.servers.access.auth import principal_of
 from engine.servers.batches import store as batch_store
 from engine.servers.batches.caller import Caller
 from engine.servers.batches.run import Bench
 from engine.servers.batches.runner import BatchRunner, line_slots, pool_of
 from engine.servers.batches.schema import WINDOW_S, BatchBody, BatchQuery
 from engine.servers.batches.store import BatchStore, NewBatch
-from engine.servers.errors import invalid_request
 from engine.servers.files import store as file_store
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.routes import add_files_routes, bounded_life_s
 from engine.servers.files.store import FileStore, new_file_id
-from engine.servers.limits import read_parsed
-from engine.servers.listing import list_body, parse_query
-from engine.servers.services import NOT_READY_RETRY_S, Services, json_response
-from engine.servers.storage import Database
+from engine.servers.http.errors import invalid_request
+from engine.servers.http.limits import read_parsed
+from engine.servers.http.listing import list_body, parse_query
+from engine.servers.serving.services import NOT_READY_RETRY_S, Services, json_response
+from engine.servers.serving.storage import Database
 
 MAX_BODY_BYTES = 65_536
 

@@ -20,8 +20,8 @@ from engine.core.interfaces.backend import ModelCard
 from engine.servers.batches.run import BatchRun, Bench
 from engine.servers.batches.schema import LineError
 from engine.servers.files.expiry import unix_now
-from engine.servers.services import Services
-from engine.servers.storage import Database
+from engine.servers.serving.services import Services
+from engine.servers.serving.storage import Database
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.servers.files.expiry import ExpiresAfter
-from engine.servers.listing import Cursor, Query
+from engine.servers.http.listing import Cursor, Query
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 WINDOW_S = 86_400  # of the only completion_window there is, "24h"

@@ -23,7 +23,7 @@ from engine.servers.files.store import (
     hold_file,
     insert_file,
 )
-from engine.servers.storage import Database
+from engine.servers.serving.storage import Database
 
 MAX_OPEN_BATCHES = 100
 MAX_KEPT_BATCHES = 2_000

@@ -18,7 +18,7 @@ from engine.core.errors import (
     RequestTimeoutError,
     UnsupportedMediaTypeError,
 )
-from engine.servers.errors import ClientDisconnectedError
+from engine.servers.http.errors import ClientDisconnectedError
 
 MAX_FILE_BYTES = 200 * 2**20
 UPLOAD_TIMEOUT_S = 600.0

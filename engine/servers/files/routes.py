@@ -5,7 +5,9 @@ Of OpenAI's purposes only `batch` leads to anything here, so the others are refu
 
 import asyncio
 import math
+import unicodedata
 from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,15 +16,35 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import InvalidRequestError
-from engine.servers.auth import principal_of
-from engine.servers.errors import invalid_request
+from engine.servers.access.auth import principal_of
 from engine.servers.files.expiry import ExpiresAfter, unix_now
 from engine.servers.files.form import UploadForm, read_form
-from engine.servers.files.names import content_disposition, safe_name
 from engine.servers.files.store import FileStore
-from engine.servers.listing import Cursor, Order, Query, list_body, parse_query
-from engine.servers.records import record_of
-from engine.servers.services import Services, json_response
+from engine.servers.http.errors import invalid_request
+from engine.servers.http.listing import Cursor, Order, Query, list_body, parse_query
+from engine.servers.http.record import record_of
+from engine.servers.serving.services import Services, json_response
+
+MAX_NAME_LENGTH = 255
+_UNNAMED = "upload.jsonl"
+
+
+def safe_name(given: str) -> str:
+    """The last part of a path, without control characters or marks that reorder what is shown."""
+    last = given.replace("\\", "/").rsplit("/", 1)[-1]
+    kept = "".join(
+        each for each in last if unicodedata.category(each)[0] not in "CZ" or each == " "
+    )
+    name = kept.strip(" .")[:MAX_NAME_LENGTH]
+    return name or _UNNAMED
+
+
+def content_disposition(name: str) -> str:
+    """A header value that makes a browser save the file under `name`, and never show it."""
+    plain = "".join(each if each.isalnum() or each in "._- " else "_" for each in name)
+    ascii_name = plain.encode("ascii", "replace").decode().replace("?", "_")
+    return f"attachment; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(name, safe='')}"
+
 
 # A client that takes nothing for this long does not want the rest.
 STALL_S = 60.0

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 from engine.core.errors import ConflictError, NotFoundError, PayloadTooLargeError
 from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
-from engine.servers.storage import Database
+from engine.servers.serving.storage import Database
 
 # A file costs the disk at least this much, however small it is.
 MIN_CHARGE_BYTES = 4_096

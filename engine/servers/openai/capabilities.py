@@ -24,10 +24,10 @@ from engine.servers.openai import (
     structured,
     tools,
 )
+from engine.servers.openai.openapi import BODIES, api_routes
 from engine.servers.openai.refusals import NO_EFFECT, off_values
-from engine.servers.openapi import BODIES, api_routes
 from engine.servers.responses import items
-from engine.servers.services import Services
+from engine.servers.serving.services import Services
 
 LIMITS = {
     "max_n": schema.MAX_N,

@@ -7,7 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import ChatRequest, ModelCard
-from engine.servers.chats import (
+from engine.servers.openai.format import ChatStream, chat_body, new_envelope
+from engine.servers.openai.schema import ChatBody, OpenAIBody
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chats import (
     check_tools,
     effort_options,
     known_options,
@@ -15,10 +18,7 @@ from engine.servers.chats import (
     require_grammar,
     warn_of_cache_key,
 )
-from engine.servers.lifecycle import Ticket
-from engine.servers.openai.format import ChatStream, chat_body, new_envelope
-from engine.servers.openai.schema import ChatBody, OpenAIBody
-from engine.servers.services import (
+from engine.servers.serving.services import (
     Services,
     answer_streaming,
     answer_whole,

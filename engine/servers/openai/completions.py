@@ -22,8 +22,6 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.chats import NO_TEXT
-from engine.servers.lifecycle import Ticket
 from engine.servers.openai.chat import check_structure
 from engine.servers.openai.format import (
     Choice,
@@ -33,7 +31,9 @@ from engine.servers.openai.format import (
     new_envelope,
 )
 from engine.servers.openai.schema import CompletionBody
-from engine.servers.services import (
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chats import NO_TEXT
+from engine.servers.serving.services import (
     Services,
     answer_streaming,
     answer_whole,

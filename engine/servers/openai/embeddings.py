@@ -26,12 +26,12 @@ from engine.core.interfaces.backend import (
     ModelCard,
     UsageEvent,
 )
-from engine.servers.auth import principal_of
-from engine.servers.errors import describe, problem
-from engine.servers.lifecycle import Ticket
+from engine.servers.access.auth import principal_of
+from engine.servers.http.errors import describe, problem
+from engine.servers.http.record import record_of
 from engine.servers.openai import fields
-from engine.servers.records import record_of
-from engine.servers.services import Services, new_completion_id, wait_whole
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.services import Services, new_completion_id, wait_whole
 
 MAX_INPUTS = 2_048
 MAX_DIMENSIONS = 2**20

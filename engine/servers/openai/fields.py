@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine.core.interfaces.backend import GrammarSpec
-from engine.servers.errors import describe, problem
+from engine.servers.http.errors import describe, problem
 from engine.servers.openai.messages import MAX_MESSAGES, ROLES, parse_messages
 from engine.servers.openai.structured import (
     MAX_CHOICES,

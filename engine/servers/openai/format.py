@@ -24,8 +24,8 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
-from engine.servers.generation import OutputEvent
-from engine.servers.sse import DONE, error_event
+from engine.servers.http.sse import DONE, error_event
+from engine.servers.serving.event_pump import OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 # JSON has no infinity; clients know this number as "impossible".

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from engine.core.errors import InvalidRequestError
-from engine.servers.errors import describe, problem, short_text
-from engine.servers.limits import MAX_DEPTH, check_depth
+from engine.servers.http.errors import describe, problem, short_text
+from engine.servers.http.limits import MAX_DEPTH, check_depth
 
 MAX_MESSAGES = 4_096
 MAX_PARTS = 1_024

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import Health, ModelCard
-from engine.servers.services import Services, json_response
+from engine.servers.serving.services import Services, json_response
 
 _DEPRECATED = {"deprecation": "true", "link": '</v1/models>; rel="successor-version"'}
 

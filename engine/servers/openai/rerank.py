@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import ModelCard
-from engine.servers.errors import describe, problem
-from engine.servers.lifecycle import Ticket
+from engine.servers.http.errors import describe, problem
+from engine.servers.http.record import record_of
 from engine.servers.openai.embeddings import (
     MAX_INPUTS,
     TEXT_SCHEMA,
@@ -28,8 +28,8 @@ from engine.servers.openai.embeddings import (
     usage_body,
 )
 from engine.servers.openai.format import new_envelope
-from engine.servers.records import record_of
-from engine.servers.services import Services
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.services import Services
 
 MAX_DOCUMENTS = MAX_INPUTS - 1  # the query is an input as well
 

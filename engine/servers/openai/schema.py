@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.errors import invalid_request, problem
+from engine.servers.http.errors import invalid_request, problem
 from engine.servers.openai import fields
 from engine.servers.openai.refusals import drop_no_effect
 from engine.servers.openai.tools import check_format_and_choice, parse_tool_choice

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from engine.core.interfaces.backend import GrammarSpec
-from engine.servers.errors import check_keys, describe, problem
+from engine.servers.http.errors import check_keys, describe, problem
 from engine.servers.openai.messages import decode_text
 
 MAX_SOURCE = 262_144

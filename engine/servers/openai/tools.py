@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from engine.core.interfaces.backend import GrammarSpec, ToolChoice
-from engine.servers.errors import check_keys, describe, problem
+from engine.servers.http.errors import check_keys, describe, problem
 
 MAX_TOOLS = 512
 MAX_DESCRIPTION = 65_536

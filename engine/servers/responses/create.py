@@ -23,24 +23,24 @@ from engine.core.interfaces.backend import (
     ModelCard,
     UsageEvent,
 )
-from engine.servers.auth import principal_of
-from engine.servers.chats import (
-    check_tools,
-    effort_options,
-    require_chat,
-    require_grammar,
-    warn_of_cache_key,
-)
-from engine.servers.generation import Generation
-from engine.servers.lifecycle import Ticket
-from engine.servers.records import record_of
+from engine.servers.access.auth import principal_of
+from engine.servers.http.record import record_of
 from engine.servers.responses.format import finished, outline
 from engine.servers.responses.items import Item, response_of, with_ids
 from engine.servers.responses.messages import to_messages
 from engine.servers.responses.output import Output
 from engine.servers.responses.schema import ENCRYPTED_REASONING, PromptBody, ResponseBody
 from engine.servers.responses.store import ResponseStore
-from engine.servers.services import Services
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chats import (
+    check_tools,
+    effort_options,
+    require_chat,
+    require_grammar,
+    warn_of_cache_key,
+)
+from engine.servers.serving.event_pump import Generation
+from engine.servers.serving.services import Services
 
 # So few are made into messages faster than a thread is woken.
 INLINE_ITEMS = 64

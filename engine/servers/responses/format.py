@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import ModelCard, UsageEvent
-from engine.servers.errors import short_message
+from engine.servers.http.errors import short_message
 from engine.servers.responses.items import Item
 from engine.servers.responses.output import Output
 from engine.servers.responses.schema import ReasoningConfig, ResponseBody

@@ -8,7 +8,7 @@ the first one ends it.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.servers.errors import describe, problem, short_text
+from engine.servers.http.errors import describe, problem, short_text
 
 MAX_ITEMS = 4_096
 MAX_PARTS = 1_024

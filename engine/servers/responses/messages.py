@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.servers.errors import problem
+from engine.servers.http.errors import problem
 from engine.servers.openai.messages import parse_arguments
 
 Item = dict[str, Any]

@@ -15,9 +15,9 @@ from engine.core.interfaces.backend import (
     TokenText,
     ToolCallEvent,
 )
-from engine.servers.generation import OutputEvent
 from engine.servers.openai.format import chat_logprobs
 from engine.servers.responses.items import Item, item_id
+from engine.servers.serving.event_pump import OutputEvent
 
 Kind = Literal["reasoning", "message", "function_call"]
 

@@ -9,10 +9,9 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GenerationContext
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.auth import principal_of
-from engine.servers.errors import problem
-from engine.servers.lifecycle import Ticket
-from engine.servers.listing import list_body, parse_query
+from engine.servers.access.auth import principal_of
+from engine.servers.http.errors import problem
+from engine.servers.http.listing import list_body, parse_query
 from engine.servers.responses.create import ResponseMaker
 from engine.servers.responses.items import Item
 from engine.servers.responses.schema import (
@@ -23,7 +22,8 @@ from engine.servers.responses.schema import (
 )
 from engine.servers.responses.store import ResponseStore
 from engine.servers.responses.stream import ResponseStream
-from engine.servers.services import (
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.services import (
     Services,
     answer_streaming,
     json_response,

@@ -21,8 +21,8 @@ from pydantic import (
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.errors import describe, problem
-from engine.servers.listing import Cursor, Order, Query
+from engine.servers.http.errors import describe, problem
+from engine.servers.http.listing import Cursor, Order, Query
 from engine.servers.openai import fields
 from engine.servers.openai.refusals import OffValues, asks_for_nothing
 from engine.servers.openai.schema import NumLogprobs, ReasoningEffort, SamplingBody

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.core.config_schema import StorageSettings
 from engine.core.errors import InvalidRequestError, NotFoundError, ResourceError
-from engine.servers.storage import Database
+from engine.servers.serving.storage import Database
 
 FILE_NAME = "responses.db"
 MAX_TURNS = 1_024

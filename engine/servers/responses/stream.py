@@ -12,12 +12,12 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
-from engine.servers.errors import error_fields
-from engine.servers.generation import OutputEvent
+from engine.servers.http.errors import error_fields
 from engine.servers.openai.format import chat_logprobs
 from engine.servers.responses.format import failed
 from engine.servers.responses.items import Item
 from engine.servers.responses.output import Change, Output, part_of
+from engine.servers.serving.event_pump import OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 # What the text of each kind of item is called.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from engine.servers.auth import PUBLIC_ROUTES
+from engine.servers.access.auth import PUBLIC_ROUTES
 from tests.scoreboard.figure import Run, Values, at_most, figure
 from tests.scoreboard.http_target import ADMIN, CLIENT, KEY, Target, held_server
 from tests.security.test_http_auth import METHODS

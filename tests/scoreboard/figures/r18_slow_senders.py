@@ -10,8 +10,8 @@ while. The server is started as most systems start programs: with 1,024 files to
 import asyncio
 import time
 
-from engine.servers.limits import BODY_TIMEOUT_S
-from engine.servers.protocol import HEAD_TIMEOUT_S
+from engine.servers.http.limits import BODY_TIMEOUT_S
+from engine.servers.http.protocol import HEAD_TIMEOUT_S
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
 from tests.scoreboard.load_sockets import Burden, allow_files, connect
 from tests.scoreboard.meters import probing

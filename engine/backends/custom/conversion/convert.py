@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
-from engine.backends.custom.conversion.gguf_file import gguf_bytes, gguf_size
 from engine.backends.custom.conversion.llama2c import llama2c_bytes, llama2c_size, open_llama2c
-from engine.backends.custom.conversion.safetensors_file import safetensors_bytes
 from engine.backends.custom.conversion.stored import (
     PLAIN_TYPES,
     Bytes,
@@ -33,6 +31,7 @@ from engine.backends.custom.conversion.stored import (
     stored_weight,
 )
 from engine.backends.custom.conversion.tokenizer_bin import read_tokenizer, tokenizer_bytes
+from engine.backends.custom.conversion.writers import gguf_bytes, gguf_size, safetensors_bytes
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
@@ -41,9 +40,9 @@ from engine.backends.custom.weights.quantize import ENCODERS, quantize
 from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
-from engine.core.utils.checkpoint_files import is_companion
-from engine.core.utils.tokenizer_to_gguf import gguf_tokenizer
-from engine.core.utils.tokenizer_to_json import tokenizer_files
+from engine.core.store.checkpoint_files import is_companion
+from engine.core.text.tokenizer_to_gguf import gguf_tokenizer
+from engine.core.text.tokenizer_to_json import tokenizer_files
 
 Format = Literal["gguf", "safetensors", "llama2c"]
 Progress = Callable[[int, int], None]  # bytes written, of how many

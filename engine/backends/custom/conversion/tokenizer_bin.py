@@ -13,8 +13,8 @@ import numpy as np
 
 from engine.backends.custom.conversion.llama2c import BOS_ID, EOS_ID
 from engine.core.errors import ModelFormatError
-from engine.core.utils.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
-from engine.core.utils.tokenizer_to_gguf import PREFIX
+from engine.core.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
+from engine.core.text.tokenizer_to_gguf import PREFIX
 
 _LENGTH = Struct("<i")
 _PIECE = Struct("<fi")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.runtime.seam import I32
+from engine.backends.custom.runtime.model_runner import I32
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 

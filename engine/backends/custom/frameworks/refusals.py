@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.runtime.seam import RunnerConfig
+from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.core.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.backends.custom.runtime.seam import I32
+from engine.backends.custom.runtime.model_runner import I32
 
 
 def cut(counts: I32, size: int) -> tuple[I32, I32]:

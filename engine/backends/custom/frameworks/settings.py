@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.runtime.noise import row_keys
-from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
+from engine.backends.custom.runtime.host_sampler import row_keys
+from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
 
 KEEPS = "keeps"  # the slot that a row's token is kept for; a forced one is kept for nobody
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")

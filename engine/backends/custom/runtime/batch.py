@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.rows import Row, ScheduledBatch
-from engine.backends.custom.runtime.scoring import with_scores
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     DRAW,
     F32,
     FROM_DEVICE,
@@ -25,8 +23,8 @@ from engine.backends.custom.runtime.seam import (
     RunnerSpec,
     SamplingInputs,
 )
-from engine.backends.custom.runtime.sequence import Sequence
-from engine.backends.custom.runtime.tokens import packed
+from engine.backends.custom.runtime.prompt_logprobs import with_scores
+from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 
 NEGATIVE_INFINITY = float("-inf")
 NEGLIGIBLE = 1e-30

@@ -7,7 +7,7 @@ nobody.
 
 from collections.abc import Iterable, Sequence
 
-from engine.backends.custom.runtime.seam import NULL_BLOCK
+from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 
 
 class BlockPool:

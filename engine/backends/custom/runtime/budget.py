@@ -7,7 +7,7 @@ prompt adds to it. It applies only while somebody streams; otherwise a step may 
 memory allows.
 """
 
-from engine.backends.custom.runtime.seam import PROMPT_TOKENS
+from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 
 TARGET_STEP_S = 0.025
 PROMPT_SHARE = 1.0  # of what continuing takes

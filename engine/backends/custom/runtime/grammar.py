@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from engine.backends.custom.runtime.seam import U32
+from engine.backends.custom.runtime.model_runner import U32
 from engine.core import faults
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.grammar.limits import parser_limits

@@ -7,8 +7,7 @@ mean equal prefixes (a collision would only delay a sequence, never mix contents
 
 from collections.abc import Iterable
 
-from engine.backends.custom.runtime.sequence import Sequence
-from engine.backends.custom.runtime.tokens import packed
+from engine.backends.custom.runtime.sequence import Sequence, packed
 
 
 class InflightPrefixes:

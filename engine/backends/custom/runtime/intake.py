@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.backends.custom.runtime.deltas import refusal
 from engine.backends.custom.runtime.grammar import Constraint, Grammars
+from engine.backends.custom.runtime.model_runner import RunnerSpec
+from engine.backends.custom.runtime.outputs import refusal
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.seam import RunnerSpec
-from engine.backends.custom.runtime.sequence import Sequence
-from engine.backends.custom.runtime.tokens import Tokens, packed
+from engine.backends.custom.runtime.sequence import Sequence, Tokens, packed
 from engine.core import faults
 from engine.core.errors import (
     EngineError,

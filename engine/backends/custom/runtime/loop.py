@@ -2,35 +2,31 @@
 
 A step's forward pass is launched before the previous step's tokens are waited for, when the runner
 is asynchronous (depth 1); otherwise each step is finished in its own iteration. One loop serves
-both. A step that raises is repeated in halves until the row that fails alone is found: only that
-request is lost. Every other stage fails the request it works for, and nobody else.
+both. A step that raises is bisected (`recovery.py`) until the row that fails alone is found: only
+that request is lost. Every other stage fails the request it works for and no other.
 """
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.backends.custom.ipc.transport import ConnectionClosedError
 from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
 from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter
-from engine.backends.custom.runtime.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskRow, MaskWriter
 from engine.backends.custom.runtime.intake import Intake
-from engine.backends.custom.runtime.rows import Row, ScheduledBatch
-from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
     ModelRunner,
     PendingTokens,
     StepOutput,
 )
-from engine.backends.custom.runtime.steps import (
-    Forwarded,
-    Launch,
-    constrained_rows,
-    is_out_of_memory,
-)
-from engine.backends.custom.runtime.transport import ConnectionClosedError
+from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
+from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
+from engine.backends.custom.runtime.sequence import ScheduledBatch
 from engine.core import faults
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
@@ -67,6 +63,23 @@ class Channel(Protocol):
     def poll(self, timeout_s: float) -> list[ToEngine]: ...
 
     def send(self, message: FromEngine) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step that was sampled and not waited for yet."""
+
+    batch: ScheduledBatch
+    pending: PendingTokens
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A step between `forward` and `sample`."""
+
+    handle: Any
+    masks: MaskJob | None
 
 
 class EngineLoop:
@@ -216,17 +229,18 @@ class EngineLoop:
         self._send(self.scheduler.update(launch.batch, output, now))
 
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
-        """Repeat the steps in flight in halves. Whoever fails alone is failed; all failing is
-        fatal.
+        """Bisect the steps in flight: a row that fails alone fails its request, and a step without
+        rows that fails too ends the engine.
         """
-        log.error("a step failed; repeating it in halves", exc_info=error)
+        log.error("a step failed; bisecting it", exc_info=error)
         if is_out_of_memory(error):
             self._budget.shrink()
         launch, self._launched = self._launched, None
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
         self.scheduler.rollback()
+        bisection = Bisection(self.scheduler, self._run_whole, self._send)
         for failed in batches:
-            self._run_in_halves(list(failed.rows))
+            bisection.run(failed.rows)
         # When this raises too, the fault is in no request: the engine is lost.
         warm_up(self._runner)
 
@@ -251,28 +265,11 @@ class EngineLoop:
             self._send([self.scheduler.fail(error.seq, failure, time.monotonic())])
         self.scheduler.check()  # what is broken now is broken for everybody
 
-    def _run_in_halves(self, rows: list[Row]) -> None:
-        """Run rows together; if that raises, each half; a row that raises alone is failed."""
-        granted = [again for row in rows if (again := self.scheduler.retry_row(row)) is not None]
-        if not granted:
-            return
-        batch = ScheduledBatch(tuple(granted))
-        try:
-            output = self._wait(self._sample(self._forward(batch), batch))
-        except Exception as error:
-            self.scheduler.rollback()
-            now = time.monotonic()
-            if len(granted) == 1:
-                failure = InferenceError("The model failed on this request.")
-                log.error("request %s failed alone", granted[0].seq.request_id, exc_info=error)
-                self._send([self.scheduler.fail(granted[0].seq, failure, now)])
-                return
-            middle = len(granted) // 2
-            self._run_in_halves(granted[:middle])
-            self._run_in_halves(granted[middle:])
-            return
+    def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
+        """One step without overlap."""
+        output = self._wait(self._sample(self._forward(batch), batch))
         self._num_steps += 1
-        self._send(self.scheduler.update(batch, output, time.monotonic()))
+        return output
 
     def _read_inbox(self, timeout_s: float) -> None:
         now = time.monotonic
@@ -371,3 +368,18 @@ class EngineLoop:
             num_invariant_failures=self._num_invariant_failures,
             steps=self._steps.counts(),
         )
+
+
+def constrained_rows(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
+    """Grammar matchers, each with its index among the rows that sample.
+
+    `only_known` leaves out rows whose last token is still on the device.
+    """
+    sampling = (row for row in batch.rows if row.samples)
+    return [
+        (constraint.matcher, index)
+        for index, row in enumerate(sampling)
+        if (constraint := row.seq.constraint) is not None
+        and row.seq.finish_reason is None
+        and not (only_known and row.start + row.length > len(row.seq.tokens))
+    ]

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.eviction import POLICIES, EvictionPolicy, Key
-from engine.backends.custom.runtime.leaves import Leaves
-from engine.backends.custom.runtime.tokens import Tokens, packed
+from engine.backends.custom.runtime.eviction_order import POLICIES, EvictionPolicy, Key, Leaves
+from engine.backends.custom.runtime.sequence import Tokens, packed
 
 
 class Node:

@@ -4,11 +4,23 @@ Where a sequence is (waiting, running, gone) is told by the scheduler's queues, 
 Only `Scheduler` and `KVCache` change one.
 """
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.backends.custom.runtime.grammar import Constraint
-from engine.backends.custom.runtime.tokens import Tokens
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array  # before Python 3.12 it takes no parameter
+
+
+def packed(token_ids: Iterable[int] = ()) -> Tokens:
+    """Raises OverflowError for what is no 32-bit number."""
+    return array("i", token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,3 +81,26 @@ class Sequence:
     def max_len(self) -> int:
         """Positions whose keys and values can ever be needed; the last token's never are."""
         return self.num_prompt + self.max_tokens - 1
+
+
+class Row(NamedTuple):
+    """Tokens start .. start + length - 1 of a sequence; `life` tells a row of an earlier admission
+    apart. A tuple, because hundreds are made and taken apart in every step.
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    samples: bool
+    slot: int
+    life: int
+    num_scored: int = 0  # of its tokens: the next one is known, and its probability wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.length for row in self.rows)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.custom.text import parse_text
+from engine.backends.custom.frontend.text_model import parse_text
 from engine.backends.custom.weights.model import open_model
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, ModelFormatError
-from engine.core.utils.json_text import check_characters
+from engine.core.text.json_text import check_characters
 
 CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".h5")
 _MAX_JSON_BYTES = 16 * 1024 * 1024

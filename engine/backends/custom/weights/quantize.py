@@ -6,12 +6,120 @@ reference does, to the same bits; Q4_K, which searches for its scales, has a fil
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.backends.custom.weights.kquantize import encode_q4_k
 from engine.backends.custom.weights.quants import Bytes, Floats, traits_of
 from engine.core.errors import ModelFormatError
+
+_GROUP = 32
+_MAX_LEVEL = 15
+_MAX_SCALE = 63  # scales and minimums are 6-bit multiples of the block's two factors
+# How many levels a group's range is cut into, around the plain 15.
+_SPACINGS = np.arange(-1.0, 1.05, 0.1, dtype=np.float32) + np.float32(_MAX_LEVEL)
+
+
+@dataclass(slots=True)
+class _Fit:
+    """The best so far of every group, all (n,)."""
+
+    scale: Floats
+    low: Floats  # what level 0 stands for; never above zero
+    error: Floats
+
+    def take(self, better: NDArray[np.bool_], scale: Floats, low: Floats, error: Floats) -> None:
+        self.scale = np.where(better, scale, self.scale)
+        self.low = np.where(better, low, self.low)
+        self.error = np.where(better, error, self.error)
+
+
+def encode_q4_k(blocks: Floats) -> Bytes:
+    """0 factor, 2 factor of minimums, 4-15 scales and minimums, 16-143 four bits each."""
+    num_blocks = len(blocks)
+    groups = blocks.reshape(-1, _GROUP)
+    scale, low = _fit_groups(groups)
+    scales, scale_factor = _six_bits(scale.reshape(num_blocks, 8))
+    mins, min_factor = _six_bits(-low.reshape(num_blocks, 8))
+    # Levels are chosen again for the scales as they are stored.
+    stored_scale = (scale_factor.astype(np.float32) * scales).reshape(-1, 1)
+    stored_min = (min_factor.astype(np.float32) * mins).reshape(-1, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wanted = np.where(stored_scale > 0, (groups + stored_min) / stored_scale, 0)
+    levels = _to_levels(wanted).astype(np.uint8).reshape(num_blocks, 4, 2, _GROUP)
+    out = np.empty((num_blocks, 144), np.uint8)
+    out[:, 0:2] = scale_factor.view(np.uint8)
+    out[:, 2:4] = min_factor.view(np.uint8)
+    out[:, 4:16] = _pack_six_bits(scales, mins)
+    out[:, 16:] = (levels[:, :, 0] | (levels[:, :, 1] << 4)).reshape(num_blocks, 128)
+    return out
+
+
+def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
+    """Scale and lowest value of each group of x (n, 32)."""
+    weights = np.sqrt(np.mean(x * x, axis=1, keepdims=True)) + np.abs(x)
+    sum_w, sum_x = weights.sum(axis=1), (weights * x).sum(axis=1)
+    lowest, highest = np.minimum(x.min(axis=1), 0), x.max(axis=1)
+    flat = highest <= lowest
+    plain = (highest - lowest) / _MAX_LEVEL
+    levels = _spaced(x, lowest, highest, np.float32(_MAX_LEVEL))
+    best = _Fit(plain, lowest, _error(x, levels, plain, lowest, weights))
+    for spacing in _SPACINGS:
+        levels = _spaced(x, best.low, highest, spacing)
+        weighted = weights * levels
+        sum_l, sum_ll = weighted.sum(axis=1), np.einsum("gi,gi->g", weighted, levels)
+        sum_xl = np.einsum("gi,gi->g", weighted, x)
+        determinant = sum_w * sum_ll - sum_l * sum_l
+        solvable = determinant > 0
+        divisor = np.where(solvable, determinant, np.float32(1))
+        scale = (sum_w * sum_xl - sum_x * sum_l) / divisor
+        low = (sum_ll * sum_x - sum_l * sum_xl) / divisor
+        # A minimum can only be subtracted; where the fit wants to add one, there is none.
+        only_scale = sum_xl / np.where(sum_ll > 0, sum_ll, np.float32(1))
+        scale = np.where(low > 0, only_scale, scale)
+        low = np.minimum(low, 0)
+        error = _error(x, levels, scale, low, weights)
+        best.take(solvable & (error < best.error), scale, low, error)
+    return np.where(flat, np.float32(0), best.scale), np.where(flat, lowest, best.low)
+
+
+def _spaced(x: Floats, low: Floats, high: Floats, spacing: np.float32) -> Floats:
+    """Levels of x where the range from low to high is cut into so many of them."""
+    span = high - low
+    per_unit = np.divide(spacing, np.where(span > 0, span, 1), dtype=np.float32)
+    return _to_levels((x - low[:, None]) * per_unit[:, None])
+
+
+def _to_levels(scaled: Floats) -> Floats:
+    return np.clip(np.rint(scaled), 0, _MAX_LEVEL)
+
+
+def _error(x: Floats, levels: Floats, scale: Floats, low: Floats, weights: Floats) -> Floats:
+    off = levels * scale[:, None]
+    off += low[:, None]
+    off -= x
+    error: Floats = np.einsum("gi,gi,gi->g", off, off, weights)
+    return error
+
+
+def _six_bits(values: Floats) -> tuple[Bytes, NDArray[np.float16]]:
+    """(n, 8) numbers above zero as multiples of one float16 factor per block, (n, 1)."""
+    most = values.max(axis=1, keepdims=True)
+    inverse = _MAX_SCALE / np.where(most > 0, most, np.float32(1))
+    multiples = np.clip(np.rint(values * inverse), 0, _MAX_SCALE).astype(np.uint8)
+    factor = np.maximum(most, 0) / np.float32(_MAX_SCALE)
+    return multiples, factor.astype("<f2")
+
+
+def _pack_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
+    """The layout that `kquants` unpacks: high pairs of the last four on top of the first four."""
+    packed = np.empty((len(scales), 12), np.uint8)
+    packed[:, 0:4] = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    packed[:, 4:8] = mins[:, :4] | ((mins[:, 4:] >> 4) << 6)
+    packed[:, 8:12] = (scales[:, 4:] & 0x0F) | ((mins[:, 4:] & 0x0F) << 4)
+    return packed
+
 
 # Values encoded at a time: what an encoder holds of them stays inside a second-level cache.
 _CHUNK_VALUES = 64 * 1024

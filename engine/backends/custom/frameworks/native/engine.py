@@ -3,11 +3,15 @@
 Models run on C++ kernels on the CPU, from weights in the form that their file stores.
 """
 
-from engine.backends.custom.memory import MemoryNeeds
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.profiler import Profiler
-from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    Profiler,
+    RunnerConfig,
+)
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.memory import MemoryNeeds
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:

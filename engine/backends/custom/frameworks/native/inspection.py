@@ -1,5 +1,5 @@
 """What each layer's nodes are in the graph that plans are made of, run node by node by the numpy
-references, and how long the kernels take for each (see `custom/inspection.py`).
+references, and how long the kernels take for each (see `custom/tools/inspection.py`).
 
 The kernels themselves are seen through the seam: their plans fuse what the graph keeps apart.
 """

@@ -1,10 +1,14 @@
 """The tinygrad framework's entry. Importing it does not import tinygrad; its functions do."""
 
-from engine.backends.custom.memory import MemoryNeeds
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.profiler import Profiler
-from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    Profiler,
+    RunnerConfig,
+)
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.memory import MemoryNeeds
 from engine.core.errors import ConfigError
 
 

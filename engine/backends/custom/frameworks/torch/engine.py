@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
-from engine.backends.custom.encoder_loop import Encoder
-from engine.backends.custom.memory import DTYPE_BYTES, MemoryNeeds, dense_needs, on_gpu
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.profiler import Profiler
-from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    Profiler,
+    RunnerConfig,
+)
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.encoder_loop import Encoder
+from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, dense_needs, on_gpu
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:

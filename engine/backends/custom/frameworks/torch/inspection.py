@@ -1,5 +1,5 @@
 """What each layer of a model computes in PyTorch, by the whole-sequence forward (see
-`custom/inspection.py`), and how long the layers take.
+`custom/tools/inspection.py`), and how long the layers take.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.models.base import Decoder, PreNormBlock
 from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.inspection import timed
+from engine.backends.custom.tools.inspection import timed
 from engine.backends.custom.weights.model import ModelSource
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.runs import cut
-from engine.backends.custom.runtime.seam import I32, BatchInputs
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 MIN_ROWS = 8  # but for one or two, which have a program of their own
 FEW_ROWS = 2  # not one: XLA copies a whole cache that a single row is written to

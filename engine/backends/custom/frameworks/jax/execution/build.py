@@ -13,10 +13,10 @@ from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
 from engine.backends.custom.frameworks.jax.execution.sharding import home, make_mesh, param_spec
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
 from engine.backends.custom.frameworks.refusals import check_plain
-from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig
+from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
-from engine.core.utils.model_store import store_directory
+from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
 # It tells of every kind of device that this machine does not have.

@@ -8,7 +8,7 @@ from jax import Array
 from engine.backends.custom.frameworks import settings
 from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.runtime.seam import F32, I32, SamplingInputs
+from engine.backends.custom.runtime.model_runner import F32, I32, SamplingInputs
 
 # Alternatives beside a drawn token are computed in one of these numbers and cut on the host.
 NUM_TOPS = (0, 5, 20)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import jax
 
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
-from engine.backends.custom.runtime.profiler import KernelTime
+from engine.backends.custom.runtime.model_runner import KernelTime
 
 
 class JAXProfiler:

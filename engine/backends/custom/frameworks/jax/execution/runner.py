@@ -30,10 +30,8 @@ from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import Model, final_norm, head_logits
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
-from engine.backends.custom.runtime.noise import token_words
-from engine.backends.custom.runtime.results import Sampled, step_output
-from engine.backends.custom.runtime.sampling import histories
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.host_sampler import histories, token_words
+from engine.backends.custom.runtime.model_runner import (
     GPU_STEP_S,
     I32,
     BatchInputs,
@@ -42,6 +40,7 @@ from engine.backends.custom.runtime.seam import (
     SamplingInputs,
     StepOutput,
 )
+from engine.backends.custom.runtime.outputs import Sampled, step_output
 
 # Where a step's activations leave the second-level cache, a larger one gains nothing.
 MOST_CPU_TOKENS = 512

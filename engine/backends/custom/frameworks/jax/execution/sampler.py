@@ -1,4 +1,4 @@
-"""From logits to tokens: what `runtime/sampling.py` says and does, as pure functions that are
+"""From logits to tokens: what `runtime/host_sampler.py` says and does, as pure functions that are
 traced.
 """
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from engine.backends.custom.frameworks.jax.execution.draws import Traits
-from engine.backends.custom.runtime.noise import gumbel
-from engine.backends.custom.runtime.results import Sampled
-from engine.backends.custom.runtime.seam import DRAW
+from engine.backends.custom.runtime.host_sampler import gumbel
+from engine.backends.custom.runtime.model_runner import DRAW
+from engine.backends.custom.runtime.outputs import Sampled
 
 # In a slot's count of a token: the lowest bit says that the prompt has it, and the rest how often
 # the output does.

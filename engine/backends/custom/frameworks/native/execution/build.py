@@ -25,16 +25,16 @@ from engine.backends.custom.ir.plan import (
 )
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.rotary import rope_frequencies
-from engine.backends.custom.memory import MIB, MemoryNeeds
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.scheduler import MAX_SCORED
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     PROMPT_TOKENS,
     DeviceInfo,
     RunnerConfig,
     RunnerSpec,
 )
+from engine.backends.custom.runtime.scheduler import MAX_SCORED
 from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.worker.memory import MIB, MemoryNeeds
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     DRAW,
     FROM_DEVICE,
     I32,

@@ -13,10 +13,10 @@ from engine.backends.custom.frameworks.native.execution.build import (
     find_device,
     memory_needs,
 )
-from engine.backends.custom.memory import MIB
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.seam import BatchInputs, RunnerConfig
+from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.memory import MIB
 from engine.core.errors import ConfigError
 
 WARM_UPS = 3

@@ -28,8 +28,8 @@ from engine.backends.custom.frameworks.native.weights.packed_file import (
 )
 from engine.backends.custom.weights.files import FileBytes
 from engine.backends.custom.weights.model import ModelSource
-from engine.core.utils.model_store import store_directory
-from engine.core.utils.private_files import PART_SUFFIX
+from engine.core.sandbox.private_files import PART_SUFFIX
+from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core import faults
-from engine.core.utils.private_files import PART_SUFFIX, open_private
+from engine.core.sandbox.private_files import PART_SUFFIX, open_private
 
 HEADER_BYTES = 4096
 _MAGIC = b"ENGPACK2"

@@ -12,9 +12,8 @@ from engine.backends.custom.frameworks.tinygrad.execution.steps import (
     padded_size,
 )
 from engine.backends.custom.frameworks.tinygrad.models.base import Model
-from engine.backends.custom.runtime.results import step_output
-from engine.backends.custom.runtime.sampling import HostSampler
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.host_sampler import HostSampler
+from engine.backends.custom.runtime.model_runner import (
     DRAW,
     FROM_DEVICE,
     I32,
@@ -23,6 +22,7 @@ from engine.backends.custom.runtime.seam import (
     SamplingInputs,
     StepOutput,
 )
+from engine.backends.custom.runtime.outputs import step_output
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from engine.backends.custom.frameworks.tinygrad.models.base import (
     final_norm,
     head_logits,
 )
-from engine.backends.custom.runtime.seam import I32, BatchInputs
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 MIN_SIZE, GROWTH = 8, 4  # but for a lone token, which has a program of its own
 

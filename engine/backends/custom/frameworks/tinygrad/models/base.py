@@ -14,7 +14,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.tinygrad.layers.attention import causal_attention, heads
 from engine.backends.custom.frameworks.tinygrad.layers.linear import Params, linear
 from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
-from engine.backends.custom.runtime.seam import F32
+from engine.backends.custom.runtime.model_runner import F32
 
 # From a layer's number, queries (T, N, H), keys and values (T, K, H): (T, N, H)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -8,7 +8,7 @@ from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRu
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import DeviceInfo, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
 

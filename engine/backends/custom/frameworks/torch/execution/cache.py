@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.seam import NULL_BLOCK, BatchInputs
+from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
 
 
 @dataclass(frozen=True, slots=True)

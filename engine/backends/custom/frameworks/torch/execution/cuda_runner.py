@@ -40,7 +40,7 @@ from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.model_runner import (
     GPU_STEP_S,
     I32,
     BatchInputs,

@@ -24,8 +24,8 @@ from engine.backends.custom.frameworks.torch.kernels.sampling import (
     greedy,
     penalize,
 )
-from engine.backends.custom.runtime.results import Sampled
-from engine.backends.custom.runtime.seam import SamplingInputs
+from engine.backends.custom.runtime.model_runner import SamplingInputs
+from engine.backends.custom.runtime.outputs import Sampled
 
 MASK = "mask"
 PADS = settings.PADS | {"position": 0, "num_prompt": 0}

@@ -26,7 +26,7 @@ from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.staging import PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
-from engine.backends.custom.runtime.seam import DRAW, SamplingInputs
+from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
 
 PLAIN = Kind(adjusts=False, masks=False, draws=False)
 MAX_BIASES = 1024  # of a step; with more it is drawn outside a graph

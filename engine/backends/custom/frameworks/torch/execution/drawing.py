@@ -16,15 +16,15 @@ from engine.backends.custom.frameworks.torch.execution.history import TokenHisto
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
-from engine.backends.custom.runtime.noise import token_words
-from engine.backends.custom.runtime.results import Sampled
-from engine.backends.custom.runtime.seam import (
+from engine.backends.custom.runtime.host_sampler import token_words
+from engine.backends.custom.runtime.model_runner import (
     DRAW,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
     StepOutput,
 )
+from engine.backends.custom.runtime.outputs import Sampled
 
 
 @dataclass(frozen=True, slots=True)

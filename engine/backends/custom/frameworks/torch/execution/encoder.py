@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.encoder_loop import EncoderSpec, Prompt
 from engine.backends.custom.frameworks.torch.execution.build import DTYPES, find_device
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
@@ -22,6 +21,7 @@ from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt
 
 # Tokens of a group as attention sees them, padding included.
 GROUP_TOKENS = 8192

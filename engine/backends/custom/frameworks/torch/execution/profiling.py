@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engine.backends.custom.runtime.profiler import KernelTime
+from engine.backends.custom.runtime.model_runner import KernelTime
 
 SPAN = "engine: "  # begins the names of the runner's calls, which are no kernels
 _US = 1e-6

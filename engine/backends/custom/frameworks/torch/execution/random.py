@@ -1,9 +1,9 @@
-"""`gumbel` of `runtime/noise.py` in PyTorch's words: in place, and equal on every device."""
+"""`gumbel` of `runtime/host_sampler.py` in PyTorch's words: in place, and equal on every device."""
 
 import torch
 from torch import Tensor
 
-from engine.backends.custom.runtime.noise import MASK_31, MIX_1, MIX_2
+from engine.backends.custom.runtime.host_sampler import MASK_31, MIX_1, MIX_2
 
 
 def gumbel(keys: Tensor, words: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.runtime.seam import BatchInputs, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.noise import row_keys
-from engine.backends.custom.runtime.results import Sampled
-from engine.backends.custom.runtime.seam import DRAW, I32, U32, SamplingInputs
+from engine.backends.custom.runtime.host_sampler import row_keys
+from engine.backends.custom.runtime.model_runner import DRAW, I32, U32, SamplingInputs
+from engine.backends.custom.runtime.outputs import Sampled
 
 MINUS_INFINITY = float("-inf")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.backends.custom.runtime.seam import I32
+from engine.backends.custom.runtime.model_runner import I32
 
 
 @dataclass(slots=True)

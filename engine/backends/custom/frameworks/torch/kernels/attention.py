@@ -13,7 +13,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
-from engine.backends.custom.runtime.seam import BatchInputs
+from engine.backends.custom.runtime.model_runner import BatchInputs
 from engine.core.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.seam import BatchInputs
+from engine.backends.custom.runtime.model_runner import BatchInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.seam import I32, BatchInputs
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 # Rows whose block counts lie within one power of two are padded to one another; so are all short
 # ones, where a kernel call costs more than the padding.

@@ -26,7 +26,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
-from engine.backends.custom.runtime.seam import I32, BatchInputs
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 _MAX_DECODES = 256
 

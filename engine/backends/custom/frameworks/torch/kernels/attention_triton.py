@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
-from engine.backends.custom.runtime.seam import I32, BatchInputs
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch

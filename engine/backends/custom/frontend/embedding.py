@@ -1,0 +1,67 @@
+"""Prompts to vectors: each is a request of its own to the engine, so they are batched there like
+any others. No more than `MAX_IN_FLIGHT` of one call wait in its queue at once, and no more than the
+queue takes.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.core.errors import EngineError, InferenceError, error_from_code
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
+
+MAX_IN_FLIGHT = 128
+
+
+class _Awaited:
+    """The receiver of one vector."""
+
+    def __init__(self) -> None:
+        self.vector: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, item: TokenDelta | EngineError) -> None:
+        if self.vector.done():
+            return
+        if isinstance(item, EngineError):
+            self.vector.set_exception(item)
+        elif item.vector is not None:
+            self.vector.set_result(item.vector)
+        else:
+            code = item.error_code or InferenceError.code
+            message = item.error_message or "The request was aborted."
+            self.vector.set_exception(error_from_code(code, message))
+
+
+async def vectors_of(
+    link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int, num_dimensions: int
+) -> NDArray[np.float32]:
+    """One row of unit length for each request, in order. The first failure ends all of them."""
+    if not requests:
+        return np.zeros((0, num_dimensions), np.float32)
+    gate = asyncio.Semaphore(min(MAX_IN_FLIGHT, max_queued))
+
+    async def one(request: GenerateRequest) -> NDArray[np.float32]:
+        async with gate:
+            awaited = _Awaited()
+            link.submit(request, awaited)
+            try:
+                return np.frombuffer(await awaited.vector, np.float32)
+            except BaseException:
+                link.forget(request.request_id, None)
+                raise
+            finally:
+                link.done(request.request_id)
+
+    tasks = [asyncio.create_task(one(request)) for request in requests]
+    try:
+        rows = np.stack(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: NDArray[np.float32] = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
+    return unit

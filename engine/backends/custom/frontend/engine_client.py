@@ -1,0 +1,243 @@
+"""How a frontend holds an engine: the same messages, whether it runs in a thread or in a process.
+
+`InlineClient` runs the loop in a thread of this process; `ProcessClient` speaks frames with a child
+over a private socket. Either way `on_message` is called on the frontend's event
+loop, in order.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import msgspec
+
+from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL, EngineProcess
+from engine.backends.custom.ipc.heartbeat import Heartbeat, Vitals, heartbeat_file
+from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
+from engine.backends.process import ChildProcess
+from engine.core.errors import EngineError, UnavailableError
+from engine.core.interfaces.request import Fatal, FromEngine, Stop, ToEngine
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+STACKS_GRACE_S = 0.2
+OnMessage = Callable[[FromEngine], None]
+OnExit = Callable[[int], None]
+
+
+class EngineClient(Protocol):
+    """A running engine. `start` returns at once; a `Ready` or `Fatal` message tells how it went."""
+
+    async def start(self) -> None: ...
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message for the engine. Raises `UnavailableError` when the engine is gone."""
+        ...
+
+    def vitals(self) -> Vitals | None:
+        """None before there is an engine to look at."""
+        ...
+
+    def wake(self) -> None:
+        """Have an engine that is silent go on, if somebody stopped it, and write its stacks."""
+        ...
+
+    @property
+    def pid(self) -> int: ...
+
+    async def kill(self) -> None:
+        """End an engine that makes no progress, where that can be done without harm."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class QueueChannel:
+    """The engine's end of an inline client."""
+
+    def __init__(self, deliver: OnMessage) -> None:
+        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._deliver = deliver
+
+    def poll(self, timeout_s: float) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        with contextlib.suppress(queue.Empty):
+            if timeout_s > 0:
+                messages.append(self.inbox.get(timeout=timeout_s))
+            while True:
+                messages.append(self.inbox.get_nowait())
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._deliver(message)
+
+
+class InlineClient:
+    """The engine in a thread: for embedding and tests. `module` has a `run_engine` function."""
+
+    def __init__(self, module: str, options: msgspec.Struct, on_message: OnMessage) -> None:
+        self._module = module
+        self._options = options
+        self._on_message = on_message
+        with heartbeat_file() as file:  # the mapping outlives it
+            self._heartbeat = Heartbeat(file.fileno())
+        self._channel: QueueChannel | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def deliver(message: FromEngine) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+                loop.call_soon_threadsafe(self._on_message, message)
+
+        self._channel = QueueChannel(deliver)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToEngine) -> None:
+        if self._channel is None or self._thread is None or not self._thread.is_alive():
+            raise UnavailableError("The engine is not running.")
+        self._channel.inbox.put(message)
+
+    def vitals(self) -> Vitals | None:
+        return self._heartbeat.vitals()
+
+    def wake(self) -> None:
+        pass  # a thread is never stopped alone
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def kill(self) -> None:
+        log.error("a thread can't be ended: the engine's process must be")
+
+    async def stop(self) -> None:
+        if self._thread is not None and self._channel is not None:
+            self._channel.inbox.put(Stop())
+            await asyncio.to_thread(self._thread.join, STOP_GRACE_S)
+
+    def _run(self) -> None:
+        assert self._channel is not None
+        try:
+            run_engine = importlib.import_module(self._module).run_engine
+            run_engine(self._options, self._channel, self._heartbeat)
+        except EngineError as error:
+            self._channel.send(Fatal(error.error_code, error.message))
+        except Exception:
+            log.exception("the engine failed")
+            self._channel.send(Fatal("INTERNAL_ERROR", "The engine failed; its log says why."))
+
+
+class ProcessClient:
+    """The engine in a child process, which can be killed at any moment without harm to this one.
+
+    `on_exit` is called once, on the event loop, when the child is gone without having been asked to
+    stop. A `process` that is already on its way, perhaps told its options, is used instead of a new
+    one.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        options: msgspec.Struct,
+        on_message: OnMessage,
+        on_exit: OnExit,
+        process: EngineProcess | None = None,
+    ) -> None:
+        self._module = module
+        self._options = options
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._process = process
+        self._child: ChildProcess | None = None
+        self._connection: _Connection | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        process = self._process = self._process or EngineProcess(self._module)
+        self._child = ChildProcess(process.process)
+        if not process.has_begun:
+            process.begin(self._options)
+        process.socket.setblocking(False)
+        _, self._connection = await asyncio.get_running_loop().create_connection(
+            lambda: _Connection(self._on_message), sock=process.socket
+        )
+        self._ending = asyncio.create_task(self._end(self._connection, self._child))
+
+    def send(self, message: ToEngine) -> None:
+        if self._connection is None or self._connection.transport.is_closing():
+            raise UnavailableError("The engine is restarting; try again.", retry_after=1.0)
+        self._connection.transport.write(encode_frame(message))
+
+    def vitals(self) -> Vitals | None:
+        return None if self._process is None else self._process.heartbeat.vitals()
+
+    def wake(self) -> None:
+        if self._child is not None:
+            self._child.send(STACKS_SIGNAL)
+            self._child.send(signal.SIGCONT)
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None, "the engine process was never started"
+        return self._child.pid
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._child is None:
+            return
+        with contextlib.suppress(UnavailableError):
+            self.send(Stop())
+        await self._child.stop(STOP_GRACE_S)
+        if self._ending is not None:
+            await self._ending
+
+    async def kill(self) -> None:
+        if self._child is not None:
+            self._child.send(STACKS_SIGNAL)
+            await asyncio.sleep(STACKS_GRACE_S)
+            self._child.kill()
+
+    async def _end(self, connection: "_Connection", child: ChildProcess) -> None:
+        """Wait until the child's end has closed, then see how it ended."""
+        await connection.closed
+        status = await child.stop(STOP_GRACE_S)
+        if not self._stopping:
+            self._on_exit(status)
+
+
+class _Connection(asyncio.Protocol):
+    """Messages are delivered where they are received: a step's tokens wake no task to be read."""
+
+    transport: asyncio.WriteTransport
+
+    def __init__(self, on_message: OnMessage) -> None:
+        self._on_message = on_message
+        self._frames: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                self._on_message(message)
+        except Exception:  # whatever it is: nobody reads on, so the engine must go
+            log.exception("the connection to the engine broke")
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)

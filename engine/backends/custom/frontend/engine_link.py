@@ -1,0 +1,277 @@
+"""The frontend's hold on its engine: open requests, readiness, restarts.
+
+When the engine dies, every open request ends with an error at once, new ones are refused, and the
+engine is started again after a growing pause; after too many deaths in a row it is left down for a
+minute, and says so. A process that is silent is woken, then killed; so is one whose step never ends
+although it was interrupted.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
+from engine.backends.custom.ipc.heartbeat import Vitals
+from engine.backends.process import RestartPolicy
+from engine.core import faults
+from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
+from engine.core.interfaces.request import (
+    Abort,
+    Control,
+    ControlReply,
+    Deltas,
+    EngineStats,
+    Fatal,
+    FromEngine,
+    GenerateRequest,
+    Ready,
+    Stats,
+    TokenDelta,
+)
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 10.0
+# A process ticks twice a second whatever it computes. One that does not is frozen: not healthy,
+# then woken, then killed.
+FROZEN_AFTER_S = 3.0
+WAKE_AFTER_S = 5.0
+KILL_AFTER_S = 8.0
+WATCH_INTERVAL_S = 0.5
+# A step that was interrupted when its patience ended may take as long again.
+KILL_PATIENCES = 2.0
+# Between attempts, once it has died too often.
+COOL_DOWN_S = 60.0
+
+
+class Receiver(Protocol):
+    """Where a request's deltas go."""
+
+    def deliver(self, item: TokenDelta | EngineError) -> None: ...
+
+
+ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
+
+
+class EngineLink:
+    """One engine at a time, made anew by `make_client` after each death."""
+
+    def __init__(
+        self,
+        make_client: ClientFactory,
+        restarts: RestartPolicy,
+        cool_down_s: float = COOL_DOWN_S,
+    ) -> None:
+        self._make_client = make_client
+        self._restarts = restarts
+        self._cool_down_s = cool_down_s
+        self._client: EngineClient | None = None
+        self._receivers: dict[str, Receiver] = {}
+        self._replies: dict[int, asyncio.Future[ControlReply]] = {}
+        self._num_controls = 0
+        self._became_ready = asyncio.Event()
+        self._fatal: EngineError | None = None
+        self._has_loaded = False  # at least once
+        self._is_given_up = False
+        self._watching: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.ready: Ready | None = None
+        self.stats: EngineStats | None = None
+        self.num_restarts = 0
+
+    async def start(self) -> Ready:
+        """Start the engine and wait until it has loaded. Raises what kept it from loading."""
+        await self._launch()
+        await self._became_ready.wait()
+        if self.ready is None:
+            raise self._fatal or ModelError("The engine ended while loading; its log says why.")
+        return self.ready
+
+    async def stop(self) -> None:
+        """End every open request, and the engine. Safe to call twice, and while it starts."""
+        self._stopping = True
+        for task in (self._restarting, self._watching):
+            if task is not None:
+                task.cancel()
+        self._on_down(UnavailableError("The server is shutting down."))
+        if self._client is not None:
+            await self._client.stop()
+
+    def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
+        if self.ready is None or self._client is None:
+            raise UnavailableError(self.detail, retry_after=2.0)
+        faults.hit("submit", request.prompt)
+        assert request.request_id not in self._receivers, "two requests have one id"
+        self._client.send(request)
+        self._receivers[request.request_id] = receiver
+
+    def forget(self, request_id: str, choice: int | None) -> None:
+        """Tell the engine to drop a request, or one choice of it. Never raises."""
+        if choice is None:
+            self._receivers.pop(request_id, None)
+        if self.ready is not None and self._client is not None:
+            try:
+                self._client.send(Abort(request_id, choice))
+            except EngineError as error:
+                log.debug("nothing to abort: %s", error)
+
+    def done(self, request_id: str) -> None:
+        """The request has ended by itself."""
+        self._receivers.pop(request_id, None)
+
+    async def flush_cache(self) -> ControlReply:
+        """Make the engine forget every prefix that no running request uses."""
+        return await self._control("flush_cache")
+
+    async def set_log_level(self, level: str) -> ControlReply:
+        """Of the engine's process; the reply says what it was."""
+        return await self._control("log_level", level)
+
+    async def _control(
+        self, action: Literal["flush_cache", "log_level"], value: str = ""
+    ) -> ControlReply:
+        if self.ready is None or self._client is None:
+            raise UnavailableError(self.detail, retry_after=2.0)
+        self._num_controls += 1
+        control_id = self._num_controls
+        reply: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._client.send(Control(control_id, action, value))
+        self._replies[control_id] = reply
+        try:
+            return await asyncio.wait_for(reply, CONTROL_TIMEOUT_S)
+        except TimeoutError:
+            raise UnavailableError("The engine did not answer in time; try again.") from None
+        finally:
+            self._replies.pop(control_id, None)
+
+    @property
+    def detail(self) -> str:
+        """The state in words, for health reports and refusals."""
+        if self.ready is not None:
+            return "ready"
+        if self._stopping:
+            return "The engine has been stopped."
+        if self._is_given_up:
+            return f"The engine died too often; it is tried again every {self._cool_down_s:g} s."
+        if self._fatal is not None:
+            return "The engine is down; its log says why."
+        if self._has_loaded:
+            return "The engine stopped unexpectedly; it is being restarted."
+        return "The engine is loading."
+
+    @property
+    def pid(self) -> int | None:
+        return self._client.pid if self._client is not None else None
+
+    @property
+    def step_age_s(self) -> float | None:
+        """Of the step that is being computed; None when there is none."""
+        vitals = self._vitals()
+        return None if vitals is None else vitals.step_age_s
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps a loaded engine from working, in words; None: nothing does."""
+        vitals = self._vitals()
+        if vitals is None or self.ready is None:
+            return None
+        if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:
+            return "The engine's process does not run."
+        return "The engine makes no progress." if vitals.is_stalled else None
+
+    def _vitals(self) -> Vitals | None:
+        return self._client.vitals() if self._client is not None else None
+
+    async def _launch(self) -> None:
+        client = self._client = self._make_client(self._on_message, self._on_exit)
+        await client.start()
+        self._watching = asyncio.get_running_loop().create_task(self._watch(client))
+
+    async def _watch(self, client: EngineClient) -> None:
+        """Wake the engine if it is silent, kill it if that does not help, or if it hangs; its
+        death is then like any other.
+        """
+        num_looks, was_silent = 0, False
+        while num_looks < 2:  # once may be our own fault: it waits while we don't read
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            vitals = client.vitals()
+            if vitals is None or self.ready is None:  # loading, it may be silent for long
+                continue
+            silent_s = vitals.silent_s or 0.0
+            is_silent = silent_s > WAKE_AFTER_S
+            if is_silent and not was_silent:
+                log.critical("the engine's process is silent for %.1f s; waking it", silent_s)
+                client.wake()
+            was_silent = is_silent
+            hung = (vitals.step_age_s or 0.0) > KILL_PATIENCES * vitals.patience_s
+            num_looks = num_looks + 1 if hung or silent_s > KILL_AFTER_S else 0
+        log.critical("the engine does not go on; killing it (%s)", vitals)
+        await client.kill()
+
+    def _on_message(self, message: FromEngine) -> None:
+        if isinstance(message, Deltas):
+            for delta in message.deltas:  # late ones, of requests that are gone, have no receiver
+                receiver = self._receivers.get(delta.request_id)
+                if receiver is not None:
+                    receiver.deliver(delta)
+        elif isinstance(message, Stats):
+            self.stats = message.stats
+        elif isinstance(message, Ready):
+            self.ready, self._fatal, self._has_loaded = message, None, True
+            self._is_given_up = False
+            self._became_ready.set()
+        elif isinstance(message, ControlReply):
+            reply = self._replies.pop(message.control_id, None)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+        elif isinstance(message, Fatal):
+            self._fatal = error_from_code(message.code, message.message)
+            log.error("the engine can't go on: %s", message.message)
+            self._on_down(UnavailableError(self.detail) if self._has_loaded else self._fatal)
+
+    def _on_exit(self, status: int) -> None:
+        """The engine process ended without being asked to."""
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+        log.error("the engine process ended: %s", cause)
+        self._client = None
+        if self._watching is not None:
+            self._watching.cancel()
+        self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
+        if self._has_loaded and not self._stopping:
+            self._restart_later()  # otherwise starting it again would end the same way
+
+    def _restart_later(self) -> None:
+        delay = self._restarts.delay_after_death()
+        self._is_given_up = delay is None
+        if delay is None:
+            log.critical("the engine died too often; it stays down for %g s", self._cool_down_s)
+            delay = self._cool_down_s
+        self._restarting = asyncio.get_running_loop().create_task(self._restart(delay))
+
+    async def _restart(self, delay: float) -> None:
+        log.warning("starting the engine again in %.1f s", delay)
+        await asyncio.sleep(delay)
+        self.num_restarts += 1
+        try:
+            await self._launch()
+        except OSError:
+            log.exception("the engine's process could not be started")
+            self._client = None
+            self._restart_later()
+
+    def _on_down(self, error: EngineError) -> None:
+        self.ready = None
+        self.stats = None
+        self._fail_open(error)
+        self._became_ready.set()
+
+    def _fail_open(self, error: EngineError) -> None:
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.deliver(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        self._replies.clear()

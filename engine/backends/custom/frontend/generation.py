@@ -1,0 +1,381 @@
+"""One request on the frontend: token deltas in, typed events out.
+
+The frontend owns text: it detokenizes whole characters, finds stop strings and tells the engine to
+forget a choice that met one. Exactly one ending per choice, then one `UsageEvent`; or an
+`EngineError`. Events can be read (`events`) or be handed on as deltas arrive (`feed`), which costs
+no change of task.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+
+from engine.backends.base import EventFeed, EventSink
+from engine.backends.custom.frontend.prompts import Prepared
+from engine.backends.custom.frontend.text_model import TextModel
+from engine.core import faults
+from engine.core.errors import EngineError, InferenceError, error_from_code
+from engine.core.interfaces.backend import (
+    Event,
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    TokenText,
+    ToolCallEvent,
+    TopLogprob,
+    UsageEvent,
+)
+from engine.core.interfaces.request import (
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
+from engine.core.text.detokenizer import Detokenizer
+
+
+class Echo:
+    def __init__(self, text: str, request: GenerateRequest) -> None:
+        self.text = text
+        self.scores: tuple[TokenLogprobs, ...] | None = None
+        self._needs_scores = request.params.score_prompt
+        self._held: list[TokenDelta] = []
+        self._echoed: set[int] = set()
+
+    def ready(self, delta: TokenDelta) -> Iterator[TokenDelta]:
+        """The deltas that can be shown, now that this one has arrived."""
+        if delta.prompt_logprobs is not None:
+            self.scores = delta.prompt_logprobs
+        if self._needs_scores and self.scores is None:
+            self._held.append(delta)
+            return
+        held, self._held = self._held, []
+        yield delta
+        yield from held
+
+    def is_due(self, delta: TokenDelta) -> bool:
+        """True once for each choice: the prompt comes before this delta."""
+        if delta.choice in self._echoed:
+            return False
+        self._echoed.add(delta.choice)
+        return True
+
+
+# More deltas than this waiting for one reader are merged, so that a slow reader catches up.
+MAX_BACKLOG = 8
+
+
+class Answer(EventFeed):
+    """A request's events. `begin` has the request accepted; `end` follows in any case."""
+
+    def __init__(
+        self, begin: Callable[[], Awaitable["Generation"]], end: Callable[[], None]
+    ) -> None:
+        self._begin = begin
+        self._end = end
+        self._reading = self._read()
+
+    async def feed(self, sink: EventSink) -> None:
+        try:
+            generation = await self._begin()
+            await generation.feed(sink)
+        finally:
+            self._end()
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
+        try:
+            generation = await self._begin()
+            async with aclosing(generation.events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._end()
+
+
+class _Reader:
+    """One choice's tokens to pieces: whole characters, stop strings cut, then what they mean."""
+
+    def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
+        self._detokenizer = Detokenizer(
+            text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
+        )
+        self._decode = faults.wrap("detokenize", self._detokenizer.push)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._parser = None if prepared.new_parser is None else prepared.new_parser()
+        self._parse = None if self._parser is None else faults.wrap("parse", self._parser.push)
+        self.is_plain = self._parser is None  # all pieces are text
+
+    def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
+        self._num_tokens += len(token_ids)
+        text = self._decode(token_ids, self._num_tokens > self._min_tokens)
+        if ends or self.stopped is not None:
+            text += self._detokenizer.flush()
+        return text
+
+    def pieces(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
+        assert self._parser is not None and self._parse is not None
+        pieces = self._parse(self.text(token_ids, ends))
+        return pieces + self._parser.flush() if ends or self.stopped is not None else pieces
+
+    @property
+    def stopped(self) -> str | None:
+        return self._detokenizer.stopped
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.in_reasoning
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._parser is None else self._parser.num_calls
+
+
+class Generation:
+    """Collects a request's deltas and turns them into events."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        text: TextModel,
+        prepared: Prepared,
+        forget: Callable[[int | None], None],
+    ) -> None:
+        self.request = request
+        self._text = text
+        self._forget = forget  # tells the engine to drop one choice, or all
+        self._open = {
+            choice: _Reader(text, request.params, prepared) for choice in range(request.params.n)
+        }
+        self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
+        self._may_merge = not request.params.stop and prepared.new_parser is None
+        self._arrived: deque[TokenDelta | EngineError] = deque()
+        self._wake = asyncio.Event()
+        self._sink: EventSink | None = None
+        self._failure: BaseException | None = None
+        self._num_tokens = 0
+        self._num_reasoning = 0
+        self._num_cached = 0
+        self._queue_s = 0.0
+        self._prefill_s = 0.0
+        self._first_token_at: float | None = None
+
+    def deliver(self, item: TokenDelta | EngineError) -> None:
+        """Called by the link, in order: a delta of this request, or the engine's failure."""
+        self._arrived.append(item)
+        if self._sink is None:
+            self._wake.set()
+        else:
+            self._hand_on(self._sink)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        try:
+            while self._open:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._arrived:
+                    for event in self._take(self._next_item()):
+                        yield event
+            yield self._usage()
+        finally:
+            if self._open:
+                self._forget(None)
+
+    async def feed(self, sink: EventSink) -> None:
+        """Calls `sink` with each event, in the very call that delivers it; returns at the end."""
+        self._sink = sink
+        self._wake.clear()  # from here on it tells the end
+        self._hand_on(sink)
+        try:
+            await self._wake.wait()
+            if self._failure is not None:
+                raise self._failure
+            sink(self._usage())
+        finally:
+            self._sink = None
+            if self._open:
+                self._forget(None)
+
+    def _hand_on(self, sink: EventSink) -> None:
+        if self._failure is not None:
+            return
+        try:
+            while self._arrived:
+                for event in self._take(self._arrived.popleft()):
+                    sink(event)
+        except Exception as error:  # the link must not suffer for one request: `feed` raises it
+            self._failure = error
+        if self._failure is not None or not self._open:
+            self._wake.set()
+
+    def _next_item(self) -> TokenDelta | EngineError:
+        """The oldest arrival, merged with its followers of the same choice when too many wait.
+
+        Not where a stop string may cut, since tokens behind it must be neither shown nor counted;
+        nor where reasoning may end, since its tokens are counted apart.
+        """
+        item = self._arrived.popleft()
+        while self._may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
+            follower = self._arrived[0]
+            if item.finish_reason or not isinstance(follower, TokenDelta):
+                break
+            if follower.choice != item.choice:
+                break
+            self._arrived.popleft()
+            item = _merged(item, follower)
+        return item
+
+    def _take(self, item: TokenDelta | EngineError) -> list[Event]:
+        if isinstance(item, EngineError):
+            raise item
+        if item.choice not in self._open:
+            return []  # it met a stop string while more tokens were on their way
+        if item.finish_reason == "error":
+            code = item.error_code or InferenceError.code
+            raise error_from_code(code, item.error_message or "The request failed.")
+        if item.finish_reason == "abort":
+            raise InferenceError("The request was aborted.")
+        if self._echo is None:
+            return self._decode(item)
+        return self._echoed(self._echo, item)
+
+    def _echoed(self, echo: Echo, item: TokenDelta) -> list[Event]:
+        events: list[Event] = []
+        for delta in echo.ready(item):
+            if delta.choice not in self._open:
+                continue  # it met a stop string in a delta that was kept before this one
+            if echo.is_due(delta):
+                events.append(TextEvent(delta.choice, echo.text, 0, self._echoed_logprobs(echo)))
+            events += self._decode(delta)
+        return events
+
+    def _decode(self, delta: TokenDelta) -> list[Event]:
+        reader = self._open[delta.choice]
+        ids, ends = delta.token_ids, delta.finish_reason is not None
+        self._count(delta)
+        # A stop id that the client named is no part of the text; an end-of-text id has none anyway.
+        visible = ids[:-1] if delta.stop_token_id is not None else ids
+        events: list[Event]
+        if reader.is_plain:
+            events = [self._text_event(delta, reader.text(visible, ends), counted=False)]
+        else:
+            was_reasoning = reader.in_reasoning
+            events = self._events(delta, reader.pieces(visible, ends))
+            if was_reasoning or reader.in_reasoning:
+                self._num_reasoning += len(ids)
+        if ends or reader.stopped is not None:
+            del self._open[delta.choice]
+            if not ends:
+                self._forget(delta.choice)
+            events.append(self._finish(delta, reader))
+        return events
+
+    def _count(self, delta: TokenDelta) -> None:
+        if delta.token_ids and self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+            self._queue_s, self._prefill_s = delta.queue_s, delta.prefill_s
+            self._num_cached = delta.num_cached
+        self._num_tokens += len(delta.token_ids)
+
+    def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
+        """In order; exactly one of them counts the tokens."""
+        choice, counted = delta.choice, False
+        events: list[Event] = []
+        for piece in pieces:
+            if isinstance(piece, TextPiece):
+                events.append(self._text_event(delta, piece.text, counted))
+                counted = True
+            elif isinstance(piece, ReasoningPiece):
+                events.append(ReasoningEvent(choice, piece.text))
+            else:
+                events.append(
+                    ToolCallEvent(choice, piece.index, piece.arguments, piece.call_id, piece.name)
+                )
+        if not counted:
+            events.append(self._text_event(delta, "", counted))
+        return events
+
+    def _text_event(self, delta: TokenDelta, text: str, counted: bool) -> TextEvent:
+        if counted:
+            return TextEvent(delta.choice, text, 0)
+        ids = delta.token_ids
+        logprobs = None if delta.logprobs is None else self._logprobs(ids, delta.logprobs)
+        return TextEvent(delta.choice, text, len(ids), logprobs, ids)
+
+    def _finish(self, delta: TokenDelta, reader: "_Reader") -> FinishEvent:
+        if reader.stopped is not None:
+            return FinishEvent(delta.choice, "stop", reader.stopped)
+        if delta.finish_reason == "length":
+            return FinishEvent(delta.choice, "length")
+        if reader.num_calls:
+            return FinishEvent(delta.choice, "tool_calls")
+        named = delta.stop_token_id in self.request.params.stop_token_ids
+        return FinishEvent(delta.choice, "stop", delta.stop_token_id if named else None)
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[TokenText, ...]:
+        pairs = zip(token_ids, logprobs, strict=True)
+        return tuple(self._token_text(token, each) for token, each in pairs)
+
+    def _echoed_logprobs(self, echo: Echo) -> tuple[TokenText, ...] | None:
+        if echo.scores is None:
+            return None
+        first, *others = self.request.prompt
+        return (
+            TokenText(*self._literal(first), math.nan),
+            *self._logprobs(others, echo.scores),
+        )
+
+    def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:
+        text, raw = self._literal(token_id)
+        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        return TokenText(
+            text, raw, logprobs.logprob, tuple(TopLogprob(*self._literal(i), lp) for i, lp in top)
+        )
+
+    def _literal(self, token_id: int) -> tuple[str, bytes]:
+        raw = self._text.tokenizer.token_literal(token_id)
+        return raw.decode("utf-8", "replace"), raw
+
+    def _usage(self) -> UsageEvent:
+        now = time.monotonic()
+        return UsageEvent(
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=self._num_tokens,
+            cached_tokens=self._num_cached,
+            queue_s=self._queue_s,
+            prefill_s=self._prefill_s,
+            decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
+            reasoning_tokens=self._num_reasoning,
+        )
+
+
+def _merged(first: TokenDelta, second: TokenDelta) -> TokenDelta:
+    logprobs = None
+    if first.logprobs is not None and second.logprobs is not None:
+        logprobs = first.logprobs + second.logprobs
+    return TokenDelta(
+        first.request_id,
+        first.choice,
+        first.token_ids + second.token_ids,
+        logprobs=logprobs,
+        finish_reason=second.finish_reason,
+        stop_token_id=second.stop_token_id,
+        num_cached=first.num_cached,
+        queue_s=first.queue_s,
+        prefill_s=first.prefill_s,
+        error_code=second.error_code,
+        error_message=second.error_message,
+        prompt_logprobs=first.prompt_logprobs,
+    )

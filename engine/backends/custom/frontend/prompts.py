@@ -1,0 +1,160 @@
+"""What the engine is given for a request, and how its output is to be read.
+
+Runs in a tokenizer thread: templates, tokenizing and building a grammar all take time that grows
+with what the client sent.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.backends.custom.frontend.text_model import TextModel
+from engine.core import faults
+from engine.core.errors import InvalidRequestError
+from engine.core.grammar.spec import grammar_text
+from engine.core.interfaces.backend import ChatRequest, CompletionRequest, GenerationContext
+from engine.core.parsing.output import OutputParser
+from engine.core.text.tokenizer import RenderedPrompt
+
+# Tokens at a prompt's end whose text tells whether it ends inside reasoning.
+TAIL_TOKENS = 16
+LONG_TEXT = 32_768  # characters, or tokens; a few milliseconds' work
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt with everything that depends on its request's form."""
+
+    token_ids: tuple[int, ...]
+    param: str  # the client's name for the prompt
+    grammar: str | None = None
+    checked_grammar: str | None = None  # the same, as it can be tried without the vocabulary
+    grammar_param: str = ""
+    new_parser: Callable[[], OutputParser] | None = None  # None: output is text, as it stands
+    shown: frozenset[int] = frozenset()  # control tokens that the parser must see
+    continuation: bool = False  # output goes on from the prompt, so a leading space belongs to it
+    echo: str | None = None  # the prompt's text, to be given back first
+
+
+def is_long(asked: object) -> bool:
+    """Whether tokenizing it takes so long that nothing short should wait for it."""
+    if isinstance(asked, CompletionRequest):
+        asked = asked.prompt
+    if isinstance(asked, ChatRequest):
+        return sum(len(message["content"] or "") for message in asked.messages) > LONG_TEXT
+    return isinstance(asked, str | tuple) and len(asked) > LONG_TEXT
+
+
+def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
+    choice, spec = request.tool_choice, request.context.grammar
+    tools = () if choice.mode == "none" else request.tools
+    token_ids = encode_chat(text, request)
+    output = text.output
+    tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
+    opened = output.opens_reasoning(tail)
+    answer = None if spec is None else grammar_text(spec)
+    asked = (tools, choice, request.parallel_tool_calls, answer, opened)
+    has_structure = bool(tools) or output.reasoning is not None
+    return Prepared(
+        token_ids,
+        "messages",
+        grammar=output.grammar(*asked),
+        # Compiled apart from the model, whose control tokens are not known there.
+        checked_grammar=output.by_text().grammar(*asked),
+        grammar_param="tools" if spec is None else spec.param,
+        new_parser=functools.partial(output.parser, tools, choice, opened)
+        if has_structure
+        else None,
+        shown=output.shown_ids(with_tools=bool(tools)) if has_structure else frozenset(),
+        continuation=request.continue_final_message,
+    )
+
+
+def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
+    """A conversation as the model's template writes it."""
+    tools = () if request.tool_choice.mode == "none" else request.tools
+    faults.hit("template")
+    messages, template_tools = text.output.prepare(request.messages, tools)
+    rendered = text.template.render(
+        messages,
+        text.tokenizer.specials,
+        request.add_generation_prompt and not request.continue_final_message,
+        tools=template_tools,
+        **request.template_options,
+    )
+    if request.continue_final_message:
+        rendered = _unfinished(rendered, messages[-1]["content"])
+    faults.hit("tokenize")
+    return tuple(text.tokenizer.encode_rendered(rendered))
+
+
+def _unfinished(rendered: RenderedPrompt, content: str) -> RenderedPrompt:
+    """Without what the template puts behind its last message. Templates may trim a message; white
+    space at its end is kept where this one did not.
+    """
+    written = content.strip()
+    if not written:
+        raise InvalidRequestError(
+            "The last message has no text that could be continued; leave the message out, or set "
+            "continue_final_message to false.",
+            param="continue_final_message",
+        )
+    space = content[len(content.rstrip()) :]
+    for index in reversed(range(len(rendered.segments))):
+        segment = rendered.segments[index]
+        if not isinstance(segment, str) or (start := segment.rfind(written)) < 0:
+            continue
+        end = start + len(written)
+        end += len(space) if segment.startswith(space, end) else 0
+        return RenderedPrompt((*rendered.segments[:index], segment[:end]))
+    raise InvalidRequestError(
+        "This model's template changes the last message, so it can't be continued.",
+        param="continue_final_message",
+    )
+
+
+def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
+    prompt, spec = request.prompt, request.context.grammar
+    if request.suffix is not None:
+        token_ids = _infilled(text, request)
+    else:
+        token_ids = text.encode_prompt(prompt)
+    echo = None
+    if request.echo:
+        echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
+    grammar = None if spec is None else grammar_text(spec)
+    return Prepared(
+        token_ids,
+        "prompt",
+        grammar=grammar,
+        checked_grammar=grammar,
+        grammar_param="" if spec is None else spec.param,
+        continuation=True,
+        echo=echo,
+    )
+
+
+def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
+    if text.infill is None:
+        raise InvalidRequestError(
+            "This model was not made to fill in the text before a suffix.", param="suffix"
+        )
+    if not isinstance(request.prompt, str):
+        raise InvalidRequestError("With a suffix, the prompt must be text.", param="prompt")
+    return text.infill.encode(text.tokenizer, request.prompt, request.suffix or "")
+
+
+def truncated(
+    text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
+) -> Prepared:
+    """The last tokens of the prompt, as many as the request allows; these are what it echoes."""
+    limit = context.truncate_prompt_tokens
+    if limit is None:
+        return prepared
+    if limit < 0:
+        limit = max(1, max_seq_len - (context.params.max_tokens or 1))
+    if len(prepared.token_ids) <= limit:
+        return prepared
+    kept = prepared.token_ids[-limit:]
+    echo = None if prepared.echo is None else text.tokenizer.decode(kept)
+    return replace(prepared, token_ids=kept, echo=echo)

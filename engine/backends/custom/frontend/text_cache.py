@@ -1,0 +1,107 @@
+"""What a frontend needs of a GGUF file, kept on disk: the next start reads neither the file's
+vocabulary nor its tensors' places, and loads none of the modules that do.
+
+The engine's process reads and checks the file itself at every start. Nothing here is needed for
+serving: a disk that is full or read-only costs a line in the log.
+"""
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from engine import __version__
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.core.sandbox.private_files import open_private, write_private
+from engine.core.store.model_store import store_directory
+from engine.core.text.tokenizer_tables import TokenizerTables
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".text"
+FORMAT_VERSION = 1  # of `TextFacts`, and of the rules by which a file becomes one
+_DIGEST_BYTES = 32
+# A file may change twice within its clock's resolution, and look the same both times.
+_SETTLED_SECONDS = 2.0
+
+
+class TextFacts(msgspec.Struct, frozen=True):
+    config: ModelConfig
+    tables: TokenizerTables
+    quantization: str | None
+    size_bytes: int
+
+
+def cache_directory() -> Path:
+    """The folder beside the models of the store."""
+    return store_directory().parent / "text"
+
+
+@dataclass(frozen=True, slots=True)
+class TextCache:
+    """A directory of facts, one file for each model: a key, a digest, then what has that digest."""
+
+    directory: Path = field(default_factory=cache_directory)
+    max_files: int = 32
+
+    def read(self, model: Path, key: bytes) -> TextFacts | None:
+        """None where there are none, or they are of another file or damaged."""
+        path = self._path_for(model)
+        try:
+            with open_private(path) as file:
+                if file.read(_DIGEST_BYTES) != key:
+                    return None
+                digest, content = file.read(_DIGEST_BYTES), file.read()
+            if hashlib.sha256(content).digest() != digest:
+                return None
+            return msgspec.msgpack.decode(content, type=TextFacts)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.info("%s is not used and will be made again: %s", path, error)
+            return None
+
+    def write(self, model: Path, key: bytes, content: bytes) -> None:
+        """`content` is encoded facts; `read` finds out whether they are sound."""
+        path = self._path_for(model)
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.utime(self.directory)
+            now = self.directory.stat().st_mtime
+            if now - model.stat().st_mtime < _SETTLED_SECONDS:
+                return
+            self._make_room(path)
+            write_private(path, key + hashlib.sha256(content).digest() + content)
+        except OSError as error:
+            log.warning("the tokenizer is not kept in %s: %s", path.parent, error)
+
+    def _path_for(self, model: Path) -> Path:
+        digest = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:16]
+        return self.directory / f"{model.stem[:64]}-{digest}{SUFFIX}"
+
+    def _make_room(self, path: Path) -> None:
+        """Remove the oldest, and what killed writers have left."""
+        others = [file for file in self.directory.iterdir() if file != path]
+        others.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        for file in others[self.max_files - 1 :]:
+            file.unlink(missing_ok=True)
+
+
+def key_of(model: Path) -> bytes | None:
+    """A digest of which file this is and when it last changed; None: it is not a single file."""
+    if not model.is_file():
+        return None
+    status = model.stat()
+    identity = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    facts = (__version__, FORMAT_VERSION, str(model.resolve()), *identity)
+    return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def keep_text(model: Path, content: bytes) -> None:
+    """What an examination has found, unless that is nothing."""
+    key = key_of(model)
+    if content and key is not None:
+        TextCache().write(model, key, content)

@@ -1,0 +1,229 @@
+"""The frontend's half of a model: its tokenizer and chat template, with no weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
+from engine.core import faults
+from engine.core.errors import ModelFormatError
+from engine.core.parsing.output import OutputFormat
+from engine.core.text.chat_template import ChatTemplate
+from engine.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.grammar import Vocabulary
+    from engine.backends.custom.weights.model import ModelSource
+
+PREFIX, SUFFIX = "prefix", "suffix"
+# Each form: marker, then the part that follows it (None: what the model is to write).
+FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
+    (("<|fim_prefix|>", PREFIX), ("<|fim_suffix|>", SUFFIX), ("<|fim_middle|>", None)),
+    (("<fim_prefix>", PREFIX), ("<fim_suffix>", SUFFIX), ("<fim_middle>", None)),
+    (("<fim-prefix>", PREFIX), ("<fim-suffix>", SUFFIX), ("<fim-middle>", None)),
+    (("<｜fim▁begin｜>", PREFIX), ("<｜fim▁hole｜>", SUFFIX), ("<｜fim▁end｜>", None)),
+    (("▁<PRE>", PREFIX), ("▁<SUF>", SUFFIX), ("▁<MID>", None)),
+    (("[SUFFIX]", SUFFIX), ("[PREFIX]", PREFIX)),
+)
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A model's form: token ids, each before a part of the text."""
+
+    parts: tuple[tuple[int, str | None], ...]
+
+    def encode(self, tokenizer: Tokenizer, prefix: str, suffix: str) -> tuple[int, ...]:
+        texts = {PREFIX: prefix, SUFFIX: suffix, None: ""}
+        ids = tokenizer.encode_prompt("")
+        for marker, part in self.parts:
+            ids.append(marker)
+            ids.extend(tokenizer.encode(texts[part]))
+        return tuple(ids)
+
+
+def find_infill(tokenizer: Tokenizer) -> Infill | None:
+    for form in FORMS:
+        ids = [(tokenizer.token_id(marker), part) for marker, part in form]
+        parts = tuple((marker, part) for marker, part in ids if marker is not None)
+        if len(parts) == len(form):
+            return Infill(parts)
+    return None
+
+
+class ModelShape(Protocol):
+    """What a frontend tells of a model, and checks requests by. A `ModelConfig` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+    @property
+    def num_params(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def encoder(self) -> object | None:
+        """None: a decoder, which writes text."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """Turns messages and prompts into token ids, and knows what the ids mean."""
+
+    config: ModelShape
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    quantization: str | None
+    size_bytes: int
+    output: OutputFormat
+    infill: Infill | None = None
+
+    @property
+    def can_chat(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        if self.config.encoder is not None:
+            return ("embeddings", "score")
+        found = ["completions", "embeddings", "json_schema"]
+        if self.can_chat:
+            found += ["chat", "tools"]
+        if self.output.reasoning is not None:
+            found.append("reasoning")
+        if self.infill is not None:
+            found.append("suffix")
+        return tuple(found)
+
+    @property
+    def emulated(self) -> tuple[str, ...]:
+        """What the model was not made for, though it can be had."""
+        if self.config.encoder is not None:
+            return ()
+        needs_prompt = self.can_chat and not self.output.tools.native
+        return ("embeddings", "tools") if needs_prompt else ("embeddings",)
+
+    def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        faults.hit("tokenize", prompt)
+        return tuple(self.tokenizer.encode_prompt(prompt))
+
+    def cut_prompt(self, prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
+        """At most so many tokens: an encoder's first ones and its end, of a decoder the last."""
+        if len(prompt) <= most:
+            return prompt
+        if self.config.encoder is None:
+            return prompt[-most:]
+        return (*prompt[: most - 1], prompt[-1])
+
+    def vocabulary(self) -> "Vocabulary":
+        """What grammars need; ids that only pad the embedding table have no bytes."""
+        from engine.backends.custom.runtime.grammar import Vocabulary  # numpy
+
+        tokenizer = self.tokenizer
+        return Vocabulary(
+            tokens=[tokenizer.token_literal(i) for i in range(self.config.vocab_size)],
+            special_ids=tokenizer.special_ids,
+            eos_ids=self.eos_ids,
+            encode=tokenizer.encode,
+        )
+
+
+def load_text(path: Path) -> TextModel:
+    """Read the tokenizer and template that lie beside, or inside, a model's weights."""
+    cache, key = TextCache(), key_of(path)
+    facts = None if key is None else cache.read(path, key)
+    if facts is not None:
+        return _from_facts(facts)
+
+    from engine.backends.custom.weights.model import open_model  # numpy, and much of our own
+
+    source = open_model(path, reads_weights=False)
+    try:
+        text, facts = parse_text(source)
+        if facts is not None and key is not None and len(source.checkpoint.files) == 1:
+            cache.write(path, key, msgspec.msgpack.encode(facts))
+        return text
+    finally:
+        source.checkpoint.close()
+
+
+def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
+    """An opened model's text, and what of it can be kept for the next start."""
+    if source.checkpoint.format == "gguf":
+        facts = _facts_of(source)
+        tokenizer = Tokenizer.from_tables(facts.tables)
+    else:
+        facts, tokenizer = None, Tokenizer.from_directory(source.path)
+    return text_model(source.config, tokenizer, source.quantization, source.size_bytes), facts
+
+
+def _facts_of(source: "ModelSource") -> TextFacts:
+    from engine.core.text.tokenizer_gguf import tables_from_gguf
+
+    tables = tables_from_gguf(source.metadata)
+    return TextFacts(source.config, tables, source.quantization, source.size_bytes)
+
+
+def _from_facts(facts: TextFacts) -> TextModel:
+    """The template was checked before these were kept."""
+    tokenizer = Tokenizer.from_tables(facts.tables)
+    return _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)
+
+
+def text_model(
+    config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
+) -> TextModel:
+    """What tokenizer and template make of a model of this shape. Raises if either cannot work."""
+    text = _assembled(config, tokenizer, quantization, size_bytes)
+    text.template.check()
+    return text
+
+
+def _assembled(
+    config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
+) -> TextModel:
+    _check_vocabulary(config, tokenizer)
+    return TextModel(
+        config=config,
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer.chat_template, tokenizer.bos, tokenizer.eos),
+        quantization=quantization,
+        size_bytes=size_bytes,
+        output=OutputFormat.of(tokenizer.chat_template, tokenizer.specials.ids),
+        infill=find_infill(tokenizer),
+    )
+
+
+def _check_vocabulary(config: ModelShape, tokenizer: Tokenizer) -> None:
+    """Control tokens that were added without an embedding are common, and are refused where they
+    are used; text without one means that the files are of two models.
+    """
+    num_pieces = tokenizer.vocab_size
+    while num_pieces and not _is_text(tokenizer, num_pieces - 1):
+        num_pieces -= 1
+    if num_pieces > config.vocab_size:
+        raise ModelFormatError(
+            f"the tokenizer has {num_pieces} pieces and the weights have embeddings for"
+            f" {config.vocab_size}: they belong to different models"
+        )
+
+
+def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
+    return token_id not in tokenizer.special_ids and bool(tokenizer.token_literal(token_id))

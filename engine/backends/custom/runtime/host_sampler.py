@@ -1,0 +1,202 @@
+"""From logits on the host to tokens, for a runner whose device has no sampler of its own.
+
+Penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
+model itself, before any of these. Top-k, top-p and min-p are floors: every token as likely as the
+least likely one kept is kept too, so that the result depends on values alone. The draw adds keyed
+Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.runtime.model_runner import (
+    DRAW,
+    F32,
+    I32,
+    I64,
+    U32,
+    Bools,
+    SamplingInputs,
+)
+from engine.backends.custom.runtime.outputs import Sampled
+
+MIX_1, MIX_2 = 0x7FEB352D, -0x7B935975  # int32 multipliers that spread a bit over the word
+MASK_31 = 0x7FFFFFFF
+
+
+def token_words(vocab_size: int) -> I32:
+    """One well-mixed word per token id; constant for a model."""
+    return _mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
+
+
+def row_keys(seed: I64, choice: I32, position: I32) -> I32:
+    """(R, 2) words per row. The second is odd, so that multiplying by it loses nothing."""
+    key = _mix64(seed.astype(np.uint64))
+    key = _mix64(key ^ choice.astype(np.uint64))
+    key = _mix64(key ^ (position.astype(np.uint64) << np.uint64(32)))
+    words = np.stack(((key >> np.uint64(32)), key | np.uint64(1)), axis=1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def gumbel(np_like: Any, keys: Any, words: Any) -> Any:
+    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,), by numpy or by a
+    library whose functions have its names.
+    """
+    bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32, wrapping around
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * MIX_1
+    bits = ((bits ^ ((bits >> 16) & 0xFFFF)) * MIX_2) & MASK_31
+    # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
+    uniform = np_like.clip(bits.astype(np.float32), 0.5, 2.0**31 - 128) * 2.0**-31
+    return -np_like.log(-np_like.log1p(-uniform))
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit words whose every output bit depends on every input bit."""
+    x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return x ^ (x >> np.uint64(32))
+
+
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How often each token of the vocabulary occurs in a slot's sequence."""
+
+    in_prompt: Bools  # (V,)
+    in_output: I32  # (V,)
+
+
+class HostSampler:
+    """Keeps what penalties need to know of each slot's sequence."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._words = token_words(vocab_size)
+        self._counts: dict[int, Counts] = {}
+
+    def sample(self, logits: F32, sampling: SamplingInputs) -> Sampled:
+        """logits (R, V) are left as they are."""
+        self._begin(sampling)
+        adjusted = logits
+        if sampling.has_penalties or len(sampling.bias_rows) or sampling.mask is not None:
+            adjusted = logits.copy()
+            self._penalize(adjusted, sampling)
+            np.add.at(adjusted, (sampling.bias_rows, sampling.bias_ids), sampling.bias_values)
+            if sampling.mask is not None:
+                adjusted[~allowed(sampling.mask, self._vocab_size)] = -np.inf
+        tokens = adjusted.argmax(axis=1).astype(np.int32)
+        rows = np.flatnonzero(sampling.temperature)
+        if len(rows):
+            tokens[rows] = draw(adjusted[rows], sampling, rows, self._words)
+        tokens = np.where(sampling.forced == DRAW, tokens, sampling.forced).astype(np.int32)
+        self._append(tokens, sampling)
+        num_top = int(sampling.num_logprobs.max(initial=-1))
+        return Sampled(tokens) if num_top < 0 else with_logprobs(logits, tokens, num_top)
+
+    def _begin(self, sampling: SamplingInputs) -> None:
+        """Take over the histories that came with a step."""
+        for slot, in_prompt, in_output in histories(sampling, self._vocab_size):
+            self._counts[slot] = Counts(in_prompt, in_output)
+
+    def _penalize(self, logits: F32, sampling: SamplingInputs) -> None:
+        """In place. Repetition scales away from likely; the others subtract, over output only."""
+        for row in np.flatnonzero(_penalized(sampling)):
+            counts = self._counts[int(sampling.slots[row])]
+            ids = np.flatnonzero(counts.in_prompt | (counts.in_output > 0))
+            values, num_output = logits[row, ids], counts.in_output[ids]
+            repetition = sampling.repetition[row]
+            values = np.where(values > 0, values / repetition, values * repetition)
+            values -= sampling.frequency[row] * num_output
+            values -= sampling.presence[row] * (num_output > 0)
+            logits[row, ids] = values
+
+    def _append(self, tokens: I32, sampling: SamplingInputs) -> None:
+        for row in np.flatnonzero(_penalized(sampling) & (sampling.forced == DRAW)):
+            self._counts[int(sampling.slots[row])].in_output[tokens[row]] += 1
+
+
+def histories(sampling: SamplingInputs, vocab_size: int) -> Iterator[tuple[int, Bools, I32]]:
+    """Of each slot whose history came with the step: which tokens its prompt has, and how often its
+    output has each, (V,).
+    """
+    for index, slot in enumerate(sampling.history_slots.tolist()):
+        start, end = sampling.history_start[index : index + 2]
+        middle = start + sampling.history_num_prompt[index]
+        in_prompt = np.zeros(vocab_size, np.bool_)
+        in_prompt[sampling.history_tokens[start:middle]] = True
+        output = sampling.history_tokens[middle:end]
+        yield slot, in_prompt, np.bincount(output, minlength=vocab_size).astype(np.int32)
+
+
+def _penalized(sampling: SamplingInputs) -> Bools:
+    found: Bools = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    return found
+
+
+def allowed(mask: U32, vocab_size: int) -> Bools:
+    """The mask's bits as booleans, (R, V)."""
+    bits = np.unpackbits(mask.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    return bits.view(np.bool_)
+
+
+def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
+    """One token for each of the chosen rows, whose temperature is above 0: (len(rows),)"""
+    logits = logits / sampling.temperature[rows, None]
+    top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
+    keep_top_k(logits, top_k)
+    if (top_p < 1).any() or min_p.any():
+        keep_likely(logits, top_p, min_p)
+    keys = row_keys(sampling.seed[rows], sampling.choice[rows], sampling.position[rows])
+    drawn: Rows = (logits + gumbel(np, keys, words)).argmax(axis=1)
+    return drawn
+
+
+def keep_top_k(logits: F32, top_k: I32) -> None:
+    size = logits.shape[1]
+    for row in np.flatnonzero((top_k > 0) & (top_k < size)):
+        floor = np.partition(logits[row], size - top_k[row])[size - top_k[row]]
+        logits[row, logits[row] < floor] = -np.inf
+
+
+def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
+    """Top-p, then min-p (a share of the best token's probability, which top-p never removes)."""
+    probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probs /= probs.sum(axis=1, keepdims=True)
+    floor = probs.max(axis=1) * min_p
+    rows = np.flatnonzero(top_p < 1)
+    if len(rows):
+        floor[rows] = np.maximum(floor[rows], nucleus_floor(probs[rows], top_p[rows]))
+    logits[probs < floor[:, None]] = -np.inf
+
+
+def nucleus_floor(probs: F32, target: F32) -> F32:
+    """The largest probability at or above which tokens sum to at least the target: (R,)
+
+    Found by bisection over the bits of a float, whose order is that of the values. The last 7 bits
+    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
+    """
+    floor = np.full(len(probs), 2.0**-63, np.float32).view(np.int32)
+    for bit in reversed(range(7, 29)):  # of those set in 2 ** -63 .. 1, all but the highest
+        higher = floor | np.int32(1 << bit)
+        mass = np.where(probs >= higher.view(np.float32)[:, None], probs, 0).sum(axis=1)
+        floor = np.where(mass >= target, higher, floor)
+    return floor.view(np.float32)
+
+
+def with_logprobs(logits: F32, tokens: I32, num_top: int) -> Sampled:
+    best = logits.max(axis=1, keepdims=True)
+    total = best + np.log(np.exp(logits - best).sum(axis=1, keepdims=True))
+    chosen = np.take_along_axis(logits, tokens[:, None], axis=1) - total
+    size = logits.shape[1]
+    likely = np.argpartition(logits, size - max(num_top, 1), axis=1)[:, size - num_top :]
+    values = np.take_along_axis(logits, likely, axis=1)
+    order = np.argsort(-values, axis=1, kind="stable")
+    ids = np.take_along_axis(likely, order, axis=1).astype(np.int32)
+    return Sampled(tokens, chosen[:, 0], ids, np.take_along_axis(values, order, axis=1) - total)

@@ -1,0 +1,132 @@
+"""Turns what happened to a sequence into the `TokenDelta` that leaves the engine."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.backends.custom.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
+from engine.backends.custom.runtime.sequence import Sequence
+from engine.core.errors import EngineError
+from engine.core.interfaces.request import TokenDelta, TokenLogprobs
+
+
+def token_delta(
+    seq: Sequence,
+    tokens: tuple[int, ...],
+    drawn: tuple[StepOutput, int] | None,
+    now: float,
+    error: EngineError | None = None,
+) -> TokenDelta:
+    """`drawn` says where a step's output holds the token. The first delta carries cache hit and
+    times.
+    """
+    is_first = bool(tokens) and seq.first_token_at is None
+    if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
+        return TokenDelta(seq.request_id, seq.choice, tokens)
+    if is_first:
+        seq.first_token_at = now
+    started_at = seq.started_at if seq.started_at is not None else now
+    ended_by_id = seq.finish_reason == "stop" and bool(tokens) and tokens[-1] in seq.stop_ids
+    return TokenDelta(
+        seq.request_id,
+        seq.choice,
+        tokens,
+        logprobs=_logprobs(seq, drawn),
+        finish_reason=seq.finish_reason,
+        stop_token_id=tokens[-1] if ended_by_id else None,
+        num_cached=seq.num_cached if is_first else 0,
+        queue_s=started_at - seq.submitted_at if is_first else 0.0,
+        prefill_s=now - started_at if is_first else 0.0,
+        error_code=error.error_code if error else None,
+        error_message=error.message if error else None,
+        prompt_logprobs=tuple(seq.prompt_scores) if is_first and seq.scores_prompt else None,
+    )
+
+
+def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
+    """The only delta of a sequence that pools."""
+    started_at = seq.started_at if seq.started_at is not None else now
+    return TokenDelta(
+        seq.request_id,
+        seq.choice,
+        finish_reason="stop",
+        num_cached=seq.num_cached,
+        queue_s=started_at - seq.submitted_at,
+        prefill_s=now - started_at,
+        vector=hidden.astype(np.float32).tobytes(),
+    )
+
+
+def scores(seq: Sequence, output: StepOutput, start: int, end: int) -> list[TokenLogprobs]:
+    """What rows `start` to `end` of a step say of a prompt's own tokens."""
+    return [_row_logprobs(output, row, seq.params.logprobs or 0) for row in range(start, end)]
+
+
+def _logprobs(
+    seq: Sequence, drawn: tuple[StepOutput, int] | None
+) -> tuple[TokenLogprobs, ...] | None:
+    wanted = seq.params.logprobs
+    if wanted is None or drawn is None:
+        return None
+    return (_row_logprobs(*drawn, wanted),)
+
+
+def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
+    assert output.logprobs is not None
+    if not num_top:
+        return TokenLogprobs(float(output.logprobs[row]))
+    assert output.top_ids is not None and output.top_logprobs is not None
+    return TokenLogprobs(
+        float(output.logprobs[row]),
+        tuple(output.top_ids[row, :num_top].tolist()),
+        tuple(output.top_logprobs[row, :num_top].tolist()),
+    )
+
+
+def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
+    """The only delta of a choice that was never queued."""
+    return TokenDelta(
+        request_id,
+        choice,
+        finish_reason="error",
+        error_code=error.error_code,
+        error_message=error.message,
+    )
+
+
+class Sampled(NamedTuple):
+    """Arrays of any library. What no row asked for is None."""
+
+    tokens: Any  # (R,) integers
+    logprobs: Any = None  # (R,)
+    top_ids: Any = None  # (R, K)
+    top_logprobs: Any = None  # (R, K)
+
+
+def step_output(
+    sampled: Sampled | None,
+    hidden: F32 | None,
+    finite: Bools,
+    query_start: I32,
+    sampling: SamplingInputs,
+) -> StepOutput:
+    """From numpy's arrays, which may be padded behind the rows, behind the alternatives (K) or, in
+    `finite`, behind the tokens. `hidden` (R, D) is of all rows; `sampled` None: no row samples.
+    """
+    of_rows = np.logical_and.reduceat(finite[: query_start[-1]], query_start[:-1])
+    count = len(sampling.slots)
+    if sampled is None:
+        return StepOutput(np.empty(0, np.int32), of_rows)
+    tokens = sampled.tokens[:count]
+    wanted = None if hidden is None else hidden[sampling.hidden_rows]
+    if sampled.logprobs is None:
+        return StepOutput(tokens, of_rows, hidden=wanted)
+    num_top = int(sampling.num_logprobs.max())
+    return StepOutput(
+        tokens,
+        of_rows,
+        sampled.logprobs[:count],
+        sampled.top_ids[:count, :num_top],
+        sampled.top_logprobs[:count, :num_top],
+        wanted,
+    )

@@ -1,0 +1,201 @@
+"""The waiting line: who is admitted next.
+
+Between priorities there is aging: a sequence gains one for every AGING_STEPS steps since it was
+submitted, so that a stream of urgent requests delays an unimportant one for a bounded time only.
+Within a priority tenants take turns by the tokens that they have been given (`fairness.py`), and
+each tenant's own sequences are served first come first served.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Collection, Iterator, Set
+from collections.abc import Sequence as Listed
+
+from engine.backends.custom.runtime.sequence import Sequence
+
+# What an answer is taken for until it ends; asking for more is no reason to wait longer.
+GUESSED_TOKENS = 256
+# Of a step: enough for a question behind a text that is cached.
+NEWCOMER_TOKENS = 64
+# Tenants that are remembered without waiting; past it they are taken for newcomers.
+MAX_REMEMBERED = 1024
+
+
+class FairShare:
+    def __init__(self) -> None:
+        self._given: dict[str, int] = {}
+        self._clock = 0  # the count at which whoever was admitted last stood
+
+    def given(self, tenant: str) -> int:
+        return self._given.get(tenant, self._clock)
+
+    def begin(self, tenant: str) -> None:
+        """The tenant had nothing waiting, and has now."""
+        self._given[tenant] = max(self.given(tenant), self._clock)
+
+    def end(self, waiting: Collection[str]) -> None:
+        """A tenant has nothing waiting any more; `waiting` are those who have."""
+        if not waiting:
+            self._clock = max([self._clock, *self._given.values()])
+            self._given.clear()
+        elif len(self._given) > len(waiting) + MAX_REMEMBERED:
+            self._given = {tenant: self._given[tenant] for tenant in waiting}
+
+    def charge(self, seq: Sequence) -> None:
+        before = self.given(seq.tenant)
+        self._clock = max(self._clock, before)
+        self._given[seq.tenant] = before + _guess(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        actual = seq.num_prompt - seq.num_cached + seq.num_generated
+        self._given[seq.tenant] = self.given(seq.tenant) + actual - _guess(seq)
+
+
+class Newcomers:
+    """Keeps a part of a step for a tenant that has nothing running: it would have to wait for all
+    the prompts that others have begun. Every other such step has no room for prompts but these, so
+    that it ends soon; prompts already begun go on in the rest.
+    """
+
+    def __init__(self) -> None:
+        self._was_short = False
+
+    def room(
+        self, budget: int, waiting: Collection[str], running: Listed[Sequence]
+    ) -> tuple[int, int]:
+        """The step's tokens, and how many of them no sequence that is running gets for a prompt;
+        `waiting` are tenants of whom somebody could be admitted.
+        """
+        kept = self._kept(budget, waiting, running)
+        if kept and not self._was_short:
+            budget = min(budget, len(running) + kept)
+        self._was_short = bool(kept) and not self._was_short
+        return budget, kept
+
+    def _kept(self, budget: int, waiting: Collection[str], running: Listed[Sequence]) -> int:
+        if not waiting:
+            return 0
+        present = {seq.tenant for seq in running}
+        has_newcomers = any(tenant not in present for tenant in waiting)
+        has_rivals = any(tenant in present for tenant in waiting) or any(
+            seq.num_uncomputed > 1 for seq in running
+        )
+        if not (has_newcomers and has_rivals):
+            return 0
+        return max(0, min(NEWCOMER_TOKENS, (budget - len(running)) // 2))
+
+
+def _guess(seq: Sequence) -> int:
+    return seq.num_prompt - seq.num_cached + min(seq.max_tokens, GUESSED_TOKENS)
+
+
+AGING_STEPS = 1024
+
+
+class WaitingLine:
+    """One line for each tenant in each priority, sorted by arrival, so that a preempted sequence
+    keeps its seniority.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[int, dict[str, list[Sequence]]] = {}
+        self._share = FairShare()
+        self._num_waiting: dict[str, int] = {}  # of each tenant
+
+    def __len__(self) -> int:
+        return sum(self._num_waiting.values())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for lines in self._lines.values():
+            for line in lines.values():
+                yield from line
+
+    def tenants(self) -> Set[str]:
+        """Those of whom somebody waits."""
+        return self._num_waiting.keys()
+
+    def add(self, seq: Sequence) -> None:
+        tenant = seq.tenant
+        if tenant not in self._num_waiting:
+            self._share.begin(tenant)
+        self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+        line = self._lines.setdefault(seq.priority, {}).setdefault(tenant, [])
+        insort(line, seq, key=lambda s: s.arrival)
+
+    def remove(self, seq: Sequence) -> None:
+        lines = self._lines[seq.priority]
+        lines[seq.tenant].remove(seq)
+        if not lines[seq.tenant]:
+            del lines[seq.tenant]
+            if not lines:
+                del self._lines[seq.priority]
+        self._num_waiting[seq.tenant] -= 1
+        if not self._num_waiting[seq.tenant]:
+            del self._num_waiting[seq.tenant]
+            self._share.end(self._num_waiting)
+
+    def charge(self, seq: Sequence) -> None:
+        """The sequence was admitted for the first time."""
+        self._share.charge(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        """A sequence that was admitted has ended: what it was given is known."""
+        self._share.settle(seq)
+
+    def in_order(self, step: int) -> Iterator[Sequence]:
+        """Everybody, in the order of admission at this step; who is taken may leave meanwhile, and
+        counts for its tenant at once.
+        """
+        turns = {priority: _Turns(lines, self._share) for priority, lines in self._lines.items()}
+
+        def aged(priority: int) -> tuple[int, int]:
+            first = turns[priority].oldest()
+            return (priority - (step - first.submitted_step) // AGING_STEPS, first.arrival)
+
+        while turns:
+            priority = min(turns, key=aged) if len(turns) > 1 else next(iter(turns))
+            yield turns[priority].next()
+            if not turns[priority].advance():
+                del turns[priority]
+
+
+class _Turns:
+    """The sequences of one priority, one after the other. `next`, then `advance`."""
+
+    def __init__(self, lines: dict[str, list[Sequence]], share: FairShare) -> None:
+        self._share = share
+        # Turned around: the next of each is at its end.
+        self._left = {tenant: line[::-1] for tenant, line in lines.items()}
+        self._by_share = [self._place(tenant) for tenant in self._left]
+        self._by_age = [(line[-1].arrival, tenant) for tenant, line in self._left.items()]
+        heapq.heapify(self._by_share)
+        heapq.heapify(self._by_age)
+
+    def oldest(self) -> Sequence:
+        while True:
+            arrival, tenant = self._by_age[0]
+            line = self._left.get(tenant)
+            if line and line[-1].arrival == arrival:
+                return line[-1]
+            heapq.heappop(self._by_age)  # it has had its turn
+
+    def next(self) -> Sequence:
+        return self._left[self._by_share[0][-1]][-1]
+
+    def advance(self) -> bool:
+        """Past the one that was `next`; False at the end."""
+        tenant = self._by_share[0][-1]
+        line = self._left[tenant]
+        line.pop()
+        if line:
+            heapq.heapreplace(self._by_share, self._place(tenant))
+            heapq.heappush(self._by_age, (line[-1].arrival, tenant))
+        else:
+            heapq.heappop(self._by_share)
+            del self._left[tenant]
+        return bool(self._left)
+
+    def _place(self, tenant: str) -> tuple[bool, int, int, str]:
+        """Whoever was preempted has been paid for already, and goes first."""
+        first = self._left[tenant][-1]
+        return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)

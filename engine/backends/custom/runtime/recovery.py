@@ -1,0 +1,60 @@
+"""What follows a step that raised: the row at fault is found by bisection, and it alone fails."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from engine.backends.custom.runtime.model_runner import StepOutput
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.sequence import Row, ScheduledBatch
+from engine.core.errors import InferenceError
+from engine.core.interfaces.request import TokenDelta
+
+log = logging.getLogger(__name__)
+
+
+class Bisection:
+    """Repeats the rows of a failed step. The scheduler has been rolled back to what is confirmed.
+
+    `run_step` runs a batch from its inputs to its output; `emit` hands out what came of it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        run_step: Callable[[ScheduledBatch], StepOutput],
+        emit: Callable[[list[TokenDelta]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._run_step = run_step
+        self._emit = emit
+
+    def run(self, rows: Sequence[Row]) -> None:
+        """Run rows together; if that raises, run each half; a row that raises alone is failed."""
+        scheduler = self._scheduler
+        granted = [again for row in rows if (again := scheduler.retry_row(row)) is not None]
+        if not granted:
+            return
+        batch = ScheduledBatch(tuple(granted))
+        try:
+            output = self._run_step(batch)
+        except Exception as error:
+            scheduler.rollback()
+            if len(granted) == 1:
+                self._fail(granted[0], error)
+                return
+            middle = len(granted) // 2
+            self.run(granted[:middle])
+            self.run(granted[middle:])
+            return
+        self._emit(scheduler.update(batch, output, time.monotonic()))
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        log.error("request %s failed alone", row.seq.request_id, exc_info=error)
+        failure = InferenceError("The model failed on this request.")
+        self._emit([self._scheduler.fail(row.seq, failure, time.monotonic())])
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    # Each device library has a type of its own with this name; none is imported here.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

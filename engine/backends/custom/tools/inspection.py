@@ -1,0 +1,244 @@
+"""What every layer of a model computes, and how long it takes, in any framework.
+
+Two ways lead there. `served_outputs` and `served_times` ask a framework's runner through the seam,
+so they work for every one, a third party's too: the model is cut off after each of its layers, and
+what a runner tells of it is the state that its head would see. Where a framework has more to show,
+its folder holds an `inspection.py` with any of
+
+    layer_outputs(source, token_ids) -> {site: float32 array of the tokens' values}
+    layer_times(source, num_tokens, repeats) -> {layer: seconds of one call}
+
+and the sites are
+
+    embed              (T, D)  what the first layer is given
+    layers.{i}.attn    (T, D)  what a layer's attention adds to the stream
+    layers.{i}.mlp     (T, D)  what its feed-forward half adds
+    layers.{i}.out     (T, D)  the stream behind the layer
+    logits             (T, V)
+
+or, by the seam, `served.layers.{i}` (T, D), the stream behind layer i through the final norm, and
+`served.logprobs` (T - 1,), of every next token. Layers to time are embed, attn_norm, attn,
+mlp_norm, mlp, norm and head; by the seam, `block` and, for all that is outside, `ends`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.engine_settings import FRAMEWORKS, has_engine
+from engine.backends.custom.runtime.model_runner import (
+    BatchInputs,
+    ModelRunner,
+    RunnerConfig,
+    SamplingInputs,
+    StepOutput,
+)
+from engine.backends.custom.weights.files import FileBytes
+from engine.backends.custom.weights.lazy_tensor import LazyTensor
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.errors import ConfigError, EngineError
+from engine.core.registry.backend_registry import backend_names
+
+F32 = NDArray[np.float32]
+
+_BLOCK = 16
+_MAX_LOGITS = 128  # that a step is sure to give beside its slots' own
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfCheckpoint:
+    """Some tensors of a checkpoint, which stays open as long as it is needed."""
+
+    tensors: dict[str, LazyTensor]
+    format: str
+
+    @property
+    def files(self) -> list[FileBytes]:
+        return []  # so that nobody takes the part for the whole
+
+    def close(self) -> None:
+        pass
+
+
+def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
+    """Names of the registered frameworks that run here, and why the others don't; of `only` those
+    that are named.
+    """
+    here, missing = [], {}
+    known = list(filter(has_engine, backend_names()))
+    unknown = sorted(set(only or ()) - set(known))
+    if unknown:
+        raise ConfigError(f"no framework: {', '.join(unknown)}; there are {', '.join(known)}")
+    for name in known if only is None else only:
+        try:
+            framework_engine(name).find_device("cpu", "float32")
+        except (EngineError, ImportError) as error:
+            missing[name] = str(error)
+        else:
+            here.append(name)
+    return here, missing
+
+
+def layer_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]) -> dict[str, F32]:
+    """All that can be had of a framework."""
+    found = served_outputs(framework, source, token_ids)
+    own = _own(framework, "layer_outputs")
+    return found if own is None else own(source, token_ids) | found
+
+
+def layer_times(
+    framework: str, source: ModelSource, num_tokens: int, repeats: int
+) -> dict[str, float]:
+    """Seconds of one call of each layer on so many tokens of a prompt."""
+    found = served_times(framework, source, num_tokens, repeats)
+    own = _own(framework, "layer_times")
+    return found if own is None else own(source, num_tokens, repeats) | found
+
+
+def served_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]) -> dict[str, F32]:
+    assert len(token_ids) <= _MAX_LOGITS, f"at most {_MAX_LOGITS} tokens can be looked at"
+    found: dict[str, F32] = {}
+    for layer in range(source.config.num_layers):
+        runner = _runner(framework, first_layers(source, layer + 1), len(token_ids))
+        with closing(runner):
+            output = _step(runner, token_ids, every_token=True)
+        assert output.hidden is not None and output.logprobs is not None, "both were asked for"
+        found[f"served.layers.{layer}"] = output.hidden
+        found["served.logprobs"] = output.logprobs[:-1]
+    return found
+
+
+def served_times(
+    framework: str, source: ModelSource, num_tokens: int, repeats: int
+) -> dict[str, float]:
+    """A layer's time is what two layers take longer than one."""
+    tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, num_tokens).tolist()
+    parts = [first_layers(source, num_layers) for num_layers in (1, 2)]
+    runners = [_runner(framework, part, num_tokens) for part in parts]
+    one, two = timed([lambda r=r: _step(r, tokens) for r in runners], repeats)  # type: ignore[misc]
+    for runner in runners:
+        runner.close()
+    block = max(0.0, two - one)
+    return {"block": block, "ends": max(0.0, one - block)}
+
+
+def timed(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Median seconds of the quicker half of each one's calls. They take turns, so that other work
+    on the machine disturbs all of them alike; the first turn is to warm up.
+    """
+    taken: list[list[float]] = [[] for _ in calls]
+    for turn in range(repeats + 1):
+        for call, seconds in zip(calls, taken, strict=True):
+            began = time.perf_counter()
+            call()
+            if turn > 0:
+                seconds.append(time.perf_counter() - began)
+    return [median(sorted(seconds)[: max(1, repeats // 2)]) for seconds in taken]
+
+
+def first_layers(source: ModelSource, num_layers: int) -> ModelSource:
+    """The model without the layers that follow; its final norm and head come right behind."""
+    later = tuple(f"layers.{i}." for i in range(num_layers, source.config.num_layers))
+    weights = {name: w for name, w in source.weights.items() if not name.startswith(later)}
+    tensors = {weight.tensor.name: weight.tensor for weight in weights.values()}
+    return replace(
+        source,
+        path=source.path / f"first {num_layers} layers",
+        config=replace(source.config, num_layers=num_layers),
+        checkpoint=PartOfCheckpoint(tensors, source.checkpoint.format),
+        weights=weights,
+    )
+
+
+def framework_engine(framework: str) -> Any:
+    """The entry of a framework, which its name leads to."""
+    return import_module(f"{FRAMEWORKS}.{framework}.engine")
+
+
+def _own(framework: str, function: str) -> Callable[..., Any] | None:
+    name = f"{FRAMEWORKS}.{framework}.inspection"
+    if find_spec(name) is None:
+        return None
+    found: Callable[..., Any] | None = vars(import_module(name)).get(function)
+    return found
+
+
+def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner:
+    config = RunnerConfig(
+        device="cpu",
+        dtype="float32",
+        block_size=_BLOCK,
+        num_blocks=2 + num_tokens // _BLOCK,
+        max_slots=1,
+        max_seq_len=min(source.config.max_position, num_tokens + 1),
+        num_threads=None,
+        max_batch_tokens=num_tokens,
+    )
+    runner: ModelRunner = framework_engine(framework).build_runner(source, config)
+    return runner
+
+
+def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = False) -> StepOutput:
+    """All tokens at once; the states and scores of every token, or the last one's choice."""
+    count = len(token_ids)
+    positions = np.arange(count, dtype=np.int32)
+    blocks = 1 + np.arange(-(-count // _BLOCK), dtype=np.int32)
+    zero = np.zeros(1, np.int32)
+    rows = positions if every_token else positions[-1:]
+    inputs = BatchInputs(
+        token_ids=np.array(token_ids, np.int32),
+        positions=positions,
+        write_slots=_BLOCK + positions.astype(np.int64),  # blocks are 1, 2, 3, ...
+        query_start=np.array([0, count], np.int32),
+        seq_lens=np.array([count], np.int32),
+        num_prompt=np.array([count], np.int32),
+        block_tables=blocks[None],
+        slots=zero,
+        logit_rows=rows,
+        adapter_ids=zero,
+        prefix_groups=np.full(1, -1, np.int32),
+        prefix_blocks=np.zeros(0, np.int32),
+    )
+    following = np.array([*token_ids[1:], 0], np.int32)[rows]
+    return runner.sample(runner.forward(inputs), _scoring(following, every_token)).wait()
+
+
+def _scoring(forced: NDArray[np.int32], wants_hidden: bool) -> SamplingInputs:
+    """Every row "draws" the token that follows, and tells how likely it was."""
+    count = len(forced)
+    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
+    none, indices = np.zeros(0, np.int32), np.arange(count, dtype=np.int32)
+    same = np.zeros(count, np.int32)
+    return SamplingInputs(
+        sample_rows=same,
+        slots=same,
+        temperature=zeros,
+        top_k=same,
+        top_p=ones,
+        min_p=zeros,
+        repetition=ones,
+        presence=zeros,
+        frequency=zeros,
+        bias_rows=none,
+        bias_ids=none,
+        bias_values=np.zeros(0, np.float32),
+        seed=np.zeros(count, np.int64),
+        choice=same,
+        position=indices + 1,
+        mask=None,
+        forced=forced,
+        hidden_rows=indices if wants_hidden else none,
+        num_logprobs=same,
+        history_slots=none,
+        history_start=np.zeros(1, np.int32),
+        history_tokens=none,
+        history_num_prompt=none,
+    )

@@ -1,0 +1,323 @@
+"""The loop of an engine whose model is a text encoder: the same messages, vectors for answers.
+
+There is no cache and no step to share: whoever waits is computed in batches, most urgent first. A
+batch that raises is repeated row by row, so that only the request that fails alone is lost.
+"""
+
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.backends.custom.runtime.intake import too_late
+from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
+from engine.backends.custom.runtime.outputs import refusal
+from engine.core import faults
+from engine.core.errors import (
+    EngineError,
+    InferenceError,
+    InvalidRequestError,
+    RateLimitError,
+)
+from engine.core.interfaces.request import (
+    Abort,
+    Control,
+    ControlReply,
+    Deltas,
+    EngineStats,
+    GenerateRequest,
+    Stats,
+    Stop,
+    TokenDelta,
+)
+from engine.core.interfaces.steps import StepCounter
+from engine.core.observability.logging import set_level
+
+log = logging.getLogger(__name__)
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """What a loaded encoder takes and gives."""
+
+    vocab_size: int
+    max_seq_len: int  # tokens of one text
+    num_dimensions: int
+
+
+class Encoder(Protocol):
+    """A loaded text encoder."""
+
+    @property
+    def spec(self) -> EncoderSpec: ...
+
+    def encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
+        """One vector for each prompt, (S, D), in their order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Waiting:
+    """A request in the queue; whoever is more urgent, then older, goes first."""
+
+    priority: int
+    arrival: int
+    request: GenerateRequest
+    submitted_at: float
+    deadline: float
+    begin_by: float
+
+
+def _control(message: Control) -> ControlReply:
+    if message.action == "log_level":
+        return ControlReply(message.control_id, True, set_level(message.value))
+    return ControlReply(message.control_id, True, "an encoder keeps no cache")
+
+
+def is_encoder(config: ModelConfig) -> bool:
+    return config.encoder is not None
+
+
+def warm_up(encoder: Encoder) -> None:
+    """Compute something that belongs to nobody; raises when the encoder can't compute at all."""
+    encoder.encode([(0,) * min(8, encoder.spec.max_seq_len)])
+
+
+class EncoderLoop:
+    """Owns an encoder; everything happens in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        channel: Channel,
+        max_batch_tokens: int,
+        max_queued: int,
+        pulse: Pulse | None = None,
+    ) -> None:
+        self._encoder = encoder
+        self._channel = channel
+        self._max_batch_tokens = max_batch_tokens
+        self._max_queued = max_queued
+        self._pulse = pulse or NoPulse()
+        self._queue: list[Waiting] = []  # a heap
+        self._arrivals = itertools.count()
+        self._stopping = False
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._num_nonfinite = 0
+        self._steps = StepCounter()
+        self._stats_sent_at = 0.0
+        self._stats_step = 0  # the last step that was reported
+        self.is_computing = False  # a batch, which may be interrupted
+        self._pulse.watch(self)
+
+    def run(self) -> None:
+        """Serve until told to stop, then release everything."""
+        while not self._stopping:
+            self.turn(IDLE_POLL_S)
+        ended = [
+            TokenDelta(each.request.request_id, 0, finish_reason="abort") for each in self._queue
+        ]
+        self._send(ended)
+        self._encoder.close()
+
+    def turn(self, idle_timeout_s: float) -> None:
+        """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
+        is_idle = not self._queue
+        self._beat(not is_idle)
+        self._read_inbox(idle_timeout_s if is_idle else 0.0)
+        if self._queue:
+            self._beat(True)  # a batch that hangs must be seen as well
+            self._expire(time.monotonic())
+            self._step(self._next_batch())
+        self._send_stats()
+
+    def describe(self) -> str:
+        """Called by another thread, while this one is stuck."""
+        return str(self.stats())
+
+    def _beat(self, busy: bool) -> None:
+        self._pulse.beat(busy, UNKNOWN_PATIENCE_S)
+
+    def _read_inbox(self, timeout_s: float) -> None:
+        for message in self._channel.poll(timeout_s):
+            if isinstance(message, GenerateRequest):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                self._abort(message.request_id)
+            elif isinstance(message, Control):
+                self._channel.send(_control(message))
+            elif isinstance(message, Stop):
+                self._stopping = True
+
+    def _submit(self, request: GenerateRequest) -> None:
+        error = self._find_fault(request)
+        if error is not None:
+            choices = range(request.params.n)
+            self._send([refusal(request.request_id, choice, error) for choice in choices])
+            return
+        now = time.monotonic()
+        deadline = now + request.timeout_s if request.timeout_s is not None else float("inf")
+        begin_by = min(deadline, now + (request.queue_timeout_s or float("inf")))
+        waiting = Waiting(request.priority, next(self._arrivals), request, now, deadline, begin_by)
+        heapq.heappush(self._queue, waiting)
+
+    def _find_fault(self, request: GenerateRequest) -> EngineError | None:
+        prompt, spec = request.prompt, self._encoder.spec
+        if not request.pools:
+            return InvalidRequestError(
+                "This model turns text into vectors and writes none; ask it for embeddings.",
+                param="model",
+            )
+        if len(self._queue) >= self._max_queued:
+            return RateLimitError("Too many requests are waiting; try again later.")
+        if not prompt:
+            return InvalidRequestError("The input has no tokens.", param="input")
+        if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
+            return InvalidRequestError(
+                f"Token ids must be within 0..{spec.vocab_size - 1}.", param="input"
+            )
+        if len(prompt) > spec.max_seq_len:
+            return InvalidRequestError(
+                f"This model's maximum context length is {spec.max_seq_len} tokens, but the input "
+                f"has {len(prompt)}.",
+                param="input",
+            )
+        return None
+
+    def _abort(self, request_id: str) -> None:
+        kept = [each for each in self._queue if each.request.request_id != request_id]
+        if len(kept) < len(self._queue):
+            heapq.heapify(kept)
+            self._queue = kept
+            self._send([TokenDelta(request_id, 0, finish_reason="abort")])
+
+    def _expire(self, now: float) -> None:
+        late = [each for each in self._queue if each.begin_by <= now]
+        if not late:
+            return
+        self._queue = [each for each in self._queue if each.begin_by > now]
+        heapq.heapify(self._queue)
+        self._send(
+            [
+                refusal(
+                    each.request.request_id,
+                    0,
+                    too_late(each.deadline <= now, now - each.submitted_at),
+                )
+                for each in late
+            ]
+        )
+
+    def _next_batch(self) -> list[Waiting]:
+        """Take the first in line, up to a number of tokens."""
+        batch: list[Waiting] = []
+        num_tokens = 0
+        while self._queue:
+            first = self._queue[0]
+            num_tokens += len(first.request.prompt)
+            if batch and num_tokens > self._max_batch_tokens:
+                break
+            batch.append(heapq.heappop(self._queue))
+        return batch
+
+    def _step(self, batch: list[Waiting]) -> None:
+        if not batch:
+            return
+        started_at = time.monotonic()
+        try:
+            vectors = self._encode([each.request.prompt for each in batch])
+        except Exception as error:
+            log.exception("a batch failed; repeating it row by row", exc_info=error)
+            self._step_by_row(batch)
+            # When this raises too, the fault is in no request: the engine is lost.
+            warm_up(self._encoder)
+        else:
+            self._answer(batch, vectors, started_at)
+
+    def _encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
+        faults.hit("forward")
+        self.is_computing = True
+        try:
+            return self._encoder.encode(prompts)
+        finally:
+            self.is_computing = False
+
+    def _step_by_row(self, batch: list[Waiting]) -> None:
+        for each in batch:
+            self._beat(True)
+            started_at = time.monotonic()
+            try:
+                vectors = self._encode([each.request.prompt])
+            except Exception as error:
+                request_id = each.request.request_id
+                log.exception("request %s failed alone", request_id, exc_info=error)
+                failure = InferenceError("The model failed on this request.")
+                self._send([refusal(request_id, 0, failure)])
+            else:
+                self._answer([each], vectors, started_at)
+
+    def _answer(
+        self, batch: list[Waiting], vectors: NDArray[np.float32], started_at: float
+    ) -> None:
+        now = time.monotonic()
+        num_tokens = sum(len(each.request.prompt) for each in batch)
+        deltas = [
+            _vector_delta(each, vector, started_at, now)
+            for each, vector in zip(batch, vectors, strict=True)
+        ]
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        self._num_nonfinite += sum(delta.vector is None for delta in deltas)
+        self._steps.add(num_tokens, now - started_at)
+        self._send(deltas)
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self._channel.send(Deltas(tuple(deltas)))
+
+    def _send_stats(self) -> None:
+        now = time.monotonic()
+        has_news = not self._queue and self._stats_step != self._num_steps
+        if has_news or now - self._stats_sent_at >= STATS_INTERVAL_S:
+            self._stats_sent_at = now
+            self._stats_step = self._num_steps
+            self._channel.send(Stats(self.stats()))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=len(self._queue),
+            num_steps=self._num_steps,
+            prompt_tokens=self._num_tokens,
+            num_nonfinite=self._num_nonfinite,
+            steps=self._steps.counts(),
+        )
+
+
+def _vector_delta(
+    waiting: Waiting, vector: NDArray[np.float32], started_at: float, now: float
+) -> TokenDelta:
+    request_id = waiting.request.request_id
+    if not np.isfinite(vector).all():
+        error = InferenceError("The model's result for this request is not finite.")
+        return refusal(request_id, 0, error)
+    return TokenDelta(
+        request_id,
+        0,
+        finish_reason="stop",
+        queue_s=started_at - waiting.submitted_at,
+        prefill_s=now - started_at,
+        vector=vector.astype("<f4").tobytes(),
+    )

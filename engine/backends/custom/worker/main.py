@@ -1,0 +1,300 @@
+"""The engine process: options in, a loaded model behind a socket out.
+
+It reads its options from the socket it was given, plans memory, loads the model, says that it is
+ready, and serves until its frontend stops it or is gone. `run_engine` is also what an embedded
+engine runs in a thread.
+"""
+
+import faulthandler
+import functools
+import gc
+import importlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
+from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
+from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.batch import warm_up
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import Channel, EngineLoop
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    RunnerConfig,
+    RunnerSpec,
+)
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
+from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
+from engine.backends.custom.worker.memory import MemoryPlan, plan_memory
+from engine.core import faults
+from engine.core.errors import ConfigError, EngineError
+from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
+from engine.core.observability.logging import setup_logging
+from engine.core.sandbox.examination_child import read_in_fork
+from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
+
+log = logging.getLogger("engine.backends.custom.worker.main")  # run as a module, it is __main__
+
+FRAMEWORKS = "engine.backends.custom.frameworks"
+ENCODER_FRAMEWORK = "torch"
+OPTIONS_TIMEOUT_S = 30.0
+GARBAGE_OBJECTS = 50_000  # new ones before a collection
+
+
+def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
+    """A text encoder. PyTorch has one, and runs it for whichever framework was asked for."""
+    if find_spec(ENCODER_FRAMEWORK) is None:
+        raise ConfigError(
+            f"{source.path.name} is a text encoder, which runs on PyTorch: "
+            "pip install 'engine[torch]'"
+        )
+    framework = _framework(ENCODER_FRAMEWORK)
+    device = framework.find_device(options.device, options.dtype)
+    encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
+    return encoder, device
+
+
+def load_runner(
+    source: ModelSource, options: EngineOptions
+) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
+    """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
+    framework = _framework(options.framework)
+    device = framework.find_device(options.device, options.dtype)
+    needs = framework.memory_needs(source, options, device)
+    plan = plan_memory(source.config.max_position, options, device, needs)
+    log_plan(device, plan)
+    config = runner_config(options, device, plan)
+    return framework.build_runner(source, config), config, plan
+
+
+def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
+    for line in (f"{device.name}, {device.dtype}", *plan.lines()):
+        log.info("memory plan: %s", line)
+
+
+def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) -> RunnerConfig:
+    return RunnerConfig(
+        device=device.name,
+        dtype=device.dtype,
+        block_size=options.block_size,
+        num_blocks=plan.num_blocks,
+        max_slots=plan.max_slots,
+        max_seq_len=plan.max_seq_len,
+        num_threads=options.threads,
+        attention=options.attention,
+        max_batch_tokens=options.max_batch_tokens,
+        kv_dtype=options.kv_dtype,
+        numerics=options.numerics,
+        affinity=options.affinity,
+        quantization=options.quantization,
+    )
+
+
+def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
+    pool = BlockPool(spec.num_blocks)
+    radix = RadixCache(pool, spec.block_size, options.eviction_policy, options.cache_ttl_s)
+    limit = options.cache_bytes
+    block_bytes = bytes_per_token * spec.block_size
+    kv = KVCache(
+        pool,
+        radix,
+        spec.block_size,
+        sharing=options.cache_enabled,
+        max_cached_blocks=limit // block_bytes if limit is not None else None,
+        max_cached_sequences=options.cache_max_sequences,
+    )
+    return Scheduler(kv, spec.max_slots)
+
+
+def build_loop(
+    runner: ModelRunner,
+    options: EngineOptions,
+    bytes_per_token: int,
+    channel: Channel,
+    pulse: Pulse | None = None,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> EngineLoop:
+    """The loop of a loaded model: its scheduler, cache, step budget and grammars, which ask for the
+    `vocabulary` when there is a first one.
+    """
+    spec = runner.spec
+    scheduler = build_scheduler(spec, options, bytes_per_token)
+    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
+    target_s = spec.target_step_s or TARGET_STEP_S
+    budget = StepBudget(most, spec.max_slots, target_s, spec.least_prompt_tokens)
+    grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
+    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
+
+
+def _vocabulary(options: EngineOptions) -> Vocabulary:
+    from engine.backends.custom.frontend.text_model import (
+        load_text,  # only grammars need the tokenizer here
+    )
+
+    return load_text(Path(options.model_path)).vocabulary()
+
+
+def _framework(name: str) -> Any:
+    if name != "native" and find_spec(name) is None:
+        raise ConfigError(f"--backend {name} needs a package: pip install 'engine[{name}]'")
+    return importlib.import_module(f"{FRAMEWORKS}.{name}.engine")
+
+
+def run_engine(
+    options: EngineOptions,
+    channel: Channel,
+    pulse: Pulse,
+    on_loaded: Callable[[], None] = lambda: None,
+) -> None:
+    """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
+    started_at = time.monotonic()
+    faults.hit("load")
+    source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
+    if is_encoder(source.config):
+        encoder, device = load_encoder(source, options)
+        on_loaded()
+        _run_encoder(encoder, device, options, channel, pulse, started_at)
+        return
+    loaded = load_runner(source, options)
+    serve_runner(loaded, options, channel, pulse, on_loaded, started_at)
+
+
+def serve_runner(
+    loaded: tuple[ModelRunner, RunnerConfig, MemoryPlan],
+    options: EngineOptions,
+    channel: Channel,
+    pulse: Pulse,
+    on_loaded: Callable[[], None],
+    started_at: float,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> None:
+    """Warm up what has been loaded, announce it, and run its loop until it is told to stop."""
+    runner, config, plan = loaded
+    warm_up(runner)
+    on_loaded()
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary)
+    spec = runner.spec
+    channel.send(
+        Ready(
+            max_seq_len=spec.max_seq_len,
+            num_blocks=spec.num_blocks - 1,
+            block_size=spec.block_size,
+            max_slots=spec.max_slots,
+            dtype=config.dtype,
+            device=config.device,
+            load_s=time.monotonic() - started_at,
+        )
+    )
+    loop.run()
+
+
+def _run_encoder(
+    encoder: Encoder,
+    device: DeviceInfo,
+    options: EngineOptions,
+    channel: Channel,
+    pulse: Pulse,
+    started_at: float,
+) -> None:
+    warm_up_encoder(encoder)
+    longest = encoder.spec.max_seq_len
+    loop = EncoderLoop(encoder, channel, options.max_batch_tokens, options.max_queued, pulse)
+    channel.send(
+        Ready(
+            max_seq_len=min(longest, options.max_seq_len or longest),
+            num_blocks=0,
+            block_size=options.block_size,
+            max_slots=options.max_slots,
+            dtype=device.dtype,
+            device=device.name,
+            load_s=time.monotonic() - started_at,
+        )
+    )
+    loop.run()
+
+
+class RunEngine(Protocol):
+    """What an engine's process does with its options: see `run_engine`."""
+
+    def __call__(
+        self,
+        options: EngineOptions,
+        channel: Channel,
+        pulse: Pulse,
+        on_loaded: Callable[[], None],
+    ) -> None: ...
+
+
+def main(
+    socket_fd: int, heartbeat_fd: int, parent_pid: int, *, run: RunEngine | None = None
+) -> int:
+    """The engine process. Its exit status is 0 only when it was asked to stop."""
+    die_with_parent(parent_pid)
+    offer_to_be_killed()
+    gc.disable()  # until the model is loaded: next to nothing of it will be garbage
+    # The frontend decides when we end; a Ctrl-C in the terminal reaches it as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    sock = socket.socket(fileno=socket_fd)
+    channel: SocketChannel[ToEngine] = SocketChannel(sock, ToEngine)
+    try:
+        options = _read_options(sock)
+        setup_logging(options.log_level, options.log_format)
+        faults.arm()
+        (run or run_engine)(options, channel, Watchdog(Heartbeat(heartbeat_fd)), keep_all)
+    except ConnectionClosedError:
+        return 0  # the frontend is gone, and so is our purpose
+    except EngineError as error:
+        channel.send(Fatal(error.error_code, error.message))
+        return 1
+    except Exception as error:
+        log.exception("the engine failed")
+        channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
+        return 1
+    return 0
+
+
+def keep_all() -> None:
+    """What was loaded stays, so that no collection has to look at it, least of all in a step; and a
+    step's many small objects, which need none, do not call for one each time.
+    """
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
+    gc.enable()
+
+
+def _read_options(sock: socket.socket) -> EngineOptions:
+    """The frontend may ask for an examination first. Before `Ready` only a `Stop` can follow."""
+    channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
+        sock, EngineOptions | Examine | Stop
+    )
+    deadline = time.monotonic() + OPTIONS_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for message in channel.poll(1.0):
+            if isinstance(message, Stop):
+                raise ConnectionClosedError("stopped before it had started")
+            if isinstance(message, EngineOptions):
+                return message
+            asked = (message.examiner, Path(message.path), message.max_cpu_s)
+            channel.send(Examined(*read_in_fork(*asked)))
+            deadline = time.monotonic() + OPTIONS_TIMEOUT_S
+    raise ConnectionClosedError("the frontend sent no options")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:4])))

@@ -1,0 +1,168 @@
+"""Plans an engine's memory before anything is loaded: weights, KV blocks, batch and context.
+
+Too little memory shrinks the cache, then the batch, then the context, each with a line that says
+so. When not even a short context fits, loading is refused with what would fit.
+"""
+
+from dataclasses import dataclass, replace
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import DeviceInfo
+from engine.core.errors import ResourceError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIB = 1024 * 1024
+# Of the memory that is left beside the weights, what the KV pool takes when nobody says.
+POOL_SHARE = 0.5
+# Activations, logits and the interpreter.
+WORKSPACE_BYTES = 256 * MIB
+# A KV pool for tens of a small model's conversations, where all of it is written at the start.
+USUAL_POOL_BYTES = 512 * MIB
+MIN_CONTEXT = 128
+MIN_TOKENS_PER_SLOT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory is spent; `notes` are sentences for the user about what was cut."""
+
+    weight_bytes: int
+    pool_bytes: int
+    num_blocks: int  # counts the null block
+    max_slots: int
+    max_seq_len: int
+    bytes_per_token: int
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The plan as text, one line per fact."""
+        block_size = self.pool_bytes // self.num_blocks // self.bytes_per_token
+        tokens = (self.num_blocks - 1) * block_size
+        return [
+            f"weights {self.weight_bytes / MIB:,.0f} MiB",
+            f"KV cache {self.pool_bytes / MIB:,.0f} MiB: {self.num_blocks - 1:,} blocks, "
+            f"{tokens:,} tokens at {self.bytes_per_token:,} bytes",
+            f"batch {self.max_slots} sequences, context {self.max_seq_len:,} tokens",
+            *self.notes,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a framework takes for a model, whatever the batch."""
+
+    weight_bytes: int
+    token_bytes: int  # of keys and values, for one token
+    usual_pool_bytes: int | None = None  # a KV pool that is enough for most; None: as memory allows
+    workspace_bytes: int = WORKSPACE_BYTES  # beside weights and pool
+    pool_share: float = POOL_SHARE
+
+
+def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
+    """Of a framework that turns every weight, key and value into the device's type."""
+    value_bytes = DTYPE_BYTES[device.dtype]
+    num_values = config.num_params
+    if device.copies_tied_head and config.tie_embeddings:
+        num_values += config.vocab_size * config.hidden_size
+    return MemoryNeeds(num_values * value_bytes, config.kv_bytes_per_token(value_bytes))
+
+
+def on_gpu(
+    needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
+) -> MemoryNeeds:
+    """On a GPU the cache gets what is left of the share that the engine may use, after the largest
+    step's activations and the logits that are kept.
+    """
+    value_bytes = DTYPE_BYTES[device.dtype]
+    inner = 3 * config.intermediate_size + 8 * config.hidden_size
+    step = options.max_batch_tokens * inner * value_bytes
+    logits = 16 * options.max_slots * config.vocab_size * value_bytes
+    spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
+    return replace(needs, workspace_bytes=spared + WORKSPACE_BYTES + step + logits, pool_share=1.0)
+
+
+def plan_memory(
+    max_position: int, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
+) -> MemoryPlan:
+    """Divide the device's free memory; the model was made for `max_position` tokens. Raises
+    `ResourceError` if nothing useful fits.
+    """
+    weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
+    available_bytes = device.free_bytes
+    block_bytes = token_bytes * options.block_size
+    notes: list[str] = []
+    max_seq_len = min(options.max_seq_len or max_position, max_position)
+    least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
+    room = available_bytes - weight_bytes - needs.workspace_bytes
+    if room < least:
+        raise ResourceError(_refusal(weight_bytes, least, available_bytes, device.dtype))
+    if options.max_seq_len and options.max_seq_len > max_position:
+        notes.append(
+            f"context is {max_position:,}, the model's own: "
+            f"{options.max_seq_len:,} asked for is more than it was made for"
+        )
+    if options.pool_bytes is None:
+        wanted = _pool_bytes(options.max_slots * max_seq_len, options.block_size, block_bytes)
+        if needs.usual_pool_bytes is not None:
+            one = _pool_bytes(max_seq_len, options.block_size, block_bytes)
+            wanted = min(wanted, max(one, needs.usual_pool_bytes))
+        pool_bytes = max(least, min(wanted, int(room * needs.pool_share)))
+    else:
+        pool_bytes = _asked_pool(options.pool_bytes, least, room, notes)
+    num_blocks = pool_bytes // block_bytes
+    capacity = (num_blocks - 1) * options.block_size
+    max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
+    if max_slots < options.max_slots:
+        notes.append(
+            f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
+            f"{capacity:,} tokens"
+        )
+    if capacity < max_seq_len:
+        notes.append(
+            f"context is {capacity:,} instead of {max_seq_len:,} tokens: that is the whole KV cache"
+        )
+        max_seq_len = capacity
+    return MemoryPlan(
+        weight_bytes=weight_bytes,
+        pool_bytes=num_blocks * block_bytes,
+        num_blocks=num_blocks,
+        max_slots=max_slots,
+        max_seq_len=max_seq_len,
+        bytes_per_token=token_bytes,
+        notes=tuple(notes),
+    )
+
+
+def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:
+    """Memory for so many tokens in whole blocks, and the null block."""
+    return (-(-num_tokens // block_size) + 1) * block_bytes
+
+
+def _asked_pool(asked: int, least: int, room: int, notes: list[str]) -> int:
+    if asked < least:
+        raise ResourceError(
+            f"a KV cache of {asked / MIB:,.1f} MiB is too small to be of use; "
+            f"give it at least {-(-least // MIB):,} MiB (performance.memory_pool_size_mb)"
+        )
+    if asked > room:
+        notes.append(
+            f"KV cache is {room / MIB:,.0f} MiB instead of {asked / MIB:,.0f} MiB: "
+            "no more memory is free"
+        )
+    return min(asked, room)
+
+
+def _refusal(weight_bytes: int, least_pool: int, available: int, dtype: str) -> str:
+    needed = weight_bytes + WORKSPACE_BYTES + least_pool
+    message = (
+        f"the model needs {needed / MIB:,.0f} MiB as {dtype} "
+        f"and {available / MIB:,.0f} MiB are free"
+    )
+    halved = (weight_bytes + least_pool) // 2 + WORKSPACE_BYTES
+    if dtype == "float32" and halved <= available:
+        return f"{message}; it would fit with --dtype bfloat16 ({halved / MIB:,.0f} MiB)"
+    if dtype not in DTYPE_BYTES:
+        return f"{message}; use a smaller or more strongly quantized model"
+    fits = max(0, available - WORKSPACE_BYTES) // DTYPE_BYTES[dtype]
+    return f"{message}; a model of up to {fits / 1e6:,.0f} M parameters would fit"

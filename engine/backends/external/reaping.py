@@ -1,0 +1,204 @@
+"""Processes by pid and start time, so that none but the one that was meant is ever killed.
+
+While a child runs, a file in a private folder names its processes; the file is locked by its owner.
+An owner that crashed leaves the file unlocked, and whoever starts a child next ends what is still
+running of the old one.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import psutil
+
+from engine.core.sandbox.private_files import ForeignFileError, open_private
+
+log = logging.getLogger(__name__)
+
+GONE_WITHIN_S = 5.0
+_SUFFIX = ".json"
+
+
+class ProcessMark(msgspec.Struct, frozen=True):
+    """One process, and no later one that gets its pid."""
+
+    pid: int
+    started: str
+
+
+class ChildRecord(msgspec.Struct, frozen=True):
+    """What is left to clean up if nobody does it now."""
+
+    name: str
+    processes: tuple[ProcessMark, ...]
+    folder: str = ""  # of its socket and temporary files; of our own making
+
+
+def mark_of(pid: int) -> ProcessMark | None:
+    """None where there is no such process (any more)."""
+    started = _started(pid)
+    return None if started is None else ProcessMark(pid, started)
+
+
+def family_of(mark: ProcessMark) -> list[ProcessMark]:
+    """The process and its descendants, without those that have ended."""
+    if mark_of(mark.pid) != mark:
+        return []
+    try:
+        children = psutil.Process(mark.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    marks = [mark_of(child.pid) for child in children]
+    return [mark, *(each for each in marks if each is not None)]
+
+
+def memory_of(marks: Iterable[ProcessMark]) -> int:
+    """Bytes in RAM."""
+    total = 0
+    for mark in marks:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += psutil.Process(mark.pid).memory_info().rss
+    return total
+
+
+def kill_marked(marks: Iterable[ProcessMark]) -> int:
+    """Kill what still runs of them, with all descendants; how many that was. Returns when they are
+    gone, or after `GONE_WITHIN_S`: what waits for a device can't be killed.
+    """
+    killed: set[ProcessMark] = set()
+    deadline = time.monotonic() + GONE_WITHIN_S
+    marks = list(marks)
+    while left := {each for mark in marks for each in family_of(mark) if not _is_dead(each)}:
+        if time.monotonic() > deadline:
+            log.error("these processes can't be killed: %s", sorted(each.pid for each in left))
+            break
+        for mark in left:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                psutil.Process(mark.pid).kill()
+        killed |= left
+        time.sleep(0.01)
+    return len(killed)
+
+
+class RecordFile:
+    """The record of one running child, held until `remove`."""
+
+    def __init__(self, record: ChildRecord, directory: Path | None = None) -> None:
+        directory = directory or run_directory()
+        self._record = record
+        # Locked before it gets the name under which others look at it.
+        handle, name = tempfile.mkstemp("", ".", directory)
+        self._file = os.fdopen(handle, "wb", buffering=0)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.path = directory / f"{Path(name).name.lstrip('.')}{_SUFFIX}"
+        self._write()
+        os.rename(name, self.path)
+
+    @property
+    def processes(self) -> tuple[ProcessMark, ...]:
+        return self._record.processes
+
+    def update(self, processes: Iterable[ProcessMark]) -> None:
+        """Ones that have ended stay: their descendants may not have."""
+        known = tuple(dict.fromkeys((*self._record.processes, *processes)))
+        if known != self._record.processes:
+            self._record = msgspec.structs.replace(self._record, processes=known)
+            self._write()
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+        _remove_folder(self._record.folder)
+
+    def _write(self) -> None:
+        content = msgspec.json.encode(self._record)
+        os.pwrite(self._file.fileno(), content, 0)
+        os.ftruncate(self._file.fileno(), len(content))
+
+
+def run_directory() -> Path:
+    """$XDG_RUNTIME_DIR/engine, or ~/.cache/engine/run; made if need be, for nobody else to see."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = Path(base) / "engine" if os.path.isabs(base) else Path.home() / ".cache/engine/run"
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+    return path
+
+
+def reap_stale(directory: Path | None = None) -> int:
+    """End what owners that are gone have left running; how many processes that was."""
+    num_killed = 0
+    for path in sorted((directory or run_directory()).glob(f"[!.]*{_SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):
+            num_killed += _reap(path)
+    return num_killed
+
+
+def _reap(path: Path) -> int:
+    try:
+        file = open_private(path)
+    except ForeignFileError as error:
+        log.warning("%s is left alone: %s", path, error)
+        return 0
+    with file:
+        if not _lock(file):
+            return 0  # its owner is there
+        try:
+            record = msgspec.json.decode(file.read(), type=ChildRecord)
+        except msgspec.DecodeError:
+            log.warning("%s holds no record of a child; it is removed", path)
+            path.unlink(missing_ok=True)
+            return 0
+        num_killed = kill_marked(record.processes)
+        if num_killed:
+            log.warning("ended %d processes of %s from an earlier run", num_killed, record.name)
+        _remove_folder(record.folder)
+        path.unlink(missing_ok=True)
+        return num_killed
+
+
+def _lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_folder(folder: str) -> None:
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(pid: int) -> str | None:
+    try:
+        if sys.platform != "linux":
+            return repr(psutil.Process(pid).create_time())
+        # Ticks since the machine's start: a corrected clock doesn't change them.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return f"{_boot_id()}:{int(fields[19])}"
+    except (OSError, psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def _is_dead(mark: ProcessMark) -> bool:
+    """Ended, though its parent has not asked yet."""
+    try:
+        return bool(psutil.Process(mark.pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+@cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

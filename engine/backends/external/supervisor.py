@@ -1,0 +1,205 @@
+"""Keeps a child running: started, waited for, watched, and started again after a death.
+
+The first start either succeeds or raises. Afterwards a death is followed by another start after a
+growing pause. Too many deaths open the circuit: the child is left alone for a while, then tried
+once more. One that no longer answers is killed, and its death is then like any other.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.backends.external.child_logs import ChildLog
+from engine.backends.external.external_child import ending
+from engine.backends.process import RestartPolicy
+from engine.core.errors import EngineError, ModelError
+
+log = logging.getLogger(__name__)
+
+# Deaths within a quarter of an hour count together: a large model takes minutes to load.
+DEATHS_WITHIN_S = 900.0
+CIRCUIT_OPEN_S = 300.0
+# A server that is there answers a probe sooner, even while it loads.
+SILENT_AFTER_S = 1.0
+
+
+class Child(Protocol):
+    """What is supervised; see `ExternalChild`."""
+
+    ended: asyncio.Future[int]
+
+    def note_processes(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Endpoint(Protocol):
+    """What a child serves, seen by its supervisor."""
+
+    async def problem(self) -> str | None:
+        """None when it answers as a ready one does, else what is amiss. Never raises."""
+        ...
+
+    async def up(self) -> None:
+        """The child is ready for the first time in this run. Raises what keeps it from serving."""
+        ...
+
+    async def down(self) -> None:
+        """The child serves no more; whoever waits for it must be told."""
+        ...
+
+
+@dataclass(frozen=True)
+class Patience:
+    start_timeout_s: float
+    probe_interval_s: float = 0.25  # while it loads
+    watch_interval_s: float = 5.0  # once it is ready
+    # A busy server may take half a minute to answer a probe; a dead one never does.
+    hang_after_s: float = 120.0
+    circuit_open_s: float = CIRCUIT_OPEN_S
+
+
+class Supervisor:
+    """`begin` starts one run. `name` is what people read."""
+
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], Awaitable[Child]],
+        endpoint: Endpoint,
+        logs: ChildLog,
+        patience: Patience,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
+        self._name = name
+        self._begin = begin
+        self._endpoint = endpoint
+        self._logs = logs
+        self._patience = patience
+        self._restarts = restarts or RestartPolicy(window_s=DEATHS_WITHIN_S)
+        self._state = f"{name} has not been started."
+        self._loading_since: float | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._child: Child | None = None
+        self.is_ready = False
+        self.num_restarts = 0
+
+    @property
+    def detail(self) -> str:
+        """The state in words; while it loads, for how long and what it said last."""
+        if self._loading_since is None:
+            return self._state
+        seconds = time.monotonic() - self._loading_since
+        said = f": {self._logs.last_line}" if self._logs.last_line else ""
+        return f"{self._name} is loading ({seconds:.0f} s){said}"
+
+    @property
+    def child(self) -> Child | None:
+        return self._child
+
+    async def start(self) -> None:
+        """Raises, with nothing left running, when it does not become ready."""
+        await self._bring_up()
+        self._keeping = asyncio.create_task(self._keep_up())
+
+    async def stop(self) -> None:
+        """Safe to call twice, and while it starts."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._take_down(f"{self._name} has been stopped.")
+
+    async def _bring_up(self) -> None:
+        self._loading_since = time.monotonic()
+        try:
+            child = self._child = await self._begin()
+            await self._until_ready(child)
+        except BaseException as error:
+            await self._take_down(f"{self._name} is down: {error}")
+            raise
+        child.note_processes()
+        self._loading_since = None
+        self._state, self.is_ready = "ready", True
+
+    async def _take_down(self, state: str) -> None:
+        self._state, self.is_ready, self._loading_since = state, False, None
+        child, self._child = self._child, None
+        await self._endpoint.down()
+        if child is not None:
+            await child.stop()
+
+    async def _until_ready(self, child: Child) -> None:
+        problem: str | None = ""
+        asked_at = time.monotonic()
+        try:
+            async with asyncio.timeout(self._patience.start_timeout_s):
+                while problem is not None:
+                    asked_at = time.monotonic()
+                    problem = await self._unless_ended(child, self._endpoint.problem())
+                    if problem is not None:
+                        await asyncio.wait([child.ended], timeout=self._patience.probe_interval_s)
+                await self._unless_ended(child, self._endpoint.up())
+        except TimeoutError:
+            if problem is None or time.monotonic() - asked_at > SILENT_AFTER_S:
+                problem = "it takes connections and does not answer"
+            said = f" It said last: {self._logs.last_line}" if self._logs.last_line else ""
+            raise ModelError(
+                f"{self._name} was not ready after {self._patience.start_timeout_s:g} s"
+                f" (start_timeout_s): {problem}.{said}"
+            ) from None
+
+    async def _unless_ended(self, child: Child, work: Awaitable[str | None]) -> str | None:
+        """The work's result; raises when the child ends first."""
+        working = asyncio.ensure_future(work)
+        racing: list[asyncio.Future[Any]] = [working, child.ended]
+        try:
+            await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
+            if child.ended.done():
+                cause = f": {self._logs.cause}" if self._logs.cause else ""
+                how = ending(child.ended.result())
+                raise ModelError(f"{self._name} ended while loading, with {how}{cause}")
+            return await working
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)  # its failure may come too late
+
+    async def _keep_up(self) -> None:
+        while True:
+            assert self._child is not None
+            why = await self._until_down(self._child)
+            log.error("%s is down: %s", self._name, why)
+            await self._take_down(f"{self._name} stopped unexpectedly; it is being restarted.")
+            await self._start_again()
+
+    async def _until_down(self, child: Child) -> str:
+        """Why it serves no more. It may still run."""
+        answered_at = time.monotonic()
+        while True:
+            await asyncio.wait([child.ended], timeout=self._patience.watch_interval_s)
+            if child.ended.done():
+                return ending(child.ended.result())
+            await asyncio.to_thread(child.note_processes)  # looks at every process there is
+            problem = await self._endpoint.problem()
+            if problem is None:
+                answered_at = time.monotonic()
+            elif time.monotonic() - answered_at > self._patience.hang_after_s:
+                return f"no answer for {self._patience.hang_after_s:g} s ({problem}); killing it"
+
+    async def _start_again(self) -> None:
+        while True:
+            delay = self._restarts.delay_after_death()
+            if delay is None:
+                delay = self._patience.circuit_open_s
+                self._state = f"{self._name} died too often; it is tried again in {delay:g} s."
+                log.critical("%s", self._state)
+            else:
+                log.warning("starting %s again in %.1f s", self._name, delay)
+            await asyncio.sleep(delay)
+            self.num_restarts += 1
+            try:
+                return await self._bring_up()
+            except (EngineError, OSError) as error:
+                log.error("%s could not be started again: %s", self._name, error)

@@ -1,0 +1,242 @@
+"""What `engine inspect --graph` tells: a model's graph, the plan that runs it, what steps cost.
+
+Everything is plain data, in full; the other modules named graph_* fold it and show it. No framework
+is loaded unless steps are to be timed; the compiled kernels are asked for layouts where they exist.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from engine.backends.custom.frameworks.native.execution import build
+from engine.backends.custom.frameworks.native.execution.timing import (
+    Timing,
+    runner_config,
+    time_steps,
+)
+from engine.backends.custom.frameworks.native.machine import default_threads
+from engine.backends.custom.ir import plan as ir
+from engine.backends.custom.ir.cost import PlanCost
+from engine.backends.custom.ir.families import build_graph
+from engine.backends.custom.ir.graph import Graph, Node
+from engine.backends.custom.ir.labels import layer_of, step_kind, step_label
+from engine.backends.custom.ir.liveness import touched
+from engine.backends.custom.ir.planner import plan
+from engine.backends.custom.ir.types import Counts
+from engine.cli.graph.facts import (
+    KindFacts,
+    NodeFacts,
+    PlaceFacts,
+    Report,
+    StepFacts,
+    StepSize,
+    WeightFacts,
+)
+from engine.core.errors import ConfigError, ModelFormatError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.weights.model import ModelSource
+
+_FLOAT = 4
+_KV_TYPE = "bfloat16"  # what a server keeps keys and values as, unless it is told otherwise
+
+
+def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -> Report:
+    """The graph and the plan of an opened model, for a step of this size."""
+    graph = _graph(source)
+    _check(source, size)
+    counts = size.counts
+    config = runner_config(size.tokens, counts.sequences, size.context)
+    native = build.kernels() if timed else _kernels_if_built()
+    threads = default_threads()
+    if native is not None:
+        plans = build.plans_for(source, config, build.machine_with(threads))
+        chosen = next(each for each in plans if each.capacity.tokens >= size.tokens)
+    else:
+        machine, capacity = ir.Machine(threads), ir.Capacity(size.tokens, counts.logits)
+        chosen = plan(graph, capacity, machine, lambda name: source.weights[name].tensor.dtype)
+    timing = time_steps(source, config, size.tokens, size.is_prompt) if timed else None
+    facts = _Facts(source, graph, chosen, native)
+    steps = facts.steps(counts, timing)
+    rows = {"token": counts.tokens, "logit": counts.logits}
+    kinds = {buffer.place: buffer.per for buffer in chosen.buffers}
+    places = tuple(
+        PlaceFacts(floats, kinds[place], _FLOAT * floats * rows[kinds[place]])
+        for place, floats in enumerate(chosen.places)
+    )
+    return Report(
+        path=str(source.path),
+        family=source.config.family,
+        layers=source.config.num_layers,
+        step=size,
+        sequences=counts.sequences,
+        logits=counts.logits,
+        threads=threads,
+        instruction_set=None if native is None else native.instruction_sets()[-1],
+        kv_type=_KV_TYPE,
+        inputs={name: str(value) for name, value in graph.inputs.items()},
+        nodes=tuple(map(facts.node, graph.nodes)),
+        outputs=graph.outputs,
+        capacity=chosen.capacity,
+        steps=steps,
+        places=places,
+        arena_bytes=sum(place.bytes for place in places),
+        capacity_bytes=_FLOAT * chosen.arena_floats,
+        totals=_totals(steps),
+        kinds=_by_kind(steps),
+        forward_seconds=timing.forward if timing else None,
+        forwards=timing.forwards if timing else None,
+    )
+
+
+def _kernels_if_built() -> Any:
+    with suppress(ConfigError):
+        return build.kernels()
+    return None
+
+
+def _graph(source: "ModelSource") -> Graph:
+    if source.config.encoder is not None:
+        raise ConfigError(
+            f"{source.path.name} is a text encoder, and graphs are of models that write text; "
+            "leave out --graph to see what is in it"
+        )
+    try:
+        return build_graph(source.config)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"{error}; leave out --graph to see what is in it") from error
+
+
+def _check(source: "ModelSource", size: StepSize) -> None:
+    if size.context > source.config.max_position:
+        raise ConfigError(
+            f"a sequence of {size.context} tokens is beyond the model's "
+            f"{source.config.max_position} positions; lower --context or --tokens"
+        )
+    if size.is_prompt and size.tokens > size.context:
+        raise ConfigError(
+            f"--context {size.context} has no room for a prompt of {size.tokens} tokens; "
+            "raise it or lower --tokens"
+        )
+
+
+class _Facts:
+    """Reads graph and plan beside the file's weights and what the kernels make of them."""
+
+    def __init__(
+        self, source: "ModelSource", graph: Graph, chosen: ir.ExecutionPlan, native: Any
+    ) -> None:
+        self._source = source
+        self._plan = chosen
+        self._native = native
+        self._matrices = {matrix.name: matrix for matrix in chosen.matrices}
+        self._cost = PlanCost(chosen, self._read_bytes, _kv_value_bytes(source))
+        self._weights = {
+            name: WeightFacts(
+                name,
+                tuple(int(dim) for dim in value.shape),
+                source.weights[name].tensor.dtype,
+                source.weights[name].tensor.nbytes,
+            )
+            for name, value in graph.weights.items()
+        }
+
+    def node(self, node: Node) -> NodeFacts:
+        return NodeFacts(
+            node.name,
+            node.op,
+            layer_of(node.name),
+            node.inputs,
+            tuple(self._weights[name] for name in node.weights),
+            asdict(node.attributes),
+            node.value.shape,
+            node.value.dtype,
+        )
+
+    def steps(self, counts: Counts, timing: Timing | None) -> tuple[StepFacts, ...]:
+        seconds = timing.steps if timing else [None] * len(self._plan.steps)
+        return tuple(
+            self._step(step, counts, spent)
+            for step, spent in zip(self._plan.steps, seconds, strict=True)
+        )
+
+    def _step(self, step: ir.Step, counts: Counts, seconds: float | None) -> StepFacts:
+        cost = self._cost.step(step, counts)
+        weights = tuple(self._weights[name] for name in self._cost.weights(step))
+        layout, generated, prompt = self._kernel(step)
+        return StepFacts(
+            kind=step_kind(step),
+            label=step_label(step),
+            layer=layer_of(step.nodes[0]),
+            nodes=step.nodes,
+            layout=layout,
+            generated=generated,
+            prompt=prompt,
+            weights=weights,
+            stored_bytes=sum(weight.bytes for weight in weights),
+            flops=cost.flops,
+            weight_bytes=cost.weight_bytes,
+            activation_bytes=cost.activation_bytes,
+            kv_bytes=cost.kv_bytes,
+            bytes=cost.bytes,
+            places=tuple(self._plan.buffers[each].place for each in touched(step)),
+            split=step.split if isinstance(step, ir.LinearStep) else None,
+            seconds=seconds,
+        )
+
+    def _kernel(self, step: ir.Step) -> tuple[str | None, str | None, str | None]:
+        """Layout of the step's matrix, and the arithmetic of generated tokens and of prompts."""
+        if self._native is None:
+            return None, None, None
+        match step:
+            case ir.LinearStep():
+                layout = self._matrices[step.matrix].layout
+                return layout, step.kernel.generated, step.kernel.prompt
+            case ir.AttentionStep():
+                return None, step.kernel.generated, step.kernel.prompt
+            case ir.EmbedStep():
+                return self._matrices[step.table].layout, "f32", "f32"
+        return None, "f32", "f32"
+
+    def _read_bytes(self, name: str) -> int:
+        """What a kernel reads of a weight; as stored where there are no kernels to ask."""
+        weight = self._source.weights[name]
+        shape = weight.spec.shape
+        if self._native is None:
+            return weight.tensor.nbytes
+        if len(shape) == 1 or name in self._plan.vectors:
+            return _FLOAT * prod(shape)
+        layout = self._native.layout_of(weight.tensor.dtype)
+        panel = self._native.panel_bytes(layout, shape[1])
+        return shape[0] * panel // ir.PANEL_ROWS
+
+
+def _kv_value_bytes(source: "ModelSource") -> float:
+    """Of one stored key or value, with its share of padding."""
+    token_bytes = build.kv_token_bytes(source.config, _KV_TYPE)
+    return token_bytes / source.config.kv_bytes_per_token(1)
+
+
+def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:
+    """Sums over the steps. A weight that two steps read counts twice in all but `stored_bytes`."""
+    keys = ("flops", "weight_bytes", "activation_bytes", "kv_bytes", "bytes")
+    stored = {weight.name: weight.bytes for step in steps for weight in step.weights}
+    totals = {key: sum(getattr(step, key) for step in steps) for key in keys}
+    return totals | {"stored_bytes": sum(stored.values())}
+
+
+def _by_kind(steps: tuple[StepFacts, ...]) -> tuple[KindFacts, ...]:
+    """Slowest first; empty when nothing was timed."""
+    groups: dict[str, list[StepFacts]] = {}
+    for step in steps:
+        if step.seconds is not None:
+            groups.setdefault(step.label, []).append(step)
+    total = sum(step.seconds or 0.0 for step in steps)
+    kinds = []
+    for label, group in groups.items():
+        flops, moved = (sum(getattr(each, key) for each in group) for key in ("flops", "bytes"))
+        seconds = sum(each.seconds or 0.0 for each in group)
+        rates = moved / seconds / 1e9, flops / seconds / 1e9
+        kinds.append(KindFacts(label, len(group), flops, moved, seconds, seconds / total, *rates))
+    return tuple(sorted(kinds, key=lambda kind: -kind.seconds))

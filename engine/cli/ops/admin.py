@@ -1,0 +1,382 @@
+"""`engine admin`: look at and change a server while it runs."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from engine.cli.console import output, read_api_key
+from engine.cli.ops.keys import (
+    AdminOption,
+    ConcurrentOption,
+    NameArgument,
+    QueuedOption,
+    QueuedTokensOption,
+    RequestsOption,
+    TenantOption,
+    TokensOption,
+    keys_table,
+)
+from engine.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    ForbiddenError,
+    InvalidRequestError,
+    UnavailableError,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+ADMIN_VARIABLE = "LLM_ENGINE_ADMIN_KEY"
+# Loading a model takes as long as it takes.
+TIMEOUT_S = 900.0
+
+
+def call(
+    ctx: typer.Context, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What the server answered. Raises an `EngineError` in its words, or about how to reach it."""
+    import httpx
+
+    given = ctx.obj
+    url = _root(given["url"])
+    key = _key(given["key_file"])
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        reply = httpx.request(
+            method, f"{url}/v1/admin/{quote(path)}", json=body, headers=headers, timeout=TIMEOUT_S
+        )
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise UnavailableError(
+            f"Nothing answers at {url} ({reason}). Is the server running? Name it with --url."
+        ) from None
+    try:
+        found = reply.json()
+    except ValueError:
+        found = {}
+    if reply.status_code == 200 and isinstance(found, dict):
+        return found
+    raise _refusal(reply.status_code, found, url)
+
+
+def show(ctx: typer.Context, found: Mapping[str, Any], view: "RenderableType") -> None:
+    if ctx.obj["as_json"]:
+        print(json.dumps(found, indent=2))
+    elif isinstance(view, str):
+        print(view)
+    else:
+        output().print(view)
+
+
+def pairs_table(pairs: Mapping[str, Any]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    for name, value in pairs.items():
+        table.add_row(name.replace("_", " "), "-" if value is None else str(value))
+    return table
+
+
+def _key(path: Path | None) -> str | None:
+    if path is None and os.environ.get(ADMIN_VARIABLE):
+        return os.environ[ADMIN_VARIABLE]
+    return read_api_key(path) or None
+
+
+def _root(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequestError(f"{url} is no address: begin it with http:// or https://.")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _refusal(status: int, found: Any, url: str) -> Exception:
+    error = found.get("error") if isinstance(found, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    if not isinstance(message, str):
+        return UnavailableError(f"{url} is no server of this kind: it answered with {status}.")
+    if status == 401:
+        return AuthenticationError(
+            f"{message} Set {ADMIN_VARIABLE}, or name a file with --admin-key-file."
+        )
+    if status == 403:
+        return ForbiddenError(message)
+    return InvalidRequestError(message) if status < 500 else UnavailableError(message)
+
+
+app = typer.Typer(
+    help="Look at and change a running server: models, caches, limits, keys.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+keys_app = typer.Typer(
+    help="Keys of the running server.", no_args_is_help=True, rich_markup_mode=None
+)
+cache_app = typer.Typer(help="Its prefix caches.", no_args_is_help=True, rich_markup_mode=None)
+plugins_app = typer.Typer(help="Its plugins.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys_app, name="keys")
+app.add_typer(cache_app, name="cache")
+app.add_typer(plugins_app, name="plugins")
+
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A model that `models` lists.")]
+WaitOption = Annotated[
+    float | None,
+    typer.Option("--wait", help="Seconds that running requests get; default: the drain time-out."),
+]
+
+
+@app.callback()
+def options(
+    ctx: typer.Context,
+    url: Annotated[
+        str, typer.Option(help="The server, with or without /v1.")
+    ] = "http://127.0.0.1:8080",
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key; or set LLM_ENGINE_ADMIN_KEY.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer.")] = False,
+) -> None:
+    ctx.obj = {"url": url, "key_file": admin_key_file, "as_json": as_json}
+
+
+@app.command()
+def status(ctx: typer.Context) -> None:
+    """How the server is."""
+    found = call(ctx, "GET", "status")
+    limits = ", ".join(f"{name} {value}" for name, value in found["limits"].items() if value)
+    in_use = ", ".join(f"{each['key'] or 'anyone'} {each['in_flight']}" for each in found["in_use"])
+    shown = found | {"limits": limits or "none", "in_use": in_use or "none"}
+    show(ctx, found, pairs_table(shown))
+
+
+@app.command()
+def models(ctx: typer.Context) -> None:
+    """The models that it has, loaded or not."""
+    from rich.table import Table
+
+    found = call(ctx, "GET", "models")
+    table = Table(box=None, header_style="bold")
+    columns = ("id", "state", "backend", "in_flight", "memory_mb", "idle_s")
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for each in found["models"]:
+        row = ["-" if each.get(column) is None else str(each[column]) for column in columns]
+        row[0] += "  (default)" if each["default"] else ""
+        table.add_row(*row)
+    show(ctx, found, table)
+
+
+@app.command()
+def load(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that it knows, or a path.")],
+    id: Annotated[str | None, typer.Option("--id", help="What clients call it.")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="What runs it.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of that backend.")
+    ] = None,
+) -> None:
+    """Load a model, a new one or one that was unloaded."""
+    from engine.cli.serve import parse_options
+
+    body = {"model": model, "id": id, "backend": backend, "options": parse_options(option)}
+    found = call(ctx, "POST", "models/load", {k: v for k, v in body.items() if v is not None})
+    show(ctx, found, f"{found['id']} is loaded.")
+
+
+@app.command()
+def unload(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
+    """Free a model's memory; the next request for it loads it again."""
+    found = call(ctx, "POST", "models/unload", _named(id, wait))
+    show(ctx, found, f"{id} is unloaded." if found["was_loaded"] else f"{id} was not loaded.")
+
+
+@app.command()
+def remove(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
+    """Take a model away, so that clients can't ask for it."""
+    found = call(ctx, "POST", "models/remove", _named(id, wait))
+    show(ctx, found, f"{id} is gone.")
+
+
+@cache_app.command("flush")
+def flush(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(metavar="[ID]", help="Of this model only.")] = None,
+) -> None:
+    """Forget the cached prefixes that no running request uses."""
+    found = call(ctx, "POST", "cache/flush", {} if model is None else {"model": model})
+    show(ctx, found, "\n".join(found["done"]) or "There is nothing loaded.")
+
+
+@cache_app.command("warm")
+def warm(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Prompts, one on each line.")],
+    model: Annotated[str | None, typer.Option(help="Default: the first model.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Default: every tenant with a key.")] = None,
+) -> None:
+    """Compute prompts now, so that those which begin like them are quick later."""
+    body = {"prompts": _prompts(file), "model": model, "tenant": tenant}
+    found = call(ctx, "POST", "cache/warm", {k: v for k, v in body.items() if v is not None})
+    show(ctx, found, pairs_table(found))
+
+
+@app.command("log-level")
+def log_level(
+    ctx: typer.Context,
+    level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
+) -> None:
+    """Change how much the server logs, and its engines' processes with it."""
+    found = call(ctx, "POST", "log-level", {"level": level})
+    untold = "".join(f"\nNot told: {each}" for each in found.get("untold", ()))
+    show(ctx, found, f"It logs {level} now.{untold}")
+
+
+@app.command()
+def limits(
+    ctx: typer.Context,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_concurrent: ConcurrentOption = None,
+    max_queued: QueuedOption = None,
+    max_queued_tokens: QueuedTokensOption = None,
+    key: Annotated[str | None, typer.Option(help="Of this key; default: of all others.")] = None,
+) -> None:
+    """Change what keys may ask for; 0 takes a limit away. Those of a key are kept in the file."""
+    given = _limits(
+        requests_per_minute, tokens_per_minute, max_concurrent, max_queued, max_queued_tokens
+    )
+    found = call(ctx, "POST", "limits" if key is None else f"keys/{key}/limits", given)
+    shown = found["limits"] if key is None else found
+    show(ctx, found, pairs_table(shown))
+
+
+@keys_app.command("list")
+def list_keys(ctx: typer.Context) -> None:
+    """The keys by name."""
+    found = call(ctx, "GET", "keys")
+    show(ctx, found, keys_table(found["keys"]))
+
+
+@keys_app.command("new")
+def new_key(
+    ctx: typer.Context,
+    name: NameArgument,
+    tenant: TenantOption = None,
+    admin: AdminOption = False,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_concurrent: ConcurrentOption = None,
+    max_queued: QueuedOption = None,
+    max_queued_tokens: QueuedTokensOption = None,
+) -> None:
+    """Make a key and print it; it is accepted at once, and can't be shown again."""
+    body: dict[str, Any] = {"name": name, "role": "admin" if admin else "user"}
+    body |= {} if tenant is None else {"tenant": tenant}
+    body |= _limits(
+        requests_per_minute, tokens_per_minute, max_concurrent, max_queued, max_queued_tokens
+    )
+    found = call(ctx, "POST", "keys", body)
+    show(ctx, found, found["key"])
+
+
+@keys_app.command("remove")
+def remove_key(ctx: typer.Context, name: NameArgument) -> None:
+    """Take a key away; it is refused from now on."""
+    show(ctx, call(ctx, "DELETE", f"keys/{name}"), f"'{name}' is refused from now on.")
+
+
+@plugins_app.command("list")
+def list_plugins(ctx: typer.Context) -> None:
+    """The plugins that take part in requests, and how they do."""
+    from rich.table import Table
+
+    found = call(ctx, "GET", "plugins")
+    table = Table(box=None, header_style="bold")
+    columns = ("name", "version", "state", "on_failure", "failures", "last_failure")
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for each in found["plugins"]:
+        values = (each[column] for column in columns)
+        table.add_row(*("-" if value is None else str(value) for value in values))
+    show(ctx, found, table if found["plugins"] else "No plugin is in use.")
+
+
+@plugins_app.command("enable")
+def enable_plugin(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One that `list` shows.")],
+) -> None:
+    """Let a plugin take part again that was left out for its failures."""
+    found = call(ctx, "POST", f"plugins/{name}/enable", {})
+    show(ctx, found, f"{found['name']} is {found['state']}.")
+
+
+@app.command()
+def drain(ctx: typer.Context) -> None:
+    """Take no new requests; what runs goes on."""
+    found = call(ctx, "POST", "drain", {})
+    show(ctx, found, f"It takes no new requests; {found['in_flight']} are running.")
+
+
+@app.command()
+def undrain(ctx: typer.Context) -> None:
+    """Take requests again."""
+    show(ctx, call(ctx, "POST", "undrain", {}), "It takes requests again.")
+
+
+@app.command()
+def reload(ctx: typer.Context) -> None:
+    """Read keys, limits and the log level again, as SIGHUP does."""
+    found = call(ctx, "POST", "reload", {})
+    show(ctx, found, pairs_table(found))
+
+
+@app.command()
+def audit(ctx: typer.Context) -> None:
+    """The last changes, newest first."""
+    from rich.table import Table
+
+    found = call(ctx, "GET", "audit")
+    table = Table(box=None, header_style="bold")
+    for column in ("when", "who", "what", "target", "result"):
+        table.add_column(column)
+    for each in found["changes"]:
+        table.add_row(each["ts"][:19], each["who"], each["action"], each["target"], each["result"])
+    show(ctx, found, table)
+
+
+def _named(id: str, wait: float | None) -> dict[str, Any]:
+    return {"id": id} if wait is None else {"id": id, "wait_s": wait}
+
+
+def _limits(*values: int | None) -> dict[str, int | None]:
+    from engine.core.key_file import LIMIT_NAMES
+
+    given = zip(LIMIT_NAMES, values, strict=True)
+    return {name: value or None for name, value in given if value is not None}
+
+
+def _prompts(path: Path) -> list[Any]:
+    """As the server reads such a file, without importing it."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}.") from None
+    prompts: list[Any] = []
+    for line in filter(str.strip, lines):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = line
+        prompts.append(value if isinstance(value, str | dict) else line)
+    if not prompts:
+        raise ConfigError(f"{path} has no prompts.")
+    return prompts

@@ -1,0 +1,188 @@
+"""Model files are read by a limited process before the server reads them.
+
+Parsers check every length, and are tried out on damaged files; this is for the mistakes that are
+left in them, and in the libraries that they call. A file that was read there once is remembered by
+its identity, so that only the first start with it takes longer. Nothing here imports a parser.
+"""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from engine import __version__
+from engine.core.errors import ModelFormatError, error_from_code
+from engine.core.sandbox.private_files import open_private, write_private
+from engine.core.store.model_store import store_directory
+
+log = logging.getLogger(__name__)
+
+CHILD_MODULE = "engine.core.sandbox.examination_child"
+MAX_SECONDS = 120.0
+MAX_CPU_S = 60
+MAX_MARKS = 512
+MAX_REPORT_BYTES = 4096
+MAX_OUTPUT_BYTES = 32 << 20
+# A file may change twice within its clock's resolution, and look the same both times.
+_SETTLED_SECONDS = 2.0
+
+
+class Reading(Protocol):
+    """A limited process at work."""
+
+    def wait(self, max_seconds: float) -> tuple[int, bytes]:
+        """Its exit status and what it wrote. Raises `TimeoutError`."""
+        ...
+
+    def end(self) -> None:
+        """Whatever it does, and whether it has ended or not."""
+        ...
+
+
+# Lets an examiner read a path, for so much processor time. It is a "module:function" that takes the
+# path, and returns bytes that are worth keeping, or None.
+StartReading: TypeAlias = Callable[[str, Path, int], Reading]
+
+
+class Spawned:
+    """A limited process of its own."""
+
+    def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
+        arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", CHILD_MODULE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def wait(self, max_seconds: float) -> tuple[int, bytes]:
+        try:
+            output, _ = self._process.communicate(timeout=max_seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return self._process.returncode, output
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Examination:
+    """A model that is being read in a limited process, or was before."""
+
+    def __init__(
+        self,
+        path: Path,
+        examiner: str,
+        start: StartReading = Spawned,
+        *,
+        max_seconds: float = MAX_SECONDS,
+        max_cpu_s: int = MAX_CPU_S,
+    ) -> None:
+        key = f"{path.resolve()}\0{examiner}"
+        self._path, self._max_seconds = path, max_seconds
+        self._mark = _marks_directory() / hashlib.sha256(key.encode()).hexdigest()
+        self._identity = _identity(path)
+        self._reading: Reading | None = None
+        if self._identity is not None and not _is_marked(self._mark, self._identity):
+            self._reading = start(examiner, path, max_cpu_s)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._reading is not None
+
+    def finish(self) -> bytes:
+        """What the examiner wants kept of the files, if they are as they were then; nothing where
+        they were read before. Raises what is wrong with the model, or that it could not be read
+        within the limits.
+        """
+        if self._reading is None:
+            return b""
+        name = self._path.name
+        try:
+            status, output = self._reading.wait(self._max_seconds)
+        except TimeoutError:
+            raise ModelFormatError(
+                f"{name} could not be read within {self._max_seconds:g} s: it is damaged or hostile"
+            ) from None
+        finally:
+            self._reading.end()
+        report = "" if status == 0 else output[:MAX_REPORT_BYTES].decode("utf-8", "replace").strip()
+        if status == 1 and report:
+            code, _, message = report.partition(" ")
+            raise error_from_code(code, message)
+        if status != 0:
+            raise ModelFormatError(
+                f"{name} could not be read within limits of memory and time (status"
+                f" {status}): it is damaged or hostile"
+            )
+        assert self._identity is not None
+        _remember(self._mark, self._identity, self._path)
+        return output if _identity(self._path) == self._identity else b""
+
+
+def examine(
+    path: Path,
+    examiner: str,
+    start: StartReading = Spawned,
+    *,
+    max_seconds: float = MAX_SECONDS,
+    max_cpu_s: int = MAX_CPU_S,
+) -> bytes:
+    """Have `examiner` read a model in a limited process, unless that was done before."""
+    begun = Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s)
+    return begun.finish()
+
+
+def _marks_directory() -> Path:
+    return store_directory().parent / "examined"
+
+
+def files_of(path: Path) -> list[Path]:
+    """What is read for a model: a folder's files, a file, or the parts of one."""
+    if path.is_dir():
+        return sorted(path.rglob("*"))
+    return sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
+
+
+def _identity(path: Path) -> bytes | None:
+    """Of a file, or of all files of a folder; None: there is nothing to read."""
+    try:
+        files = files_of(path)
+        facts: list[object] = [__version__]
+        for file in files:
+            status = file.stat()
+            facts += (str(file), status.st_ino, status.st_size)
+            facts += (status.st_mtime_ns, status.st_ctime_ns)
+    except OSError:
+        return None  # whoever opens it says it better
+    return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def _is_marked(mark: Path, identity: bytes) -> bool:
+    try:
+        with open_private(mark) as file:
+            return file.read(len(identity) + 1) == identity
+    except OSError:
+        return False
+
+
+def _remember(mark: Path, identity: bytes, path: Path) -> None:
+    try:
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.utime(mark.parent)
+        newest = max(file.stat().st_ctime for file in files_of(path))
+        if mark.parent.stat().st_mtime - newest < _SETTLED_SECONDS:
+            return
+        marks = sorted(mark.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        for old in marks[: max(len(marks) - MAX_MARKS + 1, 0)]:
+            old.unlink(missing_ok=True)
+        write_private(mark, identity)
+    except OSError as error:
+        log.info("that %s was examined is not remembered: %s", path.name, error)

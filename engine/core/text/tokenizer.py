@@ -1,0 +1,199 @@
+"""Text to token ids and back, for one model.
+
+Text from a client can never become a control token here: control tokens have no textual form in the
+underlying vocabulary (see `tokenizer_parts`). Only a `RenderedPrompt`, in which the chat template's
+own control tokens are already ids, reaches them. A `Tokenizer` does not change after construction,
+and threads may share it.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+from engine.core.text.tokenizer_json import parts_from_directory
+from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
+from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
+
+# Read by the library for each batch. Ours have one text: its threads would have nothing to share.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Text of every control token -> id, with a pattern that finds the longest at each position."""
+
+    ids: Mapping[str, int]
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        texts = sorted(self.ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
+
+    @cached_property
+    def edges(self) -> frozenset[str]:
+        """The punctuation that control tokens begin or end with."""
+        ends = {char for text in self.ids for char in (text[0], text[-1])}
+        return frozenset(char for char in ends if not char.isalnum())
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A chat prompt: text that is only text, and the template's own control tokens as ids."""
+
+    segments: tuple[str | int, ...]
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id -> bytes, filled on first use: a vocabulary has far more tokens than a text."""
+
+    def __init__(self, parts: TokenizerParts, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        parts = self._parts
+        if not 0 <= token_id < len(parts.pieces) or token_id in self._skipped:
+            value = b""  # rows that pad an embedding table have ids without text
+        elif token_id in parts.special_ids or token_id in parts.literal_ids:
+            value = parts.pieces[token_id].encode("utf-8", "replace")
+        else:
+            value = piece_bytes(parts.pieces[token_id], parts.byte_level)
+        self[token_id] = value
+        return value
+
+
+class Tokenizer:
+    """Encodes prompts and decodes output; build one with `from_gguf` or `from_directory`."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._engine = parts.engine
+        self._parts = parts
+        self._visible = TokenBytes(parts, skipped=parts.special_ids)
+        self._literal = TokenBytes(parts, skipped=frozenset())
+        self._showing: dict[frozenset[int], TokenBytes] = {}
+        self.specials = SpecialTokens(
+            {parts.pieces[i]: i for i in sorted(parts.special_ids) if parts.pieces[i]}
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        from engine.core.text.tokenizer_gguf import tables_from_gguf  # it needs numpy
+
+        return cls.from_tables(tables_from_gguf(metadata))
+
+    @classmethod
+    def from_tables(cls, tables: TokenizerTables) -> "Tokenizer":
+        return cls(parts_from_tables(tables))
+
+    @classmethod
+    def from_directory(cls, path: Path) -> "Tokenizer":
+        return cls(parts_from_directory(path))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._parts.pieces)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._parts.bos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._parts.eos_ids
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._parts.special_ids
+
+    @property
+    def drops_leading_space(self) -> bool:
+        """Whether decoding removes the space that encoding put before the text."""
+        return self._parts.space_prefix
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template source, for `ChatTemplate`."""
+        return self._parts.chat_template
+
+    @property
+    def bos(self) -> str:
+        return "" if self.bos_id is None else self._parts.pieces[self.bos_id]
+
+    @property
+    def eos(self) -> str:
+        eos_id = self._parts.eos_id
+        return "" if eos_id is None else self._parts.pieces[eos_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._parts.special_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Text exactly as it stands: nothing is added, and control tokens in it are just text."""
+        try:
+            # For a single text the library would hold the interpreter from beginning to end.
+            return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:  # how the library says that the text is not valid Unicode
+            raise InvalidRequestError(
+                "The text holds half of a surrogate pair, which is not Unicode; send whole "
+                "characters."
+            ) from error
+
+    def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
+        """A raw completion prompt, between the tokens that the model expects around one."""
+        ids = self.encode(text)
+        if add_bos and self._parts.add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if self._parts.add_eos and self._parts.eos_id is not None:
+            ids.append(self._parts.eos_id)
+        return ids
+
+    def encode_rendered(self, rendered: RenderedPrompt) -> list[int]:
+        """A chat prompt. The template alone decides on BOS, so there are never two."""
+        return self.encode(
+            "".join(s if isinstance(s, str) else sentinel(s) for s in rendered.segments)
+        )
+
+    def decode(
+        self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
+    ) -> str:
+        """The text of `ids`; with `continuation` they follow other text and keep a first space."""
+        table = self.bytes_table(skip_special)
+        text = b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        if self.drops_leading_space and not continuation:
+            return text.removeprefix(" ")
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the output; none for a control token."""
+        return self._visible[token_id]
+
+    def token_literal(self, token_id: int) -> bytes:
+        """As `token_bytes`, but a control token gives its name; for showing logprobs."""
+        return self._literal[token_id]
+
+    def bytes_table(
+        self, skip_special: bool, shown: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes]:
+        """Id -> bytes; control tokens are skipped but for those `shown`."""
+        if not skip_special:
+            return self._literal
+        if not shown:
+            return self._visible
+        if shown not in self._showing:
+            self._showing[shown] = TokenBytes(self._parts, self._parts.special_ids - shown)
+        return self._showing[shown]
+
+    def token_id(self, text: str) -> int | None:
+        """The one token that a marker such as a control token's name is, if it is one."""
+        return self._marker_ids.get(text)
+
+    @cached_property
+    def _marker_ids(self) -> dict[str, int]:
+        marked = self._parts.special_ids | self._parts.literal_ids
+        return {self._parts.pieces[i]: i for i in sorted(marked)}

@@ -1,0 +1,313 @@
+"""Tokenizers from a Hugging Face model directory: `tokenizer.json` and the small files beside it.
+
+Everything is read as JSON or text. Keys that name code (`auto_map`, `tokenizer_class`) are never
+looked at, and no other tokenizer format is tried, so a directory cannot make this engine run
+anything.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.core.errors import ModelFormatError
+from engine.core.text.json_text import check_characters
+from engine.core.text.tokenizer_parts import TokenizerParts, end_ids, sentinel
+
+_MAX_BYTES = 256 << 20
+_CONTINUES = "##"  # what WordPiece writes before a piece that continues a word
+_MAX_WORD = 1000
+_MAX_GAP = 1 << 16  # ids that no token has; real vocabularies reserve some thousands
+_MAX_IDS = 1 << 21  # ten times what large vocabularies have; a table has a row for each
+# Encoded once at load, so that a file the library cannot cope with is refused there.
+_PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
+
+
+def parts_from_directory(path: Path) -> TokenizerParts:
+    spec = _read(path / "tokenizer.json")
+    if spec is None:
+        raise ModelFormatError(
+            f"{path} has no tokenizer.json; export one with the model's own tokenizer, or use a "
+            "GGUF file."
+        )
+    settings = _read(path / "tokenizer_config.json") or {}
+    byte_level, space_prefix = _text_form(spec, path)
+    added = _added_tokens(spec, path)
+    word_pieces = _is_word_piece(spec)
+    specials = frozenset(token["id"] for token in added if token["special"])
+    pieces = _pieces(spec, added, path)
+    engine = _hide_specials(spec, added, specials, path)
+    bos_id = _find(settings, "bos_token", pieces, specials)
+    eos_id = _find(settings, "eos_token", pieces, specials)
+    first, last = _ends_of_prompt(engine, len(pieces), path)
+    engine.post_processor = None
+    bos_id = first if bos_id is None else bos_id
+    eos_id = last if eos_id is None else eos_id
+    ends = _generation_ends(path, len(pieces)) or ([] if eos_id is None else [eos_id])
+    named = frozenset(token["id"] for token in added)
+    return TokenizerParts(
+        engine=engine,
+        pieces=_spell_words(pieces, named) if word_pieces else pieces,
+        special_ids=specials,
+        literal_ids=named - specials,
+        byte_level=byte_level,
+        space_prefix=space_prefix,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        eos_ids=end_ids(pieces, specials, ends),
+        add_bos=_flag(settings, "add_bos_token", first is not None) and bos_id is not None,
+        add_eos=_flag(settings, "add_eos_token", last is not None) and eos_id is not None,
+        chat_template=_chat_template(path, settings),
+    )
+
+
+def _read_text(path: Path) -> str:
+    if path.stat().st_size > _MAX_BYTES:
+        raise ModelFormatError(f"{path} is larger than {_MAX_BYTES >> 20} MiB.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path} is not valid UTF-8: {error}.") from error
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+        check_characters(text, value)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} does not hold a JSON object.")
+    return value
+
+
+def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
+    value = settings.get(name)
+    return value if isinstance(value, bool) else default
+
+
+def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
+    """Whether pieces are byte-level, and whether encoding starts with a space of its own."""
+    decoder = spec.get("decoder") or {}
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    kinds = {str(step.get("type")): step for step in steps if isinstance(step, dict)}
+    if "ByteLevel" in kinds:
+        return True, False
+    if "Metaspace" in kinds:
+        return False, kinds["Metaspace"].get("prepend_scheme", "always") != "never"
+    if kinds.get("Replace", {}).get("pattern") == {"String": "▁"}:
+        return False, "Strip" in kinds
+    if "WordPiece" in kinds and _is_word_piece(spec):
+        return False, True
+    raise ModelFormatError(
+        f"{path / 'tokenizer.json'} decodes with {sorted(kinds)}; this engine reads "
+        "byte-level, SentencePiece-style and WordPiece tokenizers."
+    )
+
+
+def _is_word_piece(spec: dict[str, Any]) -> bool:
+    model = spec.get("model")
+    return isinstance(model, dict) and model.get("type") == "WordPiece"
+
+
+def _spell_words(pieces: tuple[str, ...], named: frozenset[int]) -> tuple[str, ...]:
+    """WordPiece marks what continues a word; others, and all that decodes here, what begins one."""
+    return tuple(
+        piece
+        if i in named or not piece
+        else piece.removeprefix(_CONTINUES)
+        if piece.startswith(_CONTINUES)
+        else f"▁{piece}"
+        for i, piece in enumerate(pieces)
+    )
+
+
+def _added_tokens(spec: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    added = spec.get("added_tokens") or []
+    seen: set[int] = set()
+    for token in added if isinstance(added, list) else [None]:
+        if (
+            not isinstance(token, dict)
+            or not isinstance(token.get("id"), int)
+            or not isinstance(token.get("content"), str)
+            or not isinstance(token.get("special"), bool)
+            or not 0 <= token["id"] < _MAX_IDS
+            or token["id"] in seen
+        ):
+            raise ModelFormatError(
+                f"{path / 'tokenizer.json'}: added_tokens entry {token!r} is malformed."
+            )
+        seen.add(token["id"])
+    return sorted(added, key=lambda token: int(token["id"]))
+
+
+def _check_word_piece(model: dict[str, Any], path: Path) -> None:
+    """Finding a word's pieces takes time that grows with the square of its length."""
+    longest = model.get("max_input_chars_per_word", 100)
+    if model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES or not (
+        isinstance(longest, int) and 1 <= longest <= _MAX_WORD
+    ):
+        raise ModelFormatError(
+            f"{path / 'tokenizer.json'}: WordPiece is read with the prefix {_CONTINUES!r} and "
+            f"words of at most {_MAX_WORD} characters only."
+        )
+
+
+def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
+    model = spec.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if _is_word_piece(spec):
+        _check_word_piece(spec["model"], path)
+    elif isinstance(model, dict) and any(
+        model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
+    ):
+        # The library slices pieces by the affix's length, even within a character.
+        raise ModelFormatError(f"{path / 'tokenizer.json'}: affixes in model are not supported.")
+    if isinstance(vocab, list):  # Unigram: the position is the id
+        if not all(map(_is_scored_piece, vocab)):
+            raise ModelFormatError(
+                f"{path / 'tokenizer.json'}: a Unigram vocabulary lists pieces with their scores."
+            )
+        vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+        if len(vocab) != len(model["vocab"]):  # type: ignore[index]
+            raise ModelFormatError(
+                f"{path / 'tokenizer.json'}: the vocabulary holds a piece twice."
+            )
+    if not isinstance(vocab, dict) or not all(
+        isinstance(piece, str) and isinstance(i, int) and 0 <= i < _MAX_IDS
+        for piece, i in vocab.items()
+    ):
+        raise ModelFormatError(f"{path / 'tokenizer.json'}: model.vocab is missing or malformed.")
+    if len(set(vocab.values())) != len(vocab):
+        raise ModelFormatError(f"{path / 'tokenizer.json'}: two pieces share one id.")
+    return vocab
+
+
+def _is_scored_piece(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+        and isinstance(entry[1], (int, float))
+    )
+
+
+def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tuple[str, ...]:
+    vocab = _model_vocab(spec, path)
+    by_id = {i: piece for piece, i in vocab.items()}
+    for token in added:
+        if by_id.setdefault(token["id"], token["content"]) != token["content"]:
+            raise ModelFormatError(
+                f"{path / 'tokenizer.json'}: id {token['id']} is both {by_id[token['id']]!r} "
+                f"and the added token {token['content']!r}."
+            )
+    highest = max(by_id, default=-1)
+    if highest > 2 * len(by_id) + _MAX_GAP:
+        raise ModelFormatError(
+            f"{path / 'tokenizer.json'}: {len(by_id)} tokens have ids up to {highest}."
+        )
+    return tuple(by_id.get(i, "") for i in range(highest + 1))
+
+
+def _hide_specials(
+    spec: dict[str, Any], added: list[dict[str, Any]], specials: frozenset[int], path: Path
+) -> tokenizers.Tokenizer:
+    """Build the engine with every special token's text replaced by its sentinel."""
+    model = spec["model"]
+    hidden = {token["content"]: sentinel(token["id"]) for token in added if token["special"]}
+    vocab: dict[str, int] | list[list[Any]]
+    if isinstance(model["vocab"], dict):
+        # Every added token is given its id here: the library would otherwise number them itself.
+        vocab = {piece: i for piece, i in model["vocab"].items() if piece not in hidden}
+        vocab.update(
+            (hidden.get(token["content"], token["content"]), token["id"]) for token in added
+        )
+    else:
+        vocab = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+    if isinstance(model.get("unk_token"), str):
+        model = {**model, "unk_token": hidden.get(model["unk_token"], model["unk_token"])}
+    renamed = [
+        {**token, "content": hidden.get(token["content"], token["content"])} for token in added
+    ]
+    if _is_word_piece(spec):
+        # BERT's normalizer would take a sentinel for control characters and drop it.
+        renamed = [{**token, "normalized": False} for token in renamed]
+    spec = {**spec, "model": {**model, "vocab": vocab}, "added_tokens": renamed}
+    spec["padding"] = spec["truncation"] = None
+    engine = _build(json.dumps(spec), path)
+    for token in renamed:
+        if engine.token_to_id(token["content"]) != token["id"]:
+            raise ModelFormatError(
+                f"{path / 'tokenizer.json'}: added token {token['id']} does not follow the "
+                "vocabulary."
+            )
+    return engine
+
+
+def _build(spec: str, path: Path) -> tokenizers.Tokenizer:
+    try:
+        engine = tokenizers.Tokenizer.from_str(spec)
+        for text in _PROBES:
+            engine.encode(text)
+    except BaseException as error:
+        # A panic inside the library is not an `Exception`.
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ModelFormatError(f"{path / 'tokenizer.json'} cannot be used: {error}.") from error
+    return engine
+
+
+def _ends_of_prompt(
+    engine: tokenizers.Tokenizer, vocab_size: int, path: Path
+) -> tuple[int | None, int | None]:
+    """What the post-processor puts before and after a text, if anything."""
+    bare = engine.encode("a", add_special_tokens=False).ids
+    full = engine.encode("a", add_special_tokens=True).ids
+    if max(full, default=0) >= vocab_size:
+        # It states ids of its own, which nothing compares with the vocabulary.
+        raise ModelFormatError(
+            f"{path / 'tokenizer.json'}: post_processor adds id {max(full)}, outside the "
+            f"vocabulary of {vocab_size} pieces."
+        )
+    if len(full) == len(bare):
+        return None, None
+    starts = full[0] if full[: len(bare)] != bare else None
+    ends = full[-1] if full[-len(bare) :] != bare else None
+    return starts, ends
+
+
+def _find(
+    settings: dict[str, Any], name: str, pieces: tuple[str, ...], specials: frozenset[int]
+) -> int | None:
+    value = settings.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    return next((i for i in sorted(specials) if pieces[i] == text), None)
+
+
+def _generation_ends(path: Path, vocab_size: int) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        value = (_read(path / name) or {}).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if ids:
+            if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+                raise ModelFormatError(
+                    f"{path / name}: eos_token_id {value!r} is outside the vocabulary of "
+                    f"{vocab_size} pieces."
+                )
+            return ids
+    return []
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    separate = path / "chat_template.jinja"
+    if separate.is_file():
+        return _read_text(separate)
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # several named templates
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

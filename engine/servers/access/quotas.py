@@ -1,0 +1,272 @@
+"""What each key may still ask for: requests and tokens in a minute, requests at once, and how many
+wait for their first token, by number and by the length of their prompts.
+
+A request is counted before its body is read. Its tokens are not known then, so they are charged as
+they become known, the prompt by the body's length, the answer by what was asked for at most, and
+put right when the request has ended, whichever way it did.
+"""
+
+import asyncio
+import ipaddress
+import math
+from collections.abc import Iterator, Mapping
+
+from engine.core.config_schema import LimitsSettings
+from engine.core.errors import InvalidRequestError, RateLimitError
+from engine.core.key_file import KeyLimits
+from engine.servers.access.auth import Principal
+from engine.servers.access.rate_windows import Window, Windows
+from engine.servers.serving.event_pump import Generation
+
+# Requests end one by one: nobody knows when, but soon.
+BUSY_RETRY_S = 1.0
+# English has about this many bytes to a token, and JSON around it.
+BYTES_PER_TOKEN = 4
+# Charged for an answer whose length was left open; most are shorter, and all are put right.
+UNSTATED_TOKENS = 256
+
+
+class AuthThrottle:
+    """Slows down whoever tries keys: past so many wrong ones from an address in a minute, a wrong
+    one is answered with 429. A right one always passes: many clients may share an address.
+    """
+
+    def __init__(self, max_per_minute: int) -> None:
+        self.max_per_minute = max_per_minute
+        self._windows = Windows()
+
+    async def note_failure(self, address: str) -> None:
+        window = await self._windows.add(_network(address), 1)
+        if window.used > self.max_per_minute:
+            raise RateLimitError(
+                "Too many wrong keys have come from this address; retry later.",
+                retry_after=max(1.0, window.wait_s(self.max_per_minute, 1)),
+            )
+
+
+class Lease:
+    """One request's part of its key's limits. `close` may be called twice."""
+
+    def __init__(self, quotas: "Quotas", key: str, name: str, limits: KeyLimits) -> None:
+        self.generation: Generation | None = None
+        self.name = name  # of the key, in messages
+        self.limits = limits
+        self.headers: dict[str, str] = {}
+        self._quotas = quotas
+        self._key = key
+        self._charges: list[tuple[int, int]] = []  # minute, tokens
+        self.num_prompt = 0  # tokens, by the length of the body
+
+    @property
+    def is_queued(self) -> bool:
+        return self.generation is None or self.generation.first_token_at is None
+
+    @property
+    def num_charged(self) -> int:
+        return sum(tokens for _, tokens in self._charges)
+
+    async def count_request(self) -> None:
+        limit = self.limits.requests_per_minute
+        if limit is None:
+            return
+        window = await self._windows.add(self._requests, 1)
+        if window.used > limit:
+            window = await self._windows.add(self._requests, -1, window.minute)
+            self._tell("requests", limit, window)
+            raise self._refusal(f"{limit} requests", window.wait_s(limit, 1))
+        self._tell("requests", limit, window)
+
+    async def charge(self, tokens: int, param: str | None = None) -> None:
+        """Take `tokens` more of what the key has for this minute, or raise."""
+        limit = self.limits.tokens_per_minute
+        if limit is None:
+            return
+        whole = self.num_charged + tokens
+        if whole > limit:
+            raise InvalidRequestError(
+                f"The request may need {whole} tokens; this key has {limit} in a minute. Send a"
+                " shorter prompt, or lower max_tokens or n.",
+                param=param,
+            )
+        window = await self._windows.add(self._tokens, tokens)
+        # Without a place for one token more, nothing can be answered.
+        if window.used > limit or window.used - tokens > limit - 1:
+            window = await self._windows.add(self._tokens, -tokens, window.minute)
+            self._tell("tokens", limit, window)
+            raise self._refusal(f"{limit} tokens", window.wait_s(limit, max(1, tokens)))
+        self._charges.append((window.minute, tokens))
+        self._tell("tokens", limit, window)
+
+    async def grow(self, num_bytes: int) -> None:
+        """The body has arrived, and is longer than was announced: one that comes in pieces is."""
+        more = num_bytes // BYTES_PER_TOKEN - self.num_prompt
+        if more <= 0:
+            return
+        self.num_prompt += more
+        self._quotas.check_prompt(self._key, self)
+        await self.charge(more)
+
+    async def close(self, num_tokens: int) -> None:
+        """Give the place back; `num_tokens` is what it came to."""
+        if not self._quotas.leave(self._key, self):
+            return
+        difference = num_tokens - self.num_charged
+        if self.limits.tokens_per_minute is None or difference == 0:
+            return
+        for minute, tokens in reversed(self._charges):
+            part = max(difference, -tokens) if difference < 0 else 0
+            if part:
+                await self._windows.add(self._tokens, part, minute)
+                difference -= part
+        if difference > 0:
+            await self._windows.add(self._tokens, difference)
+
+    @property
+    def _windows(self) -> Windows:
+        return self._quotas.windows
+
+    @property
+    def _requests(self) -> str:
+        return f"requests/{self._key}"
+
+    @property
+    def _tokens(self) -> str:
+        return f"tokens/{self._key}"
+
+    def _tell(self, what: str, limit: int, window: Window) -> None:
+        self.headers |= {
+            f"x-ratelimit-limit-{what}": str(limit),
+            f"x-ratelimit-remaining-{what}": str(max(0, math.floor(limit - window.used))),
+            f"x-ratelimit-reset-{what}": f"{math.ceil(window.reset_s)}s",
+        }
+
+    def _refusal(self, allowed: str, wait_s: float) -> RateLimitError:
+        return RateLimitError(
+            f"This key ({self.name}) may use {allowed} in a minute, and has. Retry in"
+            f" {math.ceil(wait_s)} s.",
+            retry_after=max(1.0, wait_s),
+        )
+
+
+class Quotas:
+    """Of all keys. `defaults` may be replaced while the server runs."""
+
+    def __init__(self, defaults: LimitsSettings) -> None:
+        self.defaults = defaults
+        self.windows = Windows(defaults.redis_url)
+        self._leases: dict[str, set[Lease]] = {}
+        self._preparing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `ConfigError` if there can be no Redis; the rest is made ready meanwhile."""
+        if self.defaults.redis_url is not None:
+            await self.windows.prepare()
+        else:
+            self._preparing = asyncio.create_task(self.windows.prepare())
+
+    async def stop(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+    def in_use(self) -> Iterator[tuple[str, int, int]]:
+        """Keys with requests: how many, and how many of them wait."""
+        for key, leases in self._leases.items():
+            yield key, len(leases), sum(lease.is_queued for lease in leases)
+
+    async def enter(
+        self, principal: Principal, num_bytes: int, headers: dict[str, str]
+    ) -> Lease | None:
+        """A place for one request; None where nothing is limited. Raises `RateLimitError`.
+
+        `headers` is told what is left, also when there is nothing left.
+        """
+        limits = principal.limits.over(self.defaults)
+        if principal.is_admin or limits.is_empty:
+            return None
+        key = principal.key or principal.name
+        lease = Lease(self, key, principal.key or "the only one", limits)
+        lease.headers = headers
+        lease.num_prompt = num_bytes // BYTES_PER_TOKEN
+        self._check_places(self._leases.get(key, set()), lease)
+        self._leases.setdefault(key, set()).add(lease)
+        try:
+            await lease.count_request()
+            await lease.charge(lease.num_prompt)
+        except BaseException:
+            await lease.close(0)
+            raise
+        return lease
+
+    def leave(self, key: str, lease: Lease) -> bool:
+        """Whether it was there."""
+        leases = self._leases.get(key)
+        if leases is None or lease not in leases:
+            return False
+        leases.remove(lease)
+        if not leases:
+            del self._leases[key]
+        return True
+
+    def _check_places(self, leases: set[Lease], lease: Lease) -> None:
+        limits = lease.limits
+        if limits.max_concurrent is not None and len(leases) >= limits.max_concurrent:
+            raise RateLimitError(
+                f"This key ({lease.name}) has {len(leases)} requests at work, which is its limit.",
+                retry_after=BUSY_RETRY_S,
+            )
+        queued = [each for each in leases if each.is_queued]
+        if limits.max_queued is not None and len(queued) >= limits.max_queued:
+            raise RateLimitError(
+                f"This key ({lease.name}) has {len(queued)} requests waiting, which is its limit.",
+                retry_after=BUSY_RETRY_S,
+            )
+        self._check_prompt(queued, lease)
+
+    def check_prompt(self, key: str, lease: Lease) -> None:
+        """Again, for a lease that is among the others and whose prompt has grown."""
+        others = self._leases.get(key, set()) - {lease}
+        self._check_prompt([each for each in others if each.is_queued], lease)
+
+    @staticmethod
+    def _check_prompt(queued: list[Lease], lease: Lease) -> None:
+        most = lease.limits.max_queued_tokens
+        if most is None:
+            return
+        if lease.num_prompt > most:
+            raise InvalidRequestError(
+                f"The prompt may have {lease.num_prompt} tokens; those of this key that wait may"
+                f" have {most} together. Send a shorter prompt."
+            )
+        num_tokens = sum(each.num_prompt for each in queued)
+        if num_tokens + lease.num_prompt > most:
+            raise RateLimitError(
+                f"This key ({lease.name}) has requests waiting with about {num_tokens} tokens; its"
+                f" limit is {most}.",
+                retry_after=BUSY_RETRY_S,
+            )
+
+
+def answer_tokens(max_tokens: int | None, num_choices: int) -> int:
+    """What an answer may come to, as far as the request says."""
+    return (UNSTATED_TOKENS if max_tokens is None else max_tokens) * num_choices
+
+
+def limits_shown(limits: KeyLimits) -> Mapping[str, int | None]:
+    return {
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+        "max_concurrent": limits.max_concurrent,
+        "max_queued": limits.max_queued,
+        "max_queued_tokens": limits.max_queued_tokens,
+    }
+
+
+def _network(address: str) -> str:
+    """One client may have a whole IPv6 network of addresses."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    return str(ipaddress.ip_network((parsed, 64), strict=False).network_address)

@@ -1,0 +1,194 @@
+"""Failures as HTTP answers: the OpenAI error body, or Anthropic's on its own routes; never an input
+echoed back or an internal detail.
+
+`x-should-retry` is what stops an OpenAI client from sending a hopeless request three times;
+`retry-after` tells it when a retry makes sense. What is not an `EngineError` is a bug and is
+answered without its text.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from engine.core.errors import (
+    AuthenticationError,
+    EngineError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    PayloadTooLargeError,
+    RequestTimeoutError,
+)
+from engine.servers.http.record import record_of
+
+MAX_ERRORS = 10
+MAX_MESSAGE = 2_000
+_MAX_SHOWN = 40
+# Whatever fails below this path, found or not, is told in Anthropic's way.
+ANTHROPIC_PATH = "/v1/messages/"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_encode = msgspec.json.encode
+
+
+class AbortedError(EngineError):
+    """Ended by its own client, before there was an answer: nothing went wrong here."""
+
+    category = "abort"
+    status = 499
+
+
+class ClientDisconnectedError(AbortedError):
+    """The peer has gone. Nobody reads the answer: it exists for the log."""
+
+    code = "CLIENT_DISCONNECTED"
+
+
+def error_fields(error: EngineError) -> dict[str, Any]:
+    """OpenAI's error object, with a message of bounded length."""
+    fields: dict[str, Any] = error.body()["error"]
+    return fields | {"message": short_message(error)}
+
+
+def error_body(error: EngineError) -> bytes:
+    return _encode({"error": error_fields(error)})
+
+
+def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
+    fallback = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, fallback)
+    described = {"type": kind, "message": short_message(error)}
+    return _encode({"type": "error", "error": described, "request_id": request_id})
+
+
+def short_message(error: EngineError) -> str:
+    message = error.message
+    return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
+
+
+def error_headers(error: EngineError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if not error.retryable:
+        headers["x-should-retry"] = "false"
+    if error.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, PayloadTooLargeError | RequestTimeoutError):
+        # The rest of the body is still on its way; a closed connection ends it.
+        headers["connection"] = "close"
+    return headers
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether failures at `path` are told in Anthropic's way."""
+    return f"{path}/".startswith(ANTHROPIC_PATH)
+
+
+def error_response(error: EngineError, scope: Scope) -> Response:
+    headers = error_headers(error)
+    if is_anthropic(scope["path"]):
+        headers["request-id"] = record_of(scope).request_id
+        body = anthropic_error_body(error, headers["request-id"])
+    else:
+        body = error_body(error)
+    return Response(body, error.status, headers, media_type="application/json")
+
+
+def opaque_error() -> EngineError:
+    """What a client learns of a bug; the log has the rest, under the same request id."""
+    return EngineError("The server failed to answer this request. Its log says why.")
+
+
+def describe(value: Any) -> str:
+    """A value short enough for an error message."""
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a very large integer"
+    if isinstance(value, str) and len(value) > _MAX_SHOWN:
+        return f"a string of {len(value)} characters"
+    return _encode(value).decode("utf-8", "replace")
+
+
+def problem(param: str, rule: str) -> InvalidRequestError:
+    """A complaint about one place, which may be deep inside a field."""
+    return InvalidRequestError(f"{param}: {rule}.", param=param)
+
+
+def short_text(value: Any, where: str, max_length: int) -> str:
+    """`value`, if it is text of a length that names and ids have."""
+    if not isinstance(value, str) or not 1 <= len(value) <= max_length:
+        rule = f"should be a string of 1 to {max_length} characters"
+        raise problem(where, f"{rule}, got {describe(value)}")
+    return value
+
+
+def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in item:
+        if key not in known:
+            raise problem(f"{where}.{key[:64]}", f"is unknown; there are {', '.join(known)}")
+
+
+def invalid_request(error: ValidationError) -> InvalidRequestError:
+    """All that pydantic found, as one error whose `param` is the first field."""
+    found = error.errors(include_url=False)
+    sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
+    if len(found) > MAX_ERRORS:
+        sentences.append(f"and {len(found) - MAX_ERRORS} more.")
+    return InvalidRequestError(" ".join(sentences), param=_param(found[0]))
+
+
+def _param(item: Mapping[str, Any]) -> str:
+    # A dictionary's key is the client's text and may be long.
+    return ".".join(str(part)[:64] for part in item["loc"]) or "body"
+
+
+def _sentence(item: Mapping[str, Any]) -> str:
+    rule = re.sub(r"^(Input|String|List) ", "", item["msg"])
+    got = "" if item["type"] == "missing" else f", got {describe(item['input'])}"
+    return f"{_param(item)}: {rule}{got}."
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def engine_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        record_of(request.scope).error_code = error.error_code
+        return error_response(error, request.scope)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method = request.method[:16]
+        path = request.scope["path"][:100]
+        known: EngineError
+        if error.status_code == 404:
+            known = NotFoundError(f"There is nothing at {path}.")
+        elif error.status_code == 405:
+            known = MethodNotAllowedError(f"{method} is not a method of {path}.")
+        else:
+            known = opaque_error()
+        response = await engine_error(request, known)
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    app.add_exception_handler(EngineError, engine_error)
+    app.add_exception_handler(HTTPException, http_error)

@@ -1,0 +1,112 @@
+"""From request bytes to a JSON object, under limits that hold before anything is built from the
+bytes.
+
+Bytes are counted as they arrive (a chunked body announces no length), nesting is measured without
+recursion, and a large body is decoded away from the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from engine.core.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestTimeoutError,
+    UnsupportedMediaTypeError,
+)
+from engine.core.text.long_texts import after_other_long_texts
+from engine.servers.http.errors import ClientDisconnectedError
+from engine.servers.http.record import record_of
+
+MAX_DEPTH = 64
+BODY_TIMEOUT_S = 60.0
+# Below this many bytes a body decodes faster than a thread is woken.
+INLINE_BYTES = 32_768
+
+_OPENING = frozenset(b"[{")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+T = TypeVar("T")
+
+
+async def read_parsed(request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T]) -> T:
+    """The body as `parse` makes it from the decoded object. Raises an `EngineError`."""
+    _check_headers(request)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await _read(request, max_bytes)
+    except TimeoutError:
+        raise RequestTimeoutError(
+            f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds."
+        ) from None
+    except ClientDisconnect:
+        raise ClientDisconnectedError("The client left while sending its request.") from None
+    record_of(request.scope).num_body_bytes = len(raw)
+    if len(raw) <= INLINE_BYTES:
+        return parse(decode_object(raw))
+    return await after_other_long_texts(lambda: parse(decode_object(raw)))
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    if not raw.strip():
+        raise InvalidRequestError("The request body is empty; send a JSON object.")
+    check_depth(raw)
+    try:
+        decoded = msgspec.json.decode(raw)
+    except UnicodeDecodeError as error:
+        # Where it is, is counted from the beginning of a string within the body: no help.
+        byte = error.object[error.start]
+        raise InvalidRequestError(
+            f"The request body is not UTF-8: {error.reason} (0x{byte:02x})."
+        ) from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        # Lone surrogates, NaN, numbers that no type holds and plain syntax errors all end here.
+        raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(decoded, dict):
+        raise InvalidRequestError("The request body must be a JSON object.")
+    return decoded
+
+
+def check_depth(raw: bytes) -> None:
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    # Escape pairs go first, so that every quote left opens or closes a string.
+    parts = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    depth = 0
+    for bracket in b"".join(parts[::2]).translate(None, _NOT_BRACKETS):
+        if bracket in _OPENING:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise InvalidRequestError(
+                    f"The request body is nested more than {MAX_DEPTH} levels deep."
+                )
+        else:
+            depth -= 1
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMediaTypeError("Content-Type must be application/json.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaTypeError(
+            "Content-Encoding is not supported; send the body uncompressed."
+        )
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = PayloadTooLargeError(f"The request body is larger than {max_bytes} bytes.")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        if len(body) + len(chunk) > max_bytes:
+            raise too_large
+        body += chunk
+    return bytes(body)

@@ -1,0 +1,47 @@
+"""What comes after the question mark, and pages of a list in OpenAI's shape."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+
+from engine.servers.http.errors import invalid_request
+
+Order = Literal["asc", "desc"]
+Cursor = Annotated[str, Field(max_length=512)]  # the id of the last item that a client has
+
+
+class Query(BaseModel):
+    """All values are text on the wire, so types are not strict here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+Kind = TypeVar("Kind", bound=Query)
+
+
+def parse_query(kind: type[Kind], request: Request) -> Kind:
+    """A name that is there twice, or has `[]` behind it as SDKs write it, is one of a list."""
+    collected: dict[str, list[str]] = {}
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        values = collected.setdefault(name.removesuffix("[]"), [])
+        values.append(value)
+        is_list = len(values) > 1 or name.endswith("[]")
+        given[name.removesuffix("[]")] = values if is_list else value
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error) from None
+
+
+def list_body(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """The first `limit` of `items`, which has more than that where there are more."""
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }

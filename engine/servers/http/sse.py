@@ -1,0 +1,193 @@
+"""Server-sent events: the one place where a stream of events becomes bytes on a socket.
+
+A request that the backend refuses must be an HTTP error, yet headers must not wait for a long
+prompt to be computed. So the first event (or the refusal) is awaited for `ACCEPT_WAIT_S`; after
+that the headers go out and comments keep the connection alive. One token is one chunk, unless the
+client is slow: only then do events arrive during a write, and those are joined before the next one.
+A stream ends with its format's closing or with an error event, never with both.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from engine.core import faults
+from engine.core.errors import EngineError
+from engine.core.interfaces.backend import UsageEvent
+from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
+from engine.servers.http.record import record_of
+from engine.servers.serving.event_pump import Generation, OutputEvent, coalesce
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_WAIT_S = 1.0
+KEEP_ALIVE_S = 15.0
+# A client that takes nothing for this long is given up.
+STALL_S = 60.0
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class StreamFormat(Protocol):
+    """One API's chunks, as complete events."""
+
+    def opening(self) -> bytes: ...
+
+    def chunk(self, event: OutputEvent) -> bytes: ...
+
+    def closing(self, usage: UsageEvent) -> bytes:
+        """The end of a stream that went well, with whatever terminates it."""
+        ...
+
+    def failure(self, error: EngineError) -> bytes:
+        """The end of one that did not."""
+        ...
+
+
+class StalledClientError(ClientDisconnectedError):
+    """The client stopped reading. It can't be told; the log can."""
+
+    code = "CLIENT_STALLED"
+
+
+class _SilenceTimer:
+    """Calls back whenever nothing was written for `seconds`."""
+
+    def __init__(self, writer: "_Writer", seconds: float, callback: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._writer = writer
+        self._seconds = seconds
+        self._callback = callback
+        self._fired_at = self._loop.time()
+        self._handle = self._loop.call_later(seconds, self._fire)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _fire(self) -> None:
+        now = self._loop.time()
+        left = max(self._writer.written_at, self._fired_at) + self._seconds - now
+        if left <= 0:
+            self._callback()
+            self._fired_at = now
+            left = self._seconds
+        self._handle = self._loop.call_later(left, self._fire)
+
+
+class EventStream(Response):
+    """The response of a streaming request; it closes the `Generation` that it was given."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, format: StreamFormat) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._generation = generation
+        self._format = format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A task is resumed through everything that awaits in it: for each token, better not through
+        # all the layers of the application.
+        await asyncio.create_task(self._run(scope, send))
+
+    async def _run(self, scope: Scope, send: Send) -> None:
+        writer = _Writer(send, record_of(scope).send or send, self._generation)
+        try:
+            await self._respond(writer)
+        except EngineError as error:
+            self._generation.fail(error)  # if it was not the generation that failed
+            record_of(scope).error_code = error.error_code
+        finally:
+            writer.close()
+            await self._generation.close()
+
+    async def _respond(self, writer: "_Writer") -> None:
+        """Raises the failure that ended the stream, after telling the client if it still reads."""
+        await writer.start(self.raw_headers)
+        try:
+            await self._stream(writer)
+        except ClientDisconnectedError:
+            raise  # without a last chunk, which closes the connection
+        except EngineError as error:
+            await writer.write(self._format.failure(error), more=False)
+            raise
+        except Exception as bug:
+            logger.exception("A stream could not be written.")
+            opaque = opaque_error()
+            await writer.write(self._format.failure(opaque), more=False)
+            raise opaque from bug
+
+    async def _stream(self, writer: "_Writer") -> None:
+        generation, format = self._generation, self._format
+        chunk = faults.wrap("format", format.chunk)
+        head = format.opening()
+        if not generation.has_pending:
+            await writer.write(head)
+            head = b""
+        is_slow = False
+        while (events := await generation.take()) != []:
+            if events is None:
+                await writer.write(KEEP_ALIVE)
+                continue
+            if is_slow:
+                events = coalesce(events)
+            await writer.write(head + b"".join([chunk(event) for event in events]))
+            head = b""
+            # An unhindered write does not yield to the event loop, so nothing can have arrived.
+            is_slow = generation.has_pending
+        await writer.write(format.closing(generation.usage), more=False)
+
+
+class _Writer:
+    """Writes, asks for a comment when there was nothing to write, and notices a stuck client.
+
+    `send_chunk` is for all but the head of the answer: the layers in between look at nothing else.
+    """
+
+    def __init__(self, send: Send, send_chunk: Send, generation: Generation) -> None:
+        self._send = send
+        self._send_chunk = send_chunk
+        self._task = asyncio.current_task()
+        self._is_stuck = False
+        self.written_at = 0.0  # when the last write began, by the event loop's clock
+        self._time = asyncio.get_running_loop().time
+        self._silence = _SilenceTimer(self, KEEP_ALIVE_S, generation.nudge)
+        # Comments make a write begin often enough; when none does, one has been waiting all along.
+        self._stall = _SilenceTimer(self, STALL_S, self._give_up)
+
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await self._guarded(self._send, start)
+
+    async def write(self, body: bytes, more: bool = True) -> None:
+        if body:
+            chunk = {"type": "http.response.body", "body": body, "more_body": more}
+            await self._guarded(self._send_chunk, chunk)
+
+    def close(self) -> None:
+        self._silence.cancel()
+        self._stall.cancel()
+
+    async def _guarded(self, send: Send, message: Message) -> None:
+        self.written_at = self._time()
+        try:
+            await send(message)
+        except asyncio.CancelledError:
+            if not self._is_stuck or self._task is None or self._task.uncancel() > 0:
+                raise
+            raise StalledClientError("The client has stopped reading.") from None
+
+    def _give_up(self) -> None:
+        if self._task is not None and not self._is_stuck:
+            self._is_stuck = True
+            self._task.cancel()
+
+
+def error_event(error: EngineError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"

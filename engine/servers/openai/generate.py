@@ -1,0 +1,259 @@
+"""/generate: hand in a prompt now, read its stream later, from anywhere and as often as wanted.
+
+A submission runs whether or not somebody listens, until it ends or is deleted; its result is kept
+for a while after that. Only the key that handed it in can see it. `stream: true` does both steps in
+one call, and then the work ends when its connection does.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.errors import EngineError, NotFoundError, RateLimitError
+from engine.core.interfaces.backend import (
+    CompletionRequest,
+    Event,
+    FinishEvent,
+    TextEvent,
+    UsageEvent,
+)
+from engine.servers.access.auth import principal_of
+from engine.servers.http.errors import AbortedError, error_fields
+from engine.servers.http.sse import DONE, EventStream, error_event
+from engine.servers.openai.format import Collected, chat_logprobs, usage_body
+from engine.servers.openai.schema import GenerateBody
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chats import NO_TEXT
+from engine.servers.serving.event_pump import Generation, OutputEvent, coalesce
+from engine.servers.serving.services import (
+    Services,
+    answer_streaming,
+    json_response,
+    new_completion_id,
+)
+
+MAX_SUBMISSIONS = 512
+KEEP_S = 300.0
+# A refusal comes within this time or is told by the stream; a request id should not be waited for.
+SUBMIT_WAIT_S = 0.1
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CancelledSubmissionError(AbortedError):
+    """Deleted by its owner."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "CANCELLED"
+
+
+class GenerateStream:
+    """`{"request_id", "index", "text", "finish_reason"}` for each token, then the usage."""
+
+    def __init__(self, request_id: str) -> None:
+        self._head = b'data: {"request_id":' + _encode(request_id) + b","
+
+    def opening(self) -> bytes:
+        return b""
+
+    def chunk(self, event: OutputEvent) -> bytes:
+        if isinstance(event, FinishEvent):
+            fields = {"text": "", "finish_reason": event.reason, "stop_reason": event.stop_reason}
+        elif isinstance(event, TextEvent) and (event.text or event.logprobs):
+            fields = {"text": event.text, "finish_reason": None}
+            if event.logprobs:
+                fields["logprobs"] = chat_logprobs(event.logprobs)["content"]
+        else:
+            return b""
+        return self._head + _encode({"index": event.choice} | fields)[1:] + b"\n\n"
+
+    def closing(self, usage: UsageEvent) -> bytes:
+        return self._head + _encode({"usage": usage_body(usage)})[1:] + b"\n\n" + DONE
+
+    def failure(self, error: EngineError) -> bytes:
+        return error_event(error)
+
+
+class Submission:
+    """One handed-in prompt: everything it has produced so far, and whether it has ended."""
+
+    def __init__(
+        self, request_id: str, owner: str, num_choices: int, generation: Generation, ticket: Ticket
+    ) -> None:
+        self.request_id = request_id
+        self.owner = owner
+        self.num_choices = num_choices
+        self.ended_at: float | None = None  # time.monotonic()
+        self._generation = generation
+        self._ticket = ticket
+        self._events: list[OutputEvent] = []
+        self._num_readers = 0
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def cancel(self) -> None:
+        """End it if it has not ended; returns when the backend has let go of it."""
+        self._generation.fail(CancelledSubmissionError("The request was deleted."))
+        await asyncio.shield(self._task)
+
+    def state(self) -> dict[str, Any]:
+        """What GET answers: the text so far, and how it ended if it did."""
+        collected = Collected(self.num_choices)
+        collected.add(self._events)
+        choices = [
+            {"index": index, "text": choice.text} | choice.ending()
+            for index, choice in enumerate(collected.choices)
+        ]
+        body: dict[str, Any] = {
+            "request_id": self.request_id,
+            "status": self._status(),
+            "choices": choices,
+        }
+        if self.ended_at is not None:
+            failure = self._generation.failure
+            usage = self._generation.usage
+            body |= {"error": error_fields(failure)} if failure else {"usage": usage_body(usage)}
+        return body
+
+    async def follow(self) -> AsyncIterator[Event]:
+        """All events from the first, as a backend's iterator would give them."""
+        position = 0
+        self._num_readers += 1
+        try:
+            while True:
+                while position < len(self._events):
+                    yield self._events[position]
+                    position += 1
+                if self.ended_at is not None:
+                    break
+                await self._changed.wait()
+        finally:
+            self._num_readers -= 1
+        if self._generation.failure is not None:
+            raise self._generation.failure
+        yield self._generation.usage
+
+    async def _run(self) -> None:
+        try:
+            while events := await self._generation.take():
+                self._events.extend(events)
+                self._announce()
+        except EngineError:
+            pass  # it stays in `failure`, for whoever asks
+        finally:
+            await self._ticket.close()
+            if self._num_readers == 0:
+                self._events = coalesce(self._events)
+            self.ended_at = time.monotonic()
+            self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self) -> str:
+        if self.ended_at is None:
+            return "running"
+        failure = self._generation.failure
+        if failure is None:
+            return "finished"
+        return "cancelled" if isinstance(failure, CancelledSubmissionError) else "failed"
+
+
+class Submissions:
+    """The submissions that can still be asked about; bounded in number and, once ended, in time."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Submission] = {}
+
+    def make_room(self) -> None:
+        """Forget what is old; raises when everything kept is still running."""
+        now = time.monotonic()
+        ended = [each for each in self._by_id.values() if each.ended_at is not None]
+        for each in ended:
+            assert each.ended_at is not None
+            if now - each.ended_at > KEEP_S:
+                del self._by_id[each.request_id]
+        if len(self._by_id) < MAX_SUBMISSIONS:
+            return
+        remaining = [each for each in ended if each.request_id in self._by_id]
+        if not remaining:
+            raise RateLimitError("Too many submissions are running; retry later.", retry_after=1)
+        # Of whoever has the most, so that nobody's results go because of another's.
+        owner = Counter(each.owner for each in remaining).most_common(1)[0][0]
+        del self._by_id[next(each.request_id for each in remaining if each.owner == owner)]
+
+    def add(self, submission: Submission) -> None:
+        self._by_id[submission.request_id] = submission
+
+    def find(self, request_id: str, owner: str) -> Submission:
+        submission = self._by_id.get(request_id)
+        if submission is None or submission.owner != owner:
+            raise NotFoundError("There is no such request, or its result is no longer kept.")
+        return submission
+
+
+def add_generate_routes(app: FastAPI, services: Services) -> None:
+    submissions = Submissions()
+
+    async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, Generation]:
+        card = services.choose_model(request, body.model)
+        services.require(card, "completions", "prompt", NO_TEXT)
+        request_id = new_completion_id("gen")
+        params = body.params(card)
+        context = services.context(request, card, body, params, request_id)
+        source = services.backend.complete(CompletionRequest(context=context, prompt=body.prompt))
+        return request_id, await services.generate(ticket, params, [source])
+
+    @app.post("/generate")
+    async def submit(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, GenerateBody)
+        request_id, generation = await start(request, body, ticket)
+        if body.stream:
+            return await answer_streaming(request, generation, GenerateStream(request_id))
+        await generation.accepted(SUBMIT_WAIT_S)
+        submissions.make_room()
+        owner = principal_of(request).name
+        submissions.add(
+            Submission(request_id, owner, body.num_choices, generation, ticket.detach())
+        )
+        return json_response({"request_id": request_id})
+
+    @app.get("/generate/{request_id}")
+    async def state(request: Request, request_id: str) -> Response:
+        return json_response(submissions.find(request_id, principal_of(request).name).state())
+
+    @app.get("/generate/{request_id}/stream", response_class=EventStream, status_code=200)
+    async def stream(request: Request, request_id: str) -> Response:
+        submission = submissions.find(request_id, principal_of(request).name)
+        reader = Generation(
+            [submission.follow()],
+            choices_per_source=submission.num_choices,
+            timeout_s=None,
+            on_tokens=_uncounted,
+        )
+        try:
+            return await answer_streaming(request, reader, GenerateStream(request_id))
+        except BaseException:
+            await reader.close()
+            raise
+
+    @app.delete("/generate/{request_id}")
+    async def delete(request: Request, request_id: str) -> Response:
+        submission = submissions.find(request_id, principal_of(request).name)
+        await submission.cancel()
+        return json_response(submission.state())
+
+
+def _uncounted(seconds: float, num_tokens: int) -> None:
+    """Tokens of a submission are timed where they are made, not where they are read."""

@@ -1,0 +1,204 @@
+"""GET /openapi.json: the routes as they are registered, the bodies as they are validated.
+
+FastAPI lists the routes and what they answer with; it can't see the bodies, which routes read
+themselves (under limits, and from the event loop only when small), so those come from the tables
+below.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from engine import __version__
+from engine.servers.access.auth import PUBLIC_ROUTES
+from engine.servers.anthropic import schema as anthropic
+from engine.servers.batches.schema import BatchBody, BatchQuery
+from engine.servers.files.routes import FileQuery, UploadFields
+from engine.servers.http.errors import is_anthropic
+from engine.servers.http.sse import EventStream
+from engine.servers.openai.embeddings import EmbeddingBody
+from engine.servers.openai.rerank import RerankBody, ScoreBody
+from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
+from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody
+from engine.servers.ops import admin_control, admin_models
+from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.serving.services import Services
+
+# What a POST to each path reads, as JSON.
+BODIES: dict[str, type[BaseModel]] = {
+    "/detokenize": DetokenizeBody,
+    "/generate": GenerateBody,
+    "/rerank": RerankBody,
+    "/tokenize": TokenizeBody,
+    "/v1/admin/cache/flush": admin_models.FlushBody,
+    "/v1/admin/cache/warm": admin_models.WarmBody,
+    "/v1/admin/drain": admin_control.EmptyBody,
+    "/v1/admin/keys": admin_control.KeyBody,
+    "/v1/admin/keys/{name}/limits": admin_control.LimitsBody,
+    "/v1/admin/limits": admin_control.LimitsBody,
+    "/v1/admin/log-level": admin_control.LevelBody,
+    "/v1/admin/models/load": admin_models.LoadBody,
+    "/v1/admin/models/remove": admin_models.NamedBody,
+    "/v1/admin/models/unload": admin_models.NamedBody,
+    "/v1/admin/plugins/{name}/enable": admin_control.EmptyBody,
+    "/v1/admin/reload": admin_control.EmptyBody,
+    "/v1/admin/undrain": admin_control.EmptyBody,
+    "/v1/batches": BatchBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/count_tokens": anthropic.PromptBody,
+    "/v1/rerank": RerankBody,
+    "/v1/responses": ResponseBody,
+    "/v1/responses/input_tokens": TokenCountBody,
+    "/v1/score": ScoreBody,
+}
+# What a POST reads as a form: a file, with these fields beside it.
+FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
+# What a GET takes after the question mark.
+QUERIES: dict[str, type[BaseModel]] = {
+    "/v1/batches": BatchQuery,
+    "/v1/files": FileQuery,
+    "/v1/responses/{response_id}": ResponseQuery,
+    "/v1/responses/{response_id}/input_items": ItemsQuery,
+}
+
+_REFS = "#/components/schemas/{model}"
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+# An event stream is no single value that a schema could describe.
+_ANSWERS: dict[str, dict[str, Any]] = {
+    "application/json": {"schema": {"type": "object"}},
+    EventStream.media_type: {},
+}
+_HEADERS = {
+    "x-request-id": {"schema": {"type": "string"}, "description": "Also in the server's log."},
+    "x-engine-warnings": {
+        "schema": {"type": "string"},
+        "description": "Parameters that were not followed to the letter.",
+    },
+}
+
+
+def add_openapi_routes(app: FastAPI, services: Services) -> None:
+    @cache  # made when it is first asked for, and all routes are there
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(app))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        """This document."""
+        return Response(encoded(), media_type="application/json")
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    made = get_openapi(
+        title="engine",
+        version=__version__,
+        description="An OpenAI-compatible server of language models.",
+        routes=app.routes,
+    )
+    models = dict.fromkeys([*BODIES.values(), *FORMS.values()])
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REFS
+    )
+    made["components"] = {
+        "schemas": {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+        | definitions["$defs"],
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    made["security"] = [{"key": []}]
+    for path, operations in made["paths"].items():
+        for method, operation in operations.items():
+            media_types = list(operation["responses"]["200"]["content"])
+            if path in PUBLIC_ROUTES:
+                operation["security"] = []
+            if method == "get" and path in QUERIES:
+                in_path = operation.get("parameters", [])
+                operation["parameters"] = in_path + _query_parameters(QUERIES[path])
+            if method == "post" and path in BODIES:
+                model = BODIES[path]
+                operation["requestBody"] = _body(
+                    "application/json", references[model, "validation"]
+                )
+                if "stream" in model.model_fields:
+                    media_types.append(EventStream.media_type)
+            if method == "post" and path in FORMS:
+                form = _form_schema(FORMS[path])
+                operation["requestBody"] = _body("multipart/form-data", form)
+            operation["responses"] = _responses(path, media_types)
+    return made
+
+
+def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {media_type: {"schema": schema}}}
+
+
+def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The fields of `model`, whose own schema allows no others, and the file."""
+    schema = model.model_json_schema(ref_template=_REFS)
+    schema.pop("$defs", None)
+    file = {"file": {"type": "string", "format": "binary"}}
+    required = [*schema.get("required", ()), "file"]
+    return schema | {"properties": schema["properties"] | file, "required": required}
+
+
+def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
+    properties = model.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "schema": each} for name, each in properties.items()]
+
+
+def api_routes(app: FastAPI) -> list[tuple[str, str]]:
+    """Method and path of everything that can be asked for."""
+    return sorted(
+        (method, route.path_format)
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in route.methods or ()
+    )
+
+
+def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
+    content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
+    model = "AnthropicError" if is_anthropic(path) else "Error"
+    error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
+    return {
+        "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
+        "default": {"description": "What went wrong, and what to change.", "content": error},
+    }

@@ -1,0 +1,146 @@
+"""POST /tokenize and /detokenize, in the shapes of vLLM: what a text or a conversation becomes, and
+back.
+
+A conversation is rendered exactly as `/v1/chat/completions` would. Text stays text: what spells a
+control token in a prompt is encoded letter by letter.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI
+from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.interfaces.backend import ChatRequest, GenerationContext, ModelCard, ToolChoice
+from engine.core.interfaces.request import SamplingParams
+from engine.servers.http.errors import describe, problem
+from engine.servers.http.record import record_of
+from engine.servers.openai import fields
+from engine.servers.openai.schema import EndOfPrompt
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chats import check_tools, known_options
+from engine.servers.serving.services import Services, json_response
+
+MAX_IDS = 2**20
+# Each distinct token is one call of the backend.
+MAX_TOKEN_STRS = 65_536
+
+
+def _parse_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_IDS:
+        rule = f"should be a list of at most {MAX_IDS} token ids"
+        raise problem("tokens", f"{rule}, got {describe(value)}")
+    for position, item in enumerate(value):
+        if type(item) is not int or not 0 <= item <= fields.MAX_TOKEN_ID:
+            rule = f"should be an integer from 0 to {fields.MAX_TOKEN_ID}, got {describe(item)}"
+            raise problem(f"tokens[{position}]", rule)
+    return tuple(value)
+
+
+_IDS_SCHEMA = {
+    "type": "array",
+    "maxItems": MAX_IDS,
+    "items": {"type": "integer", "minimum": 0, "maximum": fields.MAX_TOKEN_ID},
+}
+
+
+class TokenizeBody(EndOfPrompt):
+    """A `prompt`, or `messages` with what goes with them."""
+
+    model: fields.ModelName | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    tools: fields.Tools = ()
+    chat_template_kwargs: fields.TemplateOptions = {}
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise problem("prompt", "send either a prompt or messages")
+        if self.messages is None:
+            of_messages = {
+                "tools": self.tools,
+                "add_generation_prompt": self.add_generation_prompt,
+                "continue_final_message": self.continue_final_message,
+                "chat_template_kwargs": self.chat_template_kwargs,
+            }
+            misplaced = [name for name, value in of_messages.items() if value]
+            if misplaced:
+                raise problem(misplaced[0], "goes with messages, not with a prompt")
+            return self
+        if self.add_special_tokens:
+            raise problem("add_special_tokens", "goes with a prompt; a template adds its own")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    model: fields.ModelName | None = None
+    tokens: Annotated[tuple[int, ...], PlainValidator(_parse_ids), WithJsonSchema(_IDS_SCHEMA)]
+
+
+def add_tokenize_routes(app: FastAPI, services: Services) -> None:
+    @app.post("/tokenize")
+    async def tokenize(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        """The token ids of a text or a conversation."""
+        body = await services.read(request, TokenizeBody)
+        card = services.choose_model(request, body.model)
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            ids = await services.backend.tokenize(
+                body.prompt, model=card.id, add_special_tokens=special
+            )
+        else:
+            chat = _chat_request(services, request, body, card)
+            ids = await services.backend.tokenize(chat, model=card.id)
+        strings = await _token_strings(services, card, ids) if body.return_token_strs else None
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": card.max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        """The text of token ids."""
+        body = await services.read(request, DetokenizeBody)
+        card = services.choose_model(request, body.model)
+        text = await services.backend.detokenize(body.tokens, model=card.id)
+        return json_response({"prompt": text})
+
+
+def _chat_request(
+    services: Services, request: Request, body: TokenizeBody, card: ModelCard
+) -> ChatRequest:
+    services.require(card, "chat", "messages", "has no chat template; send a prompt")
+    check_tools(services, request, card, body.tools)
+    return ChatRequest(
+        context=GenerationContext(
+            request_id=record_of(request.scope).request_id, params=SamplingParams()
+        ),
+        messages=body.messages or (),
+        tools=body.tools,
+        tool_choice=ToolChoice("auto" if body.tools else "none"),
+        template_options=known_options(services, request, card, body.chat_template_kwargs),
+        add_generation_prompt=body.adds_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+async def _token_strings(services: Services, card: ModelCard, ids: tuple[int, ...]) -> list[str]:
+    distinct = set(ids)
+    if len(distinct) > MAX_TOKEN_STRS:
+        rule = f"is for at most {MAX_TOKEN_STRS} different tokens, and these are {len(distinct)}"
+        raise problem("return_token_strs", rule)
+    strings = {each: await services.backend.detokenize((each,), model=card.id) for each in distinct}
+    return [strings[each] for each in ids]

@@ -1,0 +1,125 @@
+"""/v1/admin/models and /v1/admin/cache: which models are loaded, and what their caches hold."""
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.backends.custom.engine_settings import has_engine
+from engine.core.config_tables import ModelId, refuse_secrets
+from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError
+from engine.core.store.catalogue import CATALOGUE
+from engine.core.store.model_store import ModelStore
+from engine.routing.manage import ModelManager
+from engine.servers.access.auth import principal_of
+from engine.servers.openai import fields
+from engine.servers.ops.admin import who_is
+from engine.servers.ops.reload import audit_of
+from engine.servers.ops.warming import MAX_PROMPTS, tenants_of, warm
+from engine.servers.serving.services import Services, json_response
+
+
+class AdminBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+
+class LoadBody(AdminBody):
+    """A `model` that `engine list` shows, under an `id` of its own if need be."""
+
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    id: ModelId | None = None
+    backend: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    options: Annotated[dict[str, Any], Field(max_length=64)] = {}
+
+
+class NamedBody(AdminBody):
+    id: ModelId
+    wait_s: Annotated[float, Field(ge=0, le=3600)] | None = None  # for requests that are running
+
+
+class FlushBody(AdminBody):
+    model: fields.ModelName | None = None
+
+
+class WarmBody(AdminBody):
+    prompts: Annotated[list[str | dict[str, Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    model: fields.ModelName | None = None
+    tenant: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+
+
+def add_admin_models_routes(app: FastAPI, services: Services) -> None:
+    manager = ModelManager(
+        services.holder, services.settings, services.metrics.registry, services.rebuild
+    )
+    audit = audit_of(services)
+
+    @app.get("/v1/admin/models")
+    async def models() -> Response:
+        return json_response({"models": manager.describe()})
+
+    @app.post("/v1/admin/models/load")
+    async def load(request: Request) -> Response:
+        body = await services.read(request, LoadBody)
+        model_id = body.id or body.model
+        async with audit.change(who_is(request), "models.load", model_id, model=body.model):
+            _check_origin(request, body)
+            try:
+                await manager.load(model_id, body.model, body.backend, body.options)
+            except ConfigError as error:
+                raise InvalidRequestError(error.message, param=error.param) from None
+        return json_response({"id": model_id, "state": "loaded"})
+
+    @app.post("/v1/admin/models/unload")
+    async def unload(request: Request) -> Response:
+        body = await services.read(request, NamedBody)
+        async with audit.change(who_is(request), "models.unload", body.id):
+            was_loaded = await manager.unload(body.id, _patience(services, body))
+        return json_response({"id": body.id, "state": "unloaded", "was_loaded": was_loaded})
+
+    @app.post("/v1/admin/models/remove")
+    async def remove(request: Request) -> Response:
+        body = await services.read(request, NamedBody)
+        async with audit.change(who_is(request), "models.remove", body.id):
+            await manager.remove(body.id, _patience(services, body))
+        return json_response({"id": body.id, "state": "removed"})
+
+    @app.post("/v1/admin/cache/flush")
+    async def flush(request: Request) -> Response:
+        body = await services.read(request, FlushBody)
+        model = "" if body.model is None else services.find_model(body.model).id
+        async with audit.change(who_is(request), "cache.flush", model):
+            done = await services.backend.flush_prefixes(model=model)
+        return json_response({"done": done})
+
+    @app.post("/v1/admin/cache/warm")
+    async def warm_up(request: Request) -> Response:
+        body = await services.read(request, WarmBody)
+        async with audit.change(who_is(request), "cache.warm", body.model or "") as detail:
+            tenants = tenants_of(services, body.tenant)
+            done = await warm(services, body.prompts, tenants, body.model)
+            detail |= done
+        return json_response(done)
+
+
+def _patience(services: Services, body: NamedBody) -> float:
+    return services.settings.server.drain_timeout_s if body.wait_s is None else body.wait_s
+
+
+def _check_origin(request: Request, body: LoadBody) -> None:
+    """Without an administrator's key, only what this server's owner has pulled, on our engines."""
+    try:
+        refuse_secrets(body.options)
+    except ValueError as error:
+        raise InvalidRequestError(f"options: {error}", param="options") from None
+    if principal_of(request).is_admin:
+        return
+    is_known = body.model in CATALOGUE or body.model in ModelStore().models()
+    is_ours = body.backend is None or has_engine(body.backend)
+    if not is_known or not is_ours or body.options:
+        raise ForbiddenError(
+            "Without an administrator's key only names that `engine list` shows can be loaded, by"
+            " engines of our own and without options. For anything else set LLM_ENGINE_ADMIN_KEY"
+            " and start the server again."
+        )

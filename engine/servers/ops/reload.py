@@ -1,0 +1,83 @@
+"""Settings that change while the server runs: keys, limits and the log level.
+
+They are read again from where they came from, all or nothing: a mistake in them is told, and the
+server goes on with what it has. Whatever else has changed there waits for the next start.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from engine.core.config_schema import SECTIONS, Settings
+from engine.core.errors import ConfigError, EngineError
+from engine.core.observability.logging import set_level
+from engine.servers.ops.audit import AuditLog
+from engine.servers.serving.services import Services
+
+logger = logging.getLogger(__name__)
+
+LIVE_KEYS = frozenset(
+    {
+        *("server.api_key", "server.api_key_file", "server.admin_key", "server.admin_key_file"),
+        *("server.keys_file", "logging.level"),
+    }
+)
+
+
+def audit_of(services: Services) -> AuditLog:
+    return AuditLog(services.settings.storage.directory)
+
+
+async def set_log_level(services: Services, level: str) -> dict[str, Any]:
+    """Of this process and of those of its engines: what it was here, and who could not be told."""
+    before = set_level(level)
+    untold = await services.backend.set_log_level(level)
+    return {"before": before} | ({"untold": list(untold)} if untold else {})
+
+
+async def reload_settings(services: Services, who: str) -> None:
+    """As a signal does it: what goes wrong is in the log."""
+    try:
+        await reread(services, who)
+    except EngineError as error:
+        logger.error("nothing was changed: %s", error)
+
+
+async def reread(services: Services, who: str) -> dict[str, Any]:
+    """What is in force now. Raises `ConfigError`."""
+    async with audit_of(services).change(who, "reload") as detail:
+        new = await _settings(services)
+        await asyncio.to_thread(services.keys.load, new.server)
+        services.quotas.defaults = new.limits
+        await set_log_level(services, new.logging.level)
+        detail |= {"keys": len(services.keys.credentials), "log_level": new.logging.level}
+        waiting = _needs_restart(services.settings, new)
+        if waiting:
+            logger.warning("these changes wait for a restart: %s", ", ".join(waiting))
+            detail["needs_restart"] = waiting
+    logger.info("keys, limits and the log level were read again")
+    return detail
+
+
+async def _settings(services: Services) -> Settings:
+    if services.reread is None:
+        return services.settings
+    new = await asyncio.to_thread(services.reread)
+    had_keys = services.keys.has_users
+    if had_keys and new.server.api_key is None and new.server.keys_file is None:
+        raise ConfigError("the settings have no key any more; stop the server to open it to all")
+    return new
+
+
+def _needs_restart(old: Settings, new: Settings) -> list[str]:
+    changed = []
+    for section in SECTIONS:
+        if section == "limits":
+            continue
+        before, after = getattr(old, section), getattr(new, section)
+        changed += [
+            f"{section}.{key}"
+            for key in type(before).model_fields
+            if getattr(before, key) != getattr(after, key)
+        ]
+    return [key for key in changed if key not in LIVE_KEYS]

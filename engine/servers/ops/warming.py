@@ -1,0 +1,154 @@
+"""Prompts computed before anybody asks, so that what begins like them is in the prefix cache.
+
+A file of prompts has one on each line: JSON, either a string or an object with `messages` or
+`prompt`, or plain text. Caches are divided by tenant, so each prompt is computed for every tenant
+that has a key, or for the one that is named.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationContext,
+    UsageEvent,
+)
+from engine.core.interfaces.request import SamplingParams
+from engine.servers.openai.schema import ChatBody, CompletionBody, parse_body
+from engine.servers.serving.services import Services, new_completion_id
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 1_000
+MAX_FILE_BYTES = 64 * 2**20
+AT_ONCE = 4
+# Behind everybody who waits for an answer.
+PRIORITY = 100
+READY_POLL_S = 0.05
+
+Prompt = str | dict[str, Any]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Raises `ConfigError` that names the line."""
+    try:
+        with path.expanduser().open("rb") as file:
+            text = file.read(MAX_FILE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the prompts in {path} can't be read: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > MAX_PROMPTS:
+        raise ConfigError(f"{path} has {len(lines)} prompts; there may be {MAX_PROMPTS}")
+    return [_prompt(line, f"{path}: prompt {number}") for number, line in enumerate(lines, 1)]
+
+
+def tenants_of(services: Services, name: str | None = None) -> list[str]:
+    """Those whose caches can be warmed; without keys there is one, without a name."""
+    known = {
+        each.principal.name: services.keys.label(each.principal)
+        for each in services.keys.credentials
+        if not each.principal.is_admin
+    } or {"": ""}
+    if name is None:
+        return list(known)
+    found = [principal for principal, label in known.items() if label == name]
+    if not found:
+        raise InvalidRequestError(f"There is no tenant {name}.", param="tenant")
+    return found
+
+
+async def warm(
+    services: Services, prompts: Sequence[Prompt], tenants: Sequence[str], model: str | None = None
+) -> dict[str, Any]:
+    """What it came to. A prompt that is refused does not keep the others from being computed."""
+    resolved = services.find_model(model)
+    requests = [_request(prompt, resolved.id) for prompt in prompts]
+    began, places = time.monotonic(), asyncio.Semaphore(AT_ONCE)
+    errors: list[str] = []
+    used = {"prompt_tokens": 0, "cached_tokens": 0}
+
+    async def one(asked: ChatRequest | CompletionRequest, tenant: str) -> None:
+        context = msgspec.structs.replace(
+            asked.context, request_id=new_completion_id("warm"), salt=tenant, tenant=tenant
+        )
+        asked = msgspec.structs.replace(asked, context=context)
+        backend = services.backend
+        async with places:
+            source = (
+                backend.chat(asked) if isinstance(asked, ChatRequest) else backend.complete(asked)
+            )
+            try:
+                async for event in source:
+                    if isinstance(event, UsageEvent):
+                        used["prompt_tokens"] += event.prompt_tokens
+                        used["cached_tokens"] += event.cached_tokens
+            except EngineError as error:
+                errors.append(error.message)
+
+    await asyncio.gather(*(one(asked, tenant) for tenant in tenants for asked in requests))
+    return {
+        "prompts": len(requests) * len(tenants) - len(errors),
+        **used,
+        "seconds": round(time.monotonic() - began, 3),
+        "errors": errors[:10],
+    }
+
+
+class WarmStart:
+    """A component: the prompts of a file, as soon as the model is ready; nobody waits for it."""
+
+    def __init__(self, services: Services, path: Path) -> None:
+        self._services = services
+        self._prompts = read_prompts(path)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while not self._services.backend.health().ready:
+            await asyncio.sleep(READY_POLL_S)
+        try:
+            done = await warm(self._services, self._prompts, tenants_of(self._services))
+            logger.info("the prefix cache is warm", extra=done)
+        except EngineError as error:
+            logger.error("the prefix cache could not be warmed: %s", error)
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        value = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        value = line
+    if isinstance(value, int | float):
+        value = line
+    if isinstance(value, str) or (
+        isinstance(value, dict) and value.keys() & {"messages", "prompt"}
+    ):
+        return value
+    raise ConfigError(f"{where} is neither text nor an object with messages or prompt")
+
+
+def _request(prompt: Prompt, model: str) -> ChatRequest | CompletionRequest:
+    context = GenerationContext(
+        request_id="", params=SamplingParams(max_tokens=1), model=model, priority=PRIORITY
+    )
+    if isinstance(prompt, dict) and "messages" in prompt:
+        chat = parse_body(ChatBody, {"messages": prompt["messages"], "model": model})
+        return ChatRequest(context=context, messages=chat.messages)
+    text = prompt if isinstance(prompt, str) else prompt["prompt"]
+    body = parse_body(CompletionBody, {"prompt": text, "model": model})
+    return CompletionRequest(context=context, prompt=body.prompt[0])

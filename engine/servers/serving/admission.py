@@ -1,0 +1,216 @@
+"""Which requests the server holds, whether it takes more, and how it lets go of them.
+
+One counter admits a request before any work is done for it. A `Ticket` is that admission together
+with whatever was started under it, so that one `close` gives everything back, whichever way the
+request ended.
+"""
+
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
+from engine.core.interfaces.backend import Event
+from engine.core.interfaces.request import FinishReason
+from engine.core.observability.metrics import FinishedRequest, Metrics
+from engine.servers.access.quotas import Lease, answer_tokens
+from engine.servers.http.errors import AbortedError
+from engine.servers.http.record import RequestRecord
+from engine.servers.serving.event_pump import Generation
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+# How long answers may take to reach their sockets once their requests have been given up.
+FLUSH_S = 2.0
+
+
+class Lifecycle:
+    def __init__(self, max_concurrent: int, slow_request_s: float) -> None:
+        self.started = time.monotonic()
+        self.total_requests = 0
+        self.num_admitted = 0
+        self.is_draining = False  # nothing new is taken
+        self.is_ending = False  # ... nor ever will be again
+        self.generations: set[Generation] = set()
+        self.slow_request_s = slow_request_s
+        self.max_concurrent = max_concurrent
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def reserve(self, count: int) -> None:
+        """Admit `count` more, or raise at once."""
+        if self.is_draining:
+            raise UnavailableError(
+                "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
+            )
+        if self.num_admitted + count > self.max_concurrent:
+            raise RateLimitError(
+                f"The server already works on {self.num_admitted} requests;"
+                f" its limit is {self.max_concurrent}. Retry later.",
+                retry_after=RETRY_AFTER_S,
+            )
+        self.num_admitted += count
+        self._idle.clear()
+
+    def release(self, count: int) -> None:
+        self.num_admitted -= count
+        assert self.num_admitted >= 0, self.num_admitted
+        if self.num_admitted == 0:
+            self._idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; let what runs finish, then end the rest with an error."""
+        self.is_draining = self.is_ending = True
+        if await self._idle_within(timeout_s):
+            return
+        self.fail_all()
+        await self._idle_within(FLUSH_S)
+
+    def pause(self) -> None:
+        """Take nothing new until `resume`; what runs goes on."""
+        self.is_draining = True
+
+    def resume(self) -> bool:
+        """Whether it could: a server that ends stays drained."""
+        self.is_draining = self.is_ending
+        return not self.is_ending
+
+    def fail_all(self) -> None:
+        self.is_draining = self.is_ending = True
+        error = UnavailableError(
+            "The server shut down before this request was finished.", retry_after=RETRY_AFTER_S
+        )
+        for generation in list(self.generations):
+            generation.fail(error)
+
+    async def _idle_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+
+class Ticket:
+    """One admitted request, and what runs for it. `close` may be called twice."""
+
+    def __init__(self, lifecycle: Lifecycle, metrics: Metrics, record: RequestRecord) -> None:
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._record = record
+        self._generation: Generation | None = None
+        self._max_tokens: int | None = None
+        self._lease: Lease | None = None
+        lifecycle.reserve(1)
+        lifecycle.total_requests += 1
+        self._num_reserved = 1
+
+    def hold(self, lease: Lease | None) -> None:
+        """Keep a part of the key's limits until this ticket is closed."""
+        self._lease = lease
+
+    async def generate(
+        self,
+        sources: Sequence[AsyncIterator[Event]],
+        *,
+        num_choices: int,
+        max_tokens: int | None,
+        timeout_s: float,
+        writes: bool = True,
+    ) -> Generation:
+        """Start reading `sources`, `num_choices` from each; every source counts as a request.
+
+        `writes`: tokens are made, and so paid for, beside those of the prompt.
+        """
+        assert self._generation is None
+        if len(sources) > self._lifecycle.max_concurrent:
+            raise InvalidRequestError(
+                f"prompt: this server takes at most {self._lifecycle.max_concurrent} prompts at"
+                f" once, got {len(sources)}.",
+                param="prompt",
+            )
+        if self._lease is not None:
+            await self._lease.grow(self._record.num_body_bytes)
+            if writes:
+                num_answers = len(sources) * num_choices
+                await self._lease.charge(answer_tokens(max_tokens, num_answers), "max_tokens")
+        if len(sources) > 1:
+            self._lifecycle.reserve(len(sources) - 1)
+            self._num_reserved = len(sources)
+        self._max_tokens = max_tokens
+        self._generation = Generation(
+            sources,
+            choices_per_source=num_choices,
+            timeout_s=timeout_s,
+            on_tokens=self._metrics.inter_token,
+        )
+        if self._lease is not None:
+            self._lease.generation = self._generation
+        self._lifecycle.generations.add(self._generation)
+        self._metrics.request_started()
+        return self._generation
+
+    def detach(self) -> "Ticket":
+        """A ticket that takes over all of this one, for work that outlives its HTTP request."""
+        heir = copy.copy(self)
+        self._num_reserved = 0
+        return heir
+
+    async def close(self) -> None:
+        count, self._num_reserved = self._num_reserved, 0
+        if count == 0:
+            return
+        try:
+            if self._generation is not None:
+                await self._generation.close()
+                self._account(self._generation)
+        finally:
+            self._lifecycle.release(count)
+            if self._lease is not None:
+                await self._lease.close(self._num_used())
+
+    def _num_used(self) -> int:
+        """Tokens of the prompt and the answer, as far as they are known."""
+        generation = self._generation
+        if generation is None:
+            return 0
+        if generation.is_complete:
+            usage = generation.usage
+            return usage.prompt_tokens + usage.completion_tokens
+        if generation.first_token_at is None and not self._was_left(generation):
+            return 0
+        assert self._lease is not None
+        return self._lease.num_prompt + sum(generation.choice_tokens)
+
+    @staticmethod
+    def _was_left(generation: Generation) -> bool:
+        """By its client: what was computed of the prompt until then was asked for."""
+        return generation.failure is None or isinstance(generation.failure, AbortedError)
+
+    def _account(self, generation: Generation) -> None:
+        self._lifecycle.generations.discard(generation)
+        record, failure, first = self._record, generation.failure, generation.first_token_at
+        if first is None and isinstance(failure, InvalidRequestError | RateLimitError):
+            self._metrics.request_refused()
+            return
+        record.ttft_s = None if first is None else first - record.started
+        record.usage = generation.usage if generation.is_complete else None
+        seconds = time.monotonic() - record.started
+        unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
+        self._metrics.request_finished(
+            FinishedRequest(
+                finish_reasons=tuple(each or unfinished for each in generation.finish_reasons),
+                choice_tokens=tuple(generation.choice_tokens),
+                max_tokens=self._max_tokens,
+                ttft_s=record.ttft_s,
+                e2e_s=seconds,
+                usage=record.usage,
+            )
+        )
+        if seconds > self._lifecycle.slow_request_s:
+            self._metrics.slow_request()
+            fields = {"seconds": round(seconds, 6)} | record.work_fields()
+            logger.warning("slow request", extra=fields)

@@ -1,0 +1,257 @@
+"""The backend's work for one HTTP request: one or several event streams read as one.
+
+A pump task per prompt reads the backend, or has it push, whether or not the client keeps up. So
+what waits here is events, never formatted bytes, and no more of them than tokens were asked for.
+Whatever ends a request early (the client leaves, the drain runs out, the deadline passes, the
+backend fails) is one call of `fail`, which cancels the pumps; cancelling the reader of a backend's
+iterator releases what the request held there.
+"""
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+import msgspec
+from starlette.types import Receive
+
+from engine.backends.base import EventFeed
+from engine.core.errors import EngineError, RequestTimeoutError
+from engine.core.interfaces.backend import (
+    Event,
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    UsageEvent,
+)
+from engine.servers.http.errors import ClientDisconnectedError, opaque_error
+
+logger = logging.getLogger(__name__)
+
+# A backend enforces the deadline itself; this much later the server stops waiting for it.
+DEADLINE_MARGIN_S = 5.0
+
+OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
+# Seconds since the tokens before, in the same choice, and how many tokens there are now.
+OnTokens = Callable[[float, int], None]
+
+
+class Generation:
+    """`take` events until it gives none, then read `usage`; `close` it in any case."""
+
+    def __init__(
+        self,
+        sources: Sequence[AsyncIterator[Event]],
+        *,
+        choices_per_source: int,
+        timeout_s: float | None,
+        on_tokens: OnTokens,
+    ) -> None:
+        num_choices = len(sources) * choices_per_source
+        self.choice_tokens = [0] * num_choices
+        self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
+        self.first_token_at: float | None = None  # time.monotonic()
+        self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+        self.failure: EngineError | None = None
+        self._last_token_at = [0.0] * num_choices
+        self._on_tokens = on_tokens
+        self._pending: list[OutputEvent] = []
+        self._open = len(sources)
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Future[None] | None = None  # done when there is something to take
+        self._nudged = False
+        self._tasks = [
+            asyncio.create_task(self._pump(source, position * choices_per_source))
+            for position, source in enumerate(sources)
+        ]
+        self._deadline: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            late = RequestTimeoutError(f"The request took longer than {timeout_s:g} seconds.")
+            self._deadline = self._loop.call_later(timeout_s + DEADLINE_MARGIN_S, self.fail, late)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every source ended well: only then is `usage` all of it."""
+        return self._open == 0
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    def watch(self, receive: Receive) -> None:
+        """End the work when the client leaves; only once its request body has been read."""
+        self._tasks.append(asyncio.create_task(self._watch(receive)))
+
+    async def accepted(self, patience_s: float) -> None:
+        """Wait for the first event, but not long; raises what the backend refused with."""
+        timer = self._loop.call_later(patience_s, self.nudge)
+        await self._wait()
+        timer.cancel()
+        if self.failure is not None and not self._pending:
+            raise self.failure
+
+    async def take(self) -> list[OutputEvent] | None:
+        """Everything that has arrived, in order; empty at the end; None if only nudged.
+
+        Raises the failure that ended the stream, once all that came before it has been taken.
+        """
+        if not self._pending and not await self._wait():
+            return None
+        if self._pending:
+            batch, self._pending = self._pending, []
+            return batch
+        if self.failure is not None:
+            raise self.failure
+        return []
+
+    def nudge(self) -> None:
+        """Wake whoever waits here, with nothing."""
+        self._nudged = True
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End everything with `error`; the first failure is the one that counts."""
+        if self.failure is None and self._open:
+            self.failure = error
+            for task in self._tasks:
+                task.cancel()
+            self._wake()
+
+    async def close(self) -> None:
+        """Release everything; returns when the backend's iterators have been unwound."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def _is_waiting(self) -> bool:
+        return not self._pending and self.failure is None and self._open > 0
+
+    async def _wait(self) -> bool:
+        """Until there is something to take, or a nudge came first: then False."""
+        self._nudged = False
+        while self._is_waiting:
+            if self._nudged:
+                return False
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return True
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def _pump(self, source: AsyncIterator[Event], first_choice: int) -> None:
+        try:
+            if isinstance(source, EventFeed):
+                await source.feed(functools.partial(self._accept, first_choice))
+            else:
+                async for event in source:
+                    self._accept(first_choice, event)
+        except EngineError as error:
+            self.fail(error)
+        except Exception:
+            logger.exception("A backend's stream failed without an EngineError.")
+            self.fail(opaque_error())
+        else:
+            self._open -= 1
+            self._wake()
+
+    def _accept(self, first_choice: int, event: Event) -> None:
+        if isinstance(event, UsageEvent):
+            self.usage = add_usage(self.usage, event)
+            return
+        if self.failure is not None:
+            return  # a feed goes on until its task has been cancelled
+        if first_choice:
+            event = msgspec.structs.replace(event, choice=event.choice + first_choice)
+        if isinstance(event, TextEvent):
+            if event.num_tokens:
+                self._time_tokens(event.choice, event.num_tokens)
+        elif isinstance(event, FinishEvent):
+            self.finish_reasons[event.choice] = "length" if event.reason == "length" else "stop"
+        self._pending.append(event)
+        self._wake()
+
+    def _time_tokens(self, choice: int, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self.choice_tokens[choice]:
+            self._on_tokens(now - self._last_token_at[choice], num_tokens)
+        elif self.first_token_at is None:
+            self.first_token_at = now
+        self._last_token_at[choice] = now
+        self.choice_tokens[choice] += num_tokens
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.fail(ClientDisconnectedError("The client left before its answer was complete."))
+
+
+def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
+    """Tokens add up; prompts run side by side, so of times the longest counts."""
+    return UsageEvent(
+        prompt_tokens=total.prompt_tokens + part.prompt_tokens,
+        completion_tokens=total.completion_tokens + part.completion_tokens,
+        cached_tokens=total.cached_tokens + part.cached_tokens,
+        queue_s=max(total.queue_s, part.queue_s),
+        prefill_s=max(total.prefill_s, part.prefill_s),
+        decode_s=max(total.decode_s, part.decode_s),
+        reasoning_tokens=total.reasoning_tokens + part.reasoning_tokens,
+    )
+
+
+def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
+    """Join neighbours that say one thing in pieces, for a client slower than its tokens. Events
+    that only count tokens have been counted, and would part what belongs together.
+    """
+    joined: list[OutputEvent] = []
+    shown = [each for each in events if not _is_silent(each)]
+    for same, run in itertools.groupby(shown, key=_joint):
+        pieces = list(run)
+        if same is None or len(pieces) == 1:
+            joined.extend(pieces)
+        else:
+            joined.append(_join(pieces))
+    return joined
+
+
+def _is_silent(event: OutputEvent) -> bool:
+    return isinstance(event, TextEvent) and not event.text and not event.logprobs
+
+
+def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
+    """Equal for events that can be joined; None for those that never are."""
+    if isinstance(event, FinishEvent):
+        return None
+    call = event.index if isinstance(event, ToolCallEvent) else 0
+    return type(event), event.choice, call
+
+
+def _join(run: Sequence[OutputEvent]) -> OutputEvent:
+    """Pieces of one kind, choice and call."""
+    first = run[0]
+    if isinstance(first, ReasoningEvent):
+        text = "".join(each.text for each in run if isinstance(each, ReasoningEvent))
+        return msgspec.structs.replace(first, text=text)
+    if isinstance(first, ToolCallEvent):
+        pieces = [each.arguments for each in run if isinstance(each, ToolCallEvent)]
+        return msgspec.structs.replace(first, arguments="".join(pieces))
+    texts = [each for each in run if isinstance(each, TextEvent)]
+    logprobs = [token for each in texts for token in each.logprobs or ()]
+    return TextEvent(
+        choice=first.choice,
+        text="".join(each.text for each in texts),
+        num_tokens=sum(each.num_tokens for each in texts),
+        logprobs=tuple(logprobs) if texts[0].logprobs is not None else None,
+        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),
+    )

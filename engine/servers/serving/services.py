@@ -1,0 +1,271 @@
+"""What the routes share: the backend, admission, and the steps that all generating routes take."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.backends.base import BackendHolder, InferenceBackend, Resolved
+from engine.core import faults
+from engine.core.config_schema import Settings
+from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
+from engine.core.interfaces.backend import (
+    Event,
+    GenerationContext,
+    GrammarSpec,
+    ModelCard,
+    UsageEvent,
+)
+from engine.core.interfaces.request import SamplingParams
+from engine.core.observability.metrics import Metrics
+from engine.servers.access.auth import KeyRing, is_acting, principal_of
+from engine.servers.access.quotas import Quotas
+from engine.servers.http import sse
+from engine.servers.http.limits import read_parsed
+from engine.servers.http.record import record_of
+from engine.servers.openai.format import Collected
+from engine.servers.openai.schema import Body, SamplingBody, parse_body
+from engine.servers.serving.admission import Lifecycle, Ticket
+from engine.servers.serving.event_pump import Generation, OutputEvent
+from engine.servers.serving.watcher import EngineWatcher
+
+# Loading or restarting takes seconds; asking again sooner is wasted.
+NOT_READY_RETRY_S = 5.0
+_MAX_NAMED_MODELS = 20
+_DEFAULT_PARAMS = SamplingParams()
+SESSION_HEADER = "x-session-id"
+# A warning becomes a header, and may quote a name that the client chose.
+_UNPRINTABLE = re.compile(r"[^ -~]")
+
+
+class Component(Protocol):
+    """Something with a life of its own beside the requests, for as long as the server runs."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Services:
+    settings: Settings
+    holder: BackendHolder
+    metrics: Metrics
+    lifecycle: Lifecycle
+    watcher: EngineWatcher
+    keys: KeyRing
+    quotas: Quotas
+    rebuild: Callable[[], InferenceBackend] | None = None  # the backend that it began with, again
+    reread: Callable[[], Settings] | None = None  # the settings, as they are written now
+    components: list[Component] = field(default_factory=list)  # in the order of their start
+
+    @property
+    def backend(self) -> InferenceBackend:
+        return self.holder.current
+
+    async def admit(self, request: Request) -> Ticket:
+        """Raises at once when the request can't be taken now; the caller closes the ticket."""
+        health = self.backend.health()
+        if not health.ready:
+            why = health.detail.rstrip(".")
+            raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
+        record = record_of(request.scope)
+        ticket = Ticket(self.lifecycle, self.metrics, record)
+        announced = request.headers.get("content-length", "")
+        num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
+        try:
+            principal = principal_of(request)
+            ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
+        except BaseException:
+            await ticket.close()
+            raise
+        return ticket
+
+    async def admitted(self, request: Request) -> AsyncIterator[Ticket]:
+        """As a dependency: holds the ticket until the last byte of the answer has been sent."""
+        ticket = await self.admit(request)
+        try:
+            yield ticket
+        finally:
+            await ticket.close()
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        max_bytes = self.settings.server.body_limit_mb * 2**20
+
+        def parse(raw: dict[str, Any]) -> Body:
+            faults.hit("validate")
+            return parse_body(kind, raw)
+
+        return await read_parsed(request, max_bytes, parse)
+
+    def find_model(self, name: str | None) -> ModelCard:
+        return self._resolve(name).card
+
+    def choose_model(self, request: Request, name: str | None) -> ModelCard:
+        """The model that will answer; the client is told if it is not the one it asked for."""
+        resolved = self._resolve(name)
+        if resolved.warning is not None:
+            self.warn(request, "model", resolved.warning)
+        return resolved.card
+
+    def _resolve(self, name: str | None) -> Resolved:
+        resolved = self.backend.resolve(name)
+        if resolved is not None:
+            return resolved
+        known = ", ".join(card.id for card in self.backend.models()[:_MAX_NAMED_MODELS]) or "none"
+        raise NotFoundError(
+            f"There is no such model here. Available: {known}.",
+            param="model",
+            code="model_not_found",
+        )
+
+    def warn(self, request: Request, param: str, message: str) -> None:
+        """Tell the client what was not done as asked; with `strict`, refuse instead."""
+        if self.settings.server.strict:
+            raise InvalidRequestError(
+                f"{param}: {message}, and this server is strict.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        warning = _UNPRINTABLE.sub("?", f"{param}: {message}")
+        record_of(request.scope).warnings.append(warning)
+
+    def require(self, card: ModelCard, capability: str, param: str, what: str) -> None:
+        """Refuse `param` where the model can't; `what` ends a sentence that begins with it."""
+        if capability not in card.capabilities:
+            raise InvalidRequestError(
+                f"{param} can't be used here: {card.id} {what}.",
+                param=param,
+                code="unsupported_parameter",
+            )
+
+    def context(
+        self,
+        request: Request,
+        card: ModelCard,
+        body: SamplingBody,
+        params: SamplingParams,
+        completion_id: str,
+        grammar: GrammarSpec | None = None,
+    ) -> GenerationContext:
+        """What goes to the backend beside the text; some of it goes into the log as well."""
+        self._check_params(request, card, params)
+        self.check_priority(request, card, body.priority)
+        principal = principal_of(request)
+        record = record_of(request.scope)
+        record.completion_id = completion_id
+        record.metadata = body.metadata or None
+        self.note_end_user(request, body.end_user)
+        salt = principal.name
+        if body.cache_salt is not None:
+            salt = _digest(principal.name, body.cache_salt)
+        return GenerationContext(
+            request_id=completion_id,
+            params=params,
+            model=card.id,
+            session=_session(request, body),
+            priority=body.priority or 0,
+            salt=salt,
+            tenant=principal.name,
+            timeout_s=self.settings.server.request_timeout_s,
+            queue_timeout_s=self.queue_timeout_s(request),
+            grammar=grammar,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+
+    def queue_timeout_s(self, request: Request) -> float | None:
+        """Work that was left with the server has nobody who waits for its beginning."""
+        is_own = is_acting(request.scope)
+        return None if is_own else self.settings.server.queue_timeout_s
+
+    def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
+        """Refuse, or tell of, what the model's backend has no such parameter for."""
+        if not (card.lacks or card.emulated):
+            return
+        for name in SamplingParams.__struct_fields__:
+            if getattr(params, name) == getattr(_DEFAULT_PARAMS, name):
+                continue
+            if name in card.lacks:
+                what = f"is answered by a backend ({card.backend}) that has no such parameter"
+                self.require(card, name, name, what)
+            elif name in card.emulated:
+                self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
+
+    def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
+        """A hint, so that it is not refused where nobody looks at it."""
+        if priority and "priority" in card.lacks:
+            self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
+
+    def note_end_user(self, request: Request, user: str | None) -> None:
+        """Enough to tell an abusive one apart in the log, without writing down who it is."""
+        if user:
+            digest = _digest(principal_of(request).name, user)
+            record_of(request.scope).user_hash = digest[:16]
+
+    async def generate(
+        self, ticket: Ticket, params: SamplingParams, sources: Sequence[AsyncIterator[Event]]
+    ) -> Generation:
+        return await ticket.generate(
+            sources,
+            num_choices=params.n,
+            max_tokens=params.max_tokens,
+            timeout_s=self.settings.server.request_timeout_s,
+        )
+
+
+def _digest(principal: str, text: str) -> str:
+    # A name has no line break, so no two pairs make one text.
+    return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
+
+
+def _session(request: Request, body: SamplingBody) -> str:
+    """What tells that requests belong together, in words that tell nothing else."""
+    named = request.headers.get(SESSION_HEADER) or body.conversation_key
+    return _digest(principal_of(request).name, named) if named else ""
+
+
+def new_completion_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+async def answer_streaming(
+    request: Request, generation: Generation, format: sse.StreamFormat
+) -> Response:
+    """A response whose headers have not gone out yet. Raises what the backend refused with."""
+    generation.watch(request.receive)
+    await generation.accepted(sse.ACCEPT_WAIT_S)
+    return sse.EventStream(generation, format)
+
+
+async def answer_whole(
+    request: Request,
+    generation: Generation,
+    num_choices: int,
+    body: Callable[[Collected, UsageEvent], bytes],
+) -> Response:
+    collected = Collected(num_choices)
+    await wait_whole(request, generation, collected.add)
+    faults.hit("format")
+    return Response(body(collected, generation.usage), media_type="application/json")
+
+
+async def wait_whole(
+    request: Request,
+    generation: Generation,
+    add: Callable[[list[OutputEvent]], None] | None = None,
+) -> None:
+    """Until all events have come, or the client has left. Raises what ended it early."""
+    generation.watch(request.receive)
+    while events := await generation.take():
+        if add is not None:
+            add(events)
+
+
+def json_response(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")

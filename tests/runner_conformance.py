@@ -1,0 +1,303 @@
+"""What every `ModelRunner` must keep to, as tests over the real scheduler, cache and loop.
+
+Subclass `RunnerConformance` in a test module, say how a runner is made, and pytest finds the rest:
+
+    class TestMyRunner(RunnerConformance):
+        nan_token = 50
+
+        @classmethod
+        def make_runner(cls) -> ModelRunner: ...
+
+One runner serves all the tests of a class, so each finds a cache full of others' keys and values. A
+request's own tokens, computed with nothing beside it, are what it must give in any company.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.model_runner import ModelRunner
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.core.interfaces.request import (
+    Abort,
+    Deltas,
+    FromEngine,
+    GenerateRequest,
+    SamplingParams,
+    ToEngine,
+    TokenDelta,
+    TokenLogprobs,
+)
+
+NUM_NEW = 12
+MAX_TURNS = 2000
+# Of logarithms and states that two schedules computed, in float32.
+TOLERANCE = 1e-3
+DRAWN: Mapping[str, Any] = {
+    "temperature": 0.9,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.1,
+    "logprobs": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How steps are cut and what memory there is; None: all that the runner has."""
+
+    budget: int = 64  # tokens of a step
+    max_slots: int | None = None
+    num_blocks: int | None = None
+    shares: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came back for one choice of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int = 0
+    scores: tuple[TokenLogprobs, ...] = ()
+    vector: bytes | None = None
+    finish_reason: str | None = None
+
+
+class ListChannel:
+    def __init__(self) -> None:
+        self.inbox: list[ToEngine] = []
+        self.outcomes: dict[tuple[str, int], Outcome] = {}
+
+    def poll(self, timeout_s: float) -> list[ToEngine]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        for delta in message.deltas if isinstance(message, Deltas) else ():
+            self._take(delta)
+
+    def _take(self, delta: TokenDelta) -> None:
+        outcome = self.outcomes.setdefault((delta.request_id, delta.choice), Outcome())
+        assert outcome.finish_reason is None, f"{delta.request_id}: an event after the end"
+        outcome.tokens += delta.token_ids
+        outcome.logprobs += delta.logprobs or ()
+        outcome.num_cached += delta.num_cached
+        outcome.scores += delta.prompt_logprobs or ()
+        outcome.vector = delta.vector
+        outcome.finish_reason = delta.finish_reason
+
+
+class Bench:
+    """A scheduler, a cache and a loop around a runner, turned by hand."""
+
+    def __init__(self, runner: ModelRunner, schedule: Schedule) -> None:
+        spec = runner.spec
+        self.pool = BlockPool(schedule.num_blocks or spec.num_blocks)
+        radix = RadixCache(self.pool, spec.block_size)
+        kv = KVCache(self.pool, radix, spec.block_size, sharing=schedule.shares)
+        slots = schedule.max_slots or spec.max_slots
+        self.scheduler = Scheduler(kv, slots)
+        self.channel = ListChannel()
+        budget = StepBudget(schedule.budget, slots)
+        self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, max_queued=1000)
+
+    def turn(self, *messages: ToEngine) -> None:
+        self.channel.inbox += messages
+        self._loop.turn(0.0)
+        self.scheduler.check()
+
+    def run(self, requests: Sequence[GenerateRequest]) -> dict[tuple[str, int], Outcome]:
+        """To their ends: every outcome by request and choice."""
+        self.turn(*requests)
+        return self.finish()
+
+    def finish(self) -> dict[tuple[str, int], Outcome]:
+        for _ in range(MAX_TURNS):
+            if not self.scheduler.has_work:
+                break
+            self.turn()
+        self.turn()  # takes in a step that was launched for nothing
+        assert not self.scheduler.has_work, f"no end after {MAX_TURNS} turns"
+        held = self.pool.num_usable - self.pool.num_free - self.pool.num_evictable
+        assert held == 0, f"{held} blocks are held by nobody"
+        return self.channel.outcomes
+
+
+def tokens(outcomes: Mapping[tuple[str, int], Outcome]) -> dict[tuple[str, int], list[int]]:
+    return {key: outcome.tokens for key, outcome in outcomes.items()}
+
+
+class RunnerConformance:
+    """The runner needs at least 8 slots, 40 blocks, and 96 positions."""
+
+    # A token whose embedding is not finite, and which nothing draws; None: there is no such.
+    nan_token: ClassVar[int | None] = None
+    runner: ClassVar[ModelRunner]
+    alone: ClassVar[dict[tuple[str, int], Outcome]]
+
+    @classmethod
+    def make_runner(cls) -> ModelRunner:
+        raise NotImplementedError
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.runner = cls.make_runner()
+        cls.alone = {}
+        for request in cls.requests():
+            cls.alone |= cls.serve([request], Schedule(max_slots=1, shares=False))
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        cls.runner.close()
+
+    @classmethod
+    def serve(
+        cls, requests: Sequence[GenerateRequest], schedule: Schedule
+    ) -> dict[tuple[str, int], Outcome]:
+        return Bench(cls.runner, schedule).run(requests)
+
+    @classmethod
+    def text(cls, length: int, seed: int) -> list[int]:
+        usable = [token for token in range(3, cls.runner.spec.vocab_size) if token != cls.nan_token]
+        return random.Random(seed).choices(usable, k=length)
+
+    @classmethod
+    def request(cls, name: str, prompt: Sequence[int], **params: Any) -> GenerateRequest:
+        fields = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True} | params
+        pools = fields.pop("pools", False)
+        if cls.nan_token is not None:
+            fields["logit_bias"] = {cls.nan_token: float("-inf")}
+        return GenerateRequest(
+            request_id=name, prompt=tuple(prompt), params=SamplingParams(**fields), pools=pools
+        )
+
+    @classmethod
+    def requests(cls) -> list[GenerateRequest]:
+        """Greedy and drawn, with a shared beginning and without, one of them with two choices."""
+        shared = cls.text(2 * cls.runner.spec.block_size, seed=90)
+        tails = [cls.text(length, seed) for seed, length in enumerate((1, 3, 9, 14))]
+        found = [cls.request(f"greedy {i}", shared + tail) for i, tail in enumerate(tails)]
+        found += [
+            cls.request(f"drawn {i}", tail, **DRAWN, seed=i) for i, tail in enumerate(tails[1:])
+        ]
+        return [*found, cls.request("both", shared, **DRAWN, seed=7, n=2)]
+
+    def check(self, outcomes: Mapping[tuple[str, int], Outcome], schedule: str) -> None:
+        expected = tokens(self.alone)
+        found = {key: value for key, value in tokens(outcomes).items() if key in expected}
+        assert found == expected, schedule
+
+    def test_requests_together_are_requests_alone(self) -> None:
+        assert all(len(found) == NUM_NEW for found in tokens(self.alone).values())
+        self.check(self.serve(self.requests(), Schedule()), "together")
+        without = Schedule(shares=False)
+        self.check(self.serve(self.requests()[::-1], without), "backwards, without sharing")
+
+    def test_a_prompt_in_chunks_is_a_whole_prompt(self) -> None:
+        self.check(self.serve(self.requests(), Schedule(budget=8)), "in chunks")
+
+    def test_a_cached_prompt_is_a_cold_one(self) -> None:
+        bench = Bench(self.runner, Schedule())
+        bench.run(self.requests())
+        bench.channel.outcomes = {}
+        again = bench.run(self.requests())
+        self.check(again, "cached")
+        assert again["greedy 3", 0].num_cached >= 2 * self.runner.spec.block_size
+
+    def test_who_was_preempted_goes_on_as_before(self) -> None:
+        """Four that begin in a block each outgrow a pool that only one of them can have."""
+        size = self.runner.spec.block_size
+        length = 2 * size + 2
+        growing = [
+            self.request(f"growing {i}", self.text(size - 1, seed=i), max_tokens=length)
+            for i in range(4)
+        ]
+        plenty = self.serve(growing, Schedule())
+        bench = Bench(self.runner, Schedule(num_blocks=9, shares=False))
+        assert tokens(bench.run(growing)) == tokens(plenty)
+        assert bench.scheduler.num_preemptions > 0
+
+    def test_draws_depend_on_seed_choice_and_position_alone(self) -> None:
+        one, other = tokens(self.alone)["both", 0], tokens(self.alone)["both", 1]
+        assert one != other, "two choices drew the same"
+        prompt = self.requests()[-1].prompt
+        again = self.request("again", prompt, **DRAWN, seed=7)
+        mates = [self.request(f"mate {i}", prompt, **DRAWN, seed=100 + i) for i in range(5)]
+        found = tokens(self.serve([*mates, again], Schedule()))
+        assert found["again", 0] == one
+        assert len({tuple(drawn) for drawn in found.values()}) > 1, "seeds change nothing"
+
+    def test_an_abort_disturbs_nobody(self) -> None:
+        bench = Bench(self.runner, Schedule(max_slots=4))
+        bench.turn(*self.requests())
+        for _ in range(3):
+            bench.turn()
+        bench.turn(Abort("greedy 1"), Abort("both", 1))
+        outcomes = bench.finish()
+        for key, expected in tokens(self.alone).items():
+            found = outcomes[key]
+            if found.finish_reason == "abort":
+                assert found.tokens == expected[: len(found.tokens)]
+            else:
+                assert found.tokens == expected
+        assert outcomes["greedy 1", 0].finish_reason == "abort"
+
+    def test_a_row_that_is_not_finite_harms_no_other(self) -> None:
+        """Not its batch mates, and not who gets its blocks of the cache afterwards."""
+        if self.nan_token is None:
+            return
+        prompt = self.text(20, seed=5)
+        prompt[11] = self.nan_token
+        sick = [self.request(f"sick {i}", prompt[: 12 + i]) for i in range(3)]
+        bench = Bench(self.runner, Schedule())
+        outcomes = bench.run([sick[0], *self.requests()[:4], *sick[1:], *self.requests()[4:]])
+        self.check(outcomes, "among sick ones")
+        assert {outcomes[f"sick {i}", 0].finish_reason for i in range(3)} == {"error"}
+        bench.channel.outcomes = {}
+        self.check(bench.run(self.requests()), "after sick ones")
+
+    def test_logprobs_are_the_models_own(self) -> None:
+        """Of a greedy row the chosen token is the likeliest; a bias changes the choice alone."""
+        prompt = self.text(9, seed=3)
+        plain = self.request("plain", prompt, logprobs=2, max_tokens=1)
+        best = self.serve([plain], Schedule())["plain", 0].logprobs[0]
+        assert best.logprob == best.top_logprobs[0] > best.top_logprobs[1]
+        second = best.top_ids[1]
+        biased = GenerateRequest(
+            request_id="biased",
+            prompt=plain.prompt,
+            params=SamplingParams(
+                temperature=0.0, max_tokens=1, logprobs=2, logit_bias={second: 1e4}
+            ),
+        )
+        outcome = self.serve([biased], Schedule())["biased", 0]
+        assert outcome.tokens == [second]
+        assert abs(outcome.logprobs[0].logprob - best.top_logprobs[1]) < TOLERANCE
+
+    def test_scores_and_vectors_do_not_depend_on_the_schedule(self) -> None:
+        prompt = self.text(40, seed=4)
+        asked = [
+            self.request("scores", prompt, logprobs=1, score_prompt=True, max_tokens=1),
+            self.request("vector", prompt, pools=True),
+        ]
+        whole, cut = (self.serve(asked, Schedule(budget=budget)) for budget in (64, 8))
+        scores = [[score.logprob for score in each["scores", 0].scores] for each in (whole, cut)]
+        assert len(scores[0]) == len(prompt) - 1
+        np.testing.assert_allclose(scores[0], scores[1], atol=TOLERANCE)
+        vectors = [
+            np.frombuffer(each["vector", 0].vector or b"", np.float32) for each in (whole, cut)
+        ]
+        assert len(vectors[0])
+        np.testing.assert_allclose(vectors[0], vectors[1], atol=TOLERANCE)
