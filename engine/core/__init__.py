@@ -1,0 +1,1 @@
+"""What every backend and the server share; light libraries only, no framework."""

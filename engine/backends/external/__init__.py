@@ -1,0 +1,1 @@
+"""Other engines (vLLM, SGLang) as supervised child processes behind their OpenAI API."""

@@ -1,0 +1,1 @@
+"""`engine inspect --graph`: a graph and its plan as text, JSON, Graphviz or SVG."""

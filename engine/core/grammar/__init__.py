@@ -1,0 +1,3 @@
+"""Structured output: JSON Schema, regular expressions and GBNF as grammars, checked in a limited
+child.
+"""

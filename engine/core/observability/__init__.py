@@ -1,0 +1,1 @@
+"""Prometheus metrics, logs, and the memory and CPU of our processes."""

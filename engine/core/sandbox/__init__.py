@@ -1,0 +1,1 @@
+"""Model files are parsed in a limited child process first; files that only their owner can write."""

@@ -1,0 +1,1 @@
+"""Models on this disk: the catalogue, downloads, and what is stored where."""

@@ -1,0 +1,1 @@
+"""Small helpers without a room of their own."""

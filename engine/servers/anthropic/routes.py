@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code speak them.
 
 `anthropic-beta` needs no check: what a beta adds to a body is a field, and fields are refused by
-name. Errors have Anthropic's shape here, see `servers/http/errors.py`; answers carry the request's id in
-the header where its SDK looks for it.
+name. Errors have Anthropic's shape (`servers/http/errors.py`). Answers carry the request id in the
+header where its SDK looks for it.
 """
 
 import secrets

@@ -1,0 +1,1 @@
+"""The Batch API: JSONL files of requests, run in the background."""

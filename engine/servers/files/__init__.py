@@ -1,0 +1,1 @@
+"""The Files API: private bytes on disk, metadata in SQLite."""

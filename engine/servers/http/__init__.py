@@ -1,0 +1,3 @@
+"""What every HTTP request passes: connection limits, the log, the browser guard, bodies, errors,
+SSE.
+"""

@@ -1,0 +1,3 @@
+"""OpenAI's chat, completions, embeddings and models, with the routes that vLLM and TGI add to
+them.
+"""

@@ -1,0 +1,1 @@
+"""Operating a server: probes, metrics, administration, settings read again."""

@@ -1,0 +1,1 @@
+"""What the APIs share: admission, models, one generation's events, storage."""

@@ -1,0 +1,3 @@
+"""Model runners, a folder for each framework; the modules beside the folders are what several
+share.
+"""

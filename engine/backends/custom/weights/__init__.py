@@ -1,0 +1,1 @@
+"""Checkpoints on disk: GGUF and safetensors, opened lazily; quantization formats."""

@@ -1,0 +1,1 @@
+"""The JAX model runner: shape buckets, the compiled step, sampling, sharding."""

@@ -1,0 +1,1 @@
+"""Layers as pure functions over arrays."""

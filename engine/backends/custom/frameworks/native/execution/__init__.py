@@ -1,0 +1,1 @@
+"""The native model runner: from an `ExecutionPlan` to the program that the C++ executor runs."""

@@ -1,0 +1,1 @@
+"""The tinygrad model runner: captured steps and their replay."""

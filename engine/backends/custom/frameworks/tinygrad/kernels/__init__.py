@@ -1,0 +1,1 @@
+"""Paged attention as tinygrad kernels."""

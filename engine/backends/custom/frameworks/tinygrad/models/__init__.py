@@ -1,0 +1,1 @@
+"""The decoder over tinygrad tensors, and how its weights are loaded."""

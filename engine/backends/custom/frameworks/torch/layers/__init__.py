@@ -1,0 +1,1 @@
+"""Layers as PyTorch modules; a layer picks its kernel, a model does not."""
