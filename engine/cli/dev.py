@@ -12,6 +12,7 @@ SCRIPTS = {
     "benchmark_layers": "How long each layer takes in each framework.",
     "profile_inference": "Where a request's time and memory go, as a page and a trace.",
     "finetune_tiny": "A gradient, a fine-tune on the CPU, and the result served.",
+    "trace_request": "Which files and functions one streamed chat touches.",
 }
 _PASSED_ON = {
     "allow_extra_args": True,

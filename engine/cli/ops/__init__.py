@@ -1,1 +1,3 @@
-"""Commands that look at, or change, a running server: `engine admin`, `engine keys`, `engine top`."""
+"""Commands that look at, or change, a running server: `engine admin`, `engine keys`, `engine
+top`.
+"""

@@ -1,1 +1,3 @@
-"""Model files are parsed in a limited child process first; files that only their owner can write."""
+"""Model files are parsed in a limited child process first; files that only their owner can
+write.
+"""

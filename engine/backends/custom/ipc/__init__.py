@@ -1,1 +1,3 @@
-"""Between frontend and engine: message frames, the child process, its heartbeat in shared memory."""
+"""Between frontend and engine: message frames, the child process, its heartbeat in shared
+memory.
+"""
