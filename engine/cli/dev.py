@@ -12,6 +12,8 @@ SCRIPTS = {
     "benchmark_layers": "How long each layer takes in each framework.",
     "profile_inference": "Where a request's time and memory go, as a page and a trace.",
     "finetune_tiny": "A gradient, a fine-tune on the CPU, and the result served.",
+    "module-map": "The package as a tree, one sentence per folder and module.",
+    "reference-pages": "Write docs/reference from the code: settings and metrics.",
 }
 _PASSED_ON = {
     "allow_extra_args": True,
@@ -31,7 +33,7 @@ def _add(name: str, description: str) -> None:
     @app.command(name, help=description, context_settings=_PASSED_ON)
     def run(context: typer.Context) -> None:
         sys.argv[0] = f"engine dev {name}"
-        import_module(f"engine.scripts.dev.{name}").main(context.args)
+        import_module(f"engine.scripts.dev.{name.replace('-', '_')}").main(context.args)
 
 
 for _name, _description in SCRIPTS.items():

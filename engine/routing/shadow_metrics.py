@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 Outcome = Literal[
     "identical",  # the same answer, word for word
     "different",
-    "sampled",  # an answer; being drawn at random, it says nothing about the other one
+    "sampled",  # an answer; sampled at random, it says nothing about the other one
     "error",
     "unsupported",  # the request has a parameter that the backend lacks
     "unavailable",  # the backend was not ready
@@ -25,25 +25,28 @@ class ShadowMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             "engine_shadow_requests",
-            "Copies of requests, by what became of them",
+            "Copies of requests for the shadow backend, by outcome",
             (*_LABELS, "outcome"),
             registry=registry,
         )
         self._differences = Counter(
             "engine_shadow_differences",
-            "Greedy requests whose copy was answered otherwise, by what differs",
+            "Greedy requests whose copy got another answer, by what differs",
             (*_LABELS, "kind"),
             registry=registry,
         )
         self._positions = Histogram(
             "engine_shadow_divergence_tokens",
-            "Tokens before the first difference between an answer and its copy's",
+            "Equal tokens before the answer and its copy's answer diverge",
             _LABELS,
             buckets=_TOKENS,
             registry=registry,
         )
         self._in_flight = Gauge(
-            "engine_shadow_in_flight", "Copies being answered", _LABELS, registry=registry
+            "engine_shadow_in_flight",
+            "Copies that the shadow backend is answering",
+            _LABELS,
+            registry=registry,
         )
 
     def in_flight(self, model: str, backend: str, count: int) -> None:
