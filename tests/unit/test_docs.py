@@ -6,9 +6,11 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.cli.main import COMMANDS, LazyCommand
 from engine.scripts.dev import module_map, reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,22 @@ def test_every_page_is_on_one_shelf_of_the_index() -> None:
 def test_the_readme_works_without_the_files_beside_it() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [link for link in links(text) if "://" not in link and not link.startswith("#")] == []
+
+
+def flags(command: Any) -> set[str]:
+    """Of a command and the commands below it."""
+    inner = getattr(command, "commands", {}).values()
+    own = [name for each in command.params for name in (*each.opts, *each.secondary_opts)]
+    return {*own, *(name for each in inner for name in flags(each))}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"dev"}))
+def test_documented_flags_exist(name: str) -> None:
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES]
+    calls = [call for text in texts for call in re.findall(rf"\bengine {name}\b[^`|#\n]*", text)]
+    given = {flag for call in calls for flag in re.findall(r"\s(--[a-z][a-z-]*)", call)}
+    known = flags(LazyCommand(name, *COMMANDS[name]).resolve())
+    assert given <= known
 
 
 @pytest.mark.parametrize("name", reference_pages.pages())
