@@ -186,7 +186,7 @@ def _metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str, tuple[str,
         for family in collector.collect():
             # Labelled metrics hold their label names, families of a custom collector theirs; only
             # these private fields tell them while there is no sample yet.
-            labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
             suffix = "_total" if family.type == "counter" else ""
             yield family.name + suffix, family.type, tuple(labels), family.documentation
 
