@@ -13,6 +13,8 @@ SCRIPTS = {
     "profile_inference": "Where a request's time and memory go, as a page and a trace.",
     "finetune_tiny": "A gradient, a fine-tune on the CPU, and the result served.",
     "trace_request": "Which files and functions one streamed chat touches.",
+    "module_map": "The package as a tree, one sentence per folder and module.",
+    "reference_pages": "Write docs/reference from the code: settings and metrics.",
 }
 _PASSED_ON = {
     "allow_extra_args": True,

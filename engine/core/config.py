@@ -53,6 +53,7 @@ _FLAGS = {
     "model.model_path": "MODEL",
     "model.options": "--option",
     "cache.enabled": "--cache",
+    "storage.path": "--storage-path",
     "logging.level": "--log-level",
     "logging.format": "--log-format",
 }

@@ -2,7 +2,8 @@
 
 A key's name here is its name everywhere: `[server] port` in TOML, `LLM_ENGINE_SERVER__PORT` in the
 environment, `--port` on the command line. Sizes in `_mb` are MiB. All of it is frozen: nothing
-writes to settings after they are loaded.
+writes to settings after they are loaded. The sentence below a field is its line in
+docs/reference/settings.md.
 """
 
 import os
@@ -111,25 +112,45 @@ class Section(BaseModel):
 
 class ServerSettings(Section):
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    port: int = Field(default=8080, ge=0, le=65535)  # 0: any free port
-    probe_port: int | None = Field(default=None, ge=0, le=65535)  # the probes alone, by a thread
-    api_key: Secret | None = None  # from LLM_ENGINE_API_KEY or api_key_file only
+    """Address to listen on; anything but loopback needs an API key."""
+    port: int = Field(default=8080, ge=0, le=65535)
+    """Port to listen on; 0 takes any free port."""
+    probe_port: int | None = Field(default=None, ge=0, le=65535)
+    """Second port that serves the probes alone, from a thread with its own event loop."""
+    api_key: Secret | None = None
+    """API key that every client sends; set by a variable or by `server.api_key_file`."""
     api_key_file: Path | None = None
-    keys_file: Path | None = None  # several keys, named, as `engine keys` writes them
-    admin_key: Secret | None = None  # for /v1/admin; from LLM_ENGINE_ADMIN_KEY or admin_key_file
+    """File that holds the API key."""
+    keys_file: Path | None = None
+    """File of several named keys, as `engine keys` writes it."""
+    admin_key: Secret | None = None
+    """Key for `/v1/admin`; set by a variable or by `server.admin_key_file`."""
     admin_key_file: Path | None = None
-    insecure_no_auth: bool = False  # serve other machines without a key
+    """File that holds the administrator's key."""
+    insecure_no_auth: bool = False
+    """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=256, ge=1, le=65536)
+    """Requests admitted at once; the server answers 429 beyond that."""
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
+    """Max size of a request body in MiB."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
-    queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)  # for a request that can't begin
+    """Max duration of a request; it is aborted then."""
+    queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)
+    """Max time that a request waits for its first step; it is refused then."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
+    """How long a shutdown waits for running requests."""
     enable_cors: bool = False
-    cors_origins: Origins = ()  # empty with enable_cors: every origin
-    allowed_hosts: Strings = ()  # Host headers besides the bound address and loopback
-    memory_budget_mb: Megabytes | None = None  # of all models; past it the least used is unloaded
-    idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)  # it loads again when asked
-    strict: bool = False  # refuse what would be emulated or clamped, instead of warning
+    """Send CORS headers, so that browsers may call from other origins."""
+    cors_origins: Origins = ()
+    """Origins that `server.enable_cors` allows; an empty list allows every origin."""
+    allowed_hosts: Strings = ()
+    """Accepted `Host` headers besides the bound address and loopback."""
+    memory_budget_mb: Megabytes | None = None
+    """Memory of all models in MiB; beyond it the least recently used model is unloaded."""
+    idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Unload a model after this time without a request; the next request loads it again."""
+    strict: bool = False
+    """Refuse a parameter that would be emulated or clamped, instead of warning."""
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -140,47 +161,70 @@ class ServerSettings(Section):
 
 
 class ModelSettings(Section):
-    model_path: str = Field(  # a catalogue name, a file or a directory
-        default="smollm2-135m-instruct", min_length=1, max_length=4096
-    )
-    name: str | None = Field(default=None, min_length=1, max_length=256)  # None: from model_path
+    model_path: str = Field(default="smollm2-135m-instruct", min_length=1, max_length=4096)
+    """Model to serve: a catalogue name, a file or a directory."""
+    name: str | None = Field(default=None, min_length=1, max_length=256)
+    """Model id that clients use; unset, it follows from `model.model_path`."""
     backend: Name = "auto"
-    # Of a backend other than our own: fields of its configuration.
+    """Backend that runs the model, such as `native`, `torch`, `jax` or `vllm`."""
     options: Annotated[
         dict[str, Any], BeforeValidator(_parse_options), AfterValidator(_check_options)
     ] = {}
+    """Fields of the configuration class of a backend other than our own."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
+    """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["auto", "fp8", "int8"] = "auto"  # of weights; auto: as they are stored
-    max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)  # None: the model's
+    """Type of activations and of weights that are not quantized."""
+    quantization: Literal["auto", "fp8", "int8"] = "auto"
+    """Quantize weights at load, on a GPU; `auto` keeps the stored type."""
+    max_sequence_length: int | None = Field(default=None, ge=16, le=2**24)
+    """Context in tokens; unset, it is the model's own."""
 
 
 class CacheSettings(Section):
     enabled: bool = True
-    max_size_mb: Megabytes | None = None  # what finished prefixes may keep of the pool; None: all
-    max_sequences: int = Field(default=1000, ge=1, le=10**7)  # distinct cached sequences
+    """Share common prefixes between requests through the radix tree."""
+    max_size_mb: Megabytes | None = None
+    """Max MiB of the KV pool that finished prefixes keep; unset, all of it."""
+    max_sequences: int = Field(default=1000, ge=1, le=10**7)
+    """Max distinct cached sequences."""
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
-    warm_file: Path | None = None  # prompts that are computed before anybody asks
-    ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)  # None: no expiry
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of keys and values
+    """Order in which cached blocks are evicted."""
+    warm_file: Path | None = None
+    """File of prompts that are prefilled into the cache when the model is ready."""
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)
+    """Age at which an unused cached prefix expires; unset, never."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Type of cached keys and values."""
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
         default=16, ge=1, le=256
     )
+    """Tokens per KV block; a power of two."""
 
 
 class PerformanceSettings(Section):
-    batch_size: int = Field(default=64, ge=1, le=4096)  # sequences in one step
-    max_batch_tokens: int = Field(default=2048, ge=1, le=2**20)  # tokens in one step
+    batch_size: int = Field(default=64, ge=1, le=4096)
+    """Max sequences in one step."""
+    max_batch_tokens: int = Field(default=2048, ge=1, le=2**20)
+    """Max tokens in one step; at least `performance.batch_size`."""
     max_queued_requests: int = Field(default=1024, ge=1, le=10**6)
-    memory_pool_size_mb: Megabytes | None = None  # the KV pool; None: planned from free memory
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)  # of what is free at the start
+    """Max sequences that wait in an engine; requests beyond are refused."""
+    memory_pool_size_mb: Megabytes | None = None
+    """Size of the KV pool in MiB; unset, it is planned from free memory."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU memory that is free at the start, for weights and KV pool."""
     use_mmap: bool = True
-    threads: int | None = Field(default=None, ge=1, le=1024)  # None: the framework's choice
+    """Map model files instead of reading them into memory."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of the model; unset, the framework chooses."""
     attention: Name = "auto"
-    numerics: Literal["invariant", "fast"] = "invariant"  # fast: rounding may depend on batch mates
-    affinity: str = Field(  # which CPUs kernel threads are bound to: "0-3,8", "off"
+    """Attention kernel, by the name that the framework's registry has for it."""
+    numerics: Literal["invariant", "fast"] = "invariant"
+    """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
+    affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
+    """CPUs that native kernel threads are pinned to: `auto`, `off` or a list such as `0-3,8`."""
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> "PerformanceSettings":
@@ -196,16 +240,24 @@ class LoggingSettings(Section):
     level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lowercase)] = (
         "info"
     )
+    """Lowest level that is logged."""
     format: Literal["pretty", "json"] = "pretty"
+    """Log for a terminal, or one JSON object per line."""
     log_requests: bool = True
-    slow_request_s: float = Field(default=30.0, gt=0, le=86400)  # slower requests log a time split
+    """Log one line per request, without its text."""
+    slow_request_s: float = Field(default=30.0, gt=0, le=86400)
+    """A request slower than this logs its queue, prefill and decode times."""
 
 
 class MetricsSettings(Section):
     enabled: bool = True
+    """Serve Prometheus metrics."""
     endpoint: str = Field(default="/metrics", pattern=r"^(/[A-Za-z0-9_-]+)+$", max_length=128)
-    token: Secret | None = None  # read access to metrics alone; from the environment or token_file
+    """Path of the metrics."""
+    token: Secret | None = None
+    """Bearer token that reads metrics and nothing else; from a variable or `metrics.token_file`."""
     token_file: Path | None = None
+    """File that holds the metrics token."""
 
     @field_validator("endpoint")
     @classmethod
@@ -220,23 +272,36 @@ class LimitsSettings(Section):
     """What each key may ask for, unless the keys file says otherwise for it; None: no limit."""
 
     requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
-    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)  # prompts and answers
+    """Max requests per minute."""
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
+    """Max tokens of prompts and answers per minute."""
     max_concurrent: int | None = Field(default=None, ge=1, le=65536)
-    max_queued: int | None = Field(default=None, ge=1, le=65536)  # those without a first token
-    max_queued_tokens: int | None = Field(default=None, ge=1, le=10**12)  # of their prompts
-    auth_failures_per_minute: int = Field(default=120, ge=1, le=10**6)  # of one address
-    redis_url: Secret | None = None  # counts are shared there; None: kept in memory
+    """Max requests at once."""
+    max_queued: int | None = Field(default=None, ge=1, le=65536)
+    """Max requests that have no first token yet."""
+    max_queued_tokens: int | None = Field(default=None, ge=1, le=10**12)
+    """Max prompt tokens of requests that have no first token yet."""
+    auth_failures_per_minute: int = Field(default=120, ge=1, le=10**6)
+    """Wrong keys per minute from one address before the answer is 429."""
+    redis_url: Secret | None = None
+    """Redis that several servers share their counts in; unset, counts stay in memory."""
     redis_url_file: Path | None = None
+    """File that holds `limits.redis_url`."""
 
 
 class StorageSettings(Section):
     """What outlives a request, and the server: stored responses, files, batches."""
 
-    path: Path | None = None  # a directory; None: the user's data directory
+    path: Path | None = None
+    """Storage directory; unset, `engine` in the user's data directory."""
     response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
+    """Age at which a stored response is deleted."""
     max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    max_size_mb: Megabytes = 1024  # of uploaded files and batch results
+    """Max stored responses; the oldest is deleted beyond that."""
+    max_size_mb: Megabytes = 1024
+    """Max MiB of uploaded files and batch results."""
     file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
+    """Age at which an uploaded file or a batch result is deleted."""
 
     @property
     def directory(self) -> Path:

@@ -74,52 +74,72 @@ Options = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
 class BackendTable(Table):
     """One engine, or `replicas` equal ones."""
 
-    kind: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # a name that --backend takes
-    model: str = Field(default="auto", min_length=1, max_length=4096)  # as the kind names models
+    kind: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Kind of backend, as `--backend` takes it."""
+    model: str = Field(default="auto", min_length=1, max_length=4096)
+    """Model, as the kind names models: a catalogue name, a file, a folder or an id."""
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS), BeforeValidator(_refuse_bool)] = 1
-    # Requests at once, of each replica; None: its own limit.
+    """Equal engines to start, named `NAME#1`, `NAME#2` and so on."""
     max_concurrent: Annotated[int, Field(ge=1, le=65536), BeforeValidator(_refuse_bool)] | None = (
         None
     )
+    """Max requests at once for each replica; unset, the backend's own limit."""
     tags: tuple[Tag, ...] = ()
-    weight: Weight = 1.0  # its share, among the backends of a model
-    options: Options = {}  # whatever else the table has: fields of the kind's configuration
+    """Words by which models choose backends."""
+    weight: Weight = 1.0
+    """Share of requests among the backends of a model."""
+    options: Options = {}
+    """Every other key of the table: a field of the kind's configuration class."""
 
 
 class BackendUse(Table):
     """A backend in a model's list."""
 
     name: str
-    weight: Weight | None = None  # None: the backend's own
+    """Name of a `[backends.NAME]` table."""
+    weight: Weight | None = None
+    """Share of the model's requests; unset, the backend's own weight."""
 
 
 class ShadowTable(Table):
-    """A share of a model's requests is also sent to a backend whose answers nobody waits for."""
+    """Copies a share of a model's requests to a backend, and discards its answers."""
 
     backend: str
+    """Backend that gets copies of requests."""
     share: Annotated[float, Field(gt=0, le=1), BeforeValidator(_refuse_bool)] = 1.0
+    """Share of the model's requests that are copied."""
 
 
 class ModelTable(Table):
     """A model that clients can ask for."""
 
-    aliases: tuple[ModelId, ...] = ()  # other ids for it
+    aliases: tuple[ModelId, ...] = ()
+    """Other ids of the model."""
     backends: tuple[Annotated[BackendUse, BeforeValidator(_use_of_name)], ...] = ()
-    tags: tuple[Tag, ...] = ()  # backends that have one of these, in place of a list
+    """Backends of the model: names, or `{ name = "...", weight = 2 }`."""
+    tags: tuple[Tag, ...] = ()
+    """In place of `backends`: every backend that has one of these tags."""
     policy: Literal["round_robin", "least_loaded", "power_of_two", "prefix", "session"] = "prefix"
-    fallbacks: tuple[str, ...] = ()  # models that answer while all its backends are down
+    """How the router ranks the backends of the model."""
+    fallbacks: tuple[str, ...] = ()
+    """Models that answer while all backends of this one are down."""
     shadow: ShadowTable | None = None
+    """Copies requests to a second backend: `{ backend = "...", share = 0.1 }`."""
 
 
 class PluginTable(Table):
     """A plugin that takes part in requests."""
 
     enabled: bool = True
-    # Lower ones see a request first.
+    """Load the plugin; `false` keeps the table and leaves the plugin out."""
     order: Annotated[int, Field(ge=0, le=1000), BeforeValidator(_refuse_bool)] = 100
+    """Position in the chain; a lower order sees a request first."""
     timeout_s: Annotated[float, Field(ge=0.01, le=600), BeforeValidator(_refuse_bool)] = 2.0
-    on_failure: Literal["pass", "refuse"] | None = None  # None: as the plugin says
-    options: Options = {}  # whatever else the table has: what the plugin is initialized with
+    """Max time of one call of a hook."""
+    on_failure: Literal["pass", "refuse"] | None = None
+    """Whether requests pass without the plugin when it fails; unset, the plugin decides."""
+    options: Options = {}
+    """Every other key of the table: an option of the plugin."""
 
 
 _NAMES = {

@@ -16,20 +16,20 @@ class PluginMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Counter(
             "engine_plugin_calls",
-            "Calls of a plugin's hooks, by how they ended",
+            "Calls of a plugin's hooks, by outcome",
             ("plugin", "hook", "outcome"),
             registry=registry,
         )
         self._seconds = Histogram(
             "engine_plugin_call_seconds",
-            "Time until a plugin's hook had answered",
+            "Duration of a call of a plugin's hook",
             ("plugin", "hook"),
             buckets=_SECONDS,
             registry=registry,
         )
         self._enabled = Gauge(
             "engine_plugin_enabled",
-            "Whether a plugin takes part; 0 after failures in a row",
+            "1 while the plugin takes part, 0 after three failures in a row",
             ("plugin",),
             registry=registry,
         )

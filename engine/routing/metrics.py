@@ -22,7 +22,7 @@ class RouterMetrics:
         self._registry = registry
         self._attempts = Counter(
             "engine_backend_requests",
-            "Requests that a backend was given, by how they ended",
+            "Attempts at a backend, by outcome: ok, error, busy (429), refused (400)",
             ("backend", "model_name", "outcome"),
             registry=registry,
         )
@@ -41,18 +41,31 @@ class ReplicaCollector(Collector):
         self._replicas = replicas
 
     def collect(self) -> Iterable[Metric]:
-        ready = _gauge("engine_backend_ready", "Whether requests are sent there")
-        in_flight = _gauge("engine_backend_in_flight", "Requests being answered")
-        rate = _gauge("engine_backend_tokens_per_second", "Tokens generated in the last seconds")
-        first_token = _gauge(
-            "engine_backend_first_token_seconds", "Median time to a first token, of the last ones"
+        ready = _gauge(
+            "engine_backend_ready", "1 while the router sends requests to the backend, else 0"
         )
-        failures = _counter("engine_backend_failures", "Requests that failed there")
-        ejections = _counter("engine_backend_ejections", "Times it was left out for its failures")
-        restarts = _counter("engine_backend_restarts", "Engines behind it that were replaced")
+        in_flight = _gauge("engine_backend_in_flight", "Requests that the backend is answering")
+        rate = _gauge(
+            "engine_backend_tokens_per_second",
+            "Tokens generated per second, over the last ten seconds",
+        )
+        first_token = _gauge(
+            "engine_backend_first_token_seconds",
+            "Median time to first token of the last 256 requests",
+        )
+        failures = _counter("engine_backend_failures", "Requests that failed at the backend")
+        ejections = _counter(
+            "engine_backend_ejections", "Times that the router ejected the backend for its failures"
+        )
+        restarts = _counter(
+            "engine_backend_restarts", "Engine processes of the backend that were replaced"
+        )
         prompt = _counter("engine_backend_prompt_tokens", "Prompt tokens of finished requests")
-        cached = _counter("engine_backend_cached_tokens", "Of those, taken from its cache")
-        generated = _counter("engine_backend_generated_tokens", "Tokens generated")
+        cached = _counter(
+            "engine_backend_cached_tokens",
+            "Prompt tokens of finished requests found in the backend's cache",
+        )
+        generated = _counter("engine_backend_generated_tokens", "Tokens that the backend generated")
         for replica in self._replicas:
             labels = [replica.name, replica.kind]
             health = replica.backend.health()
@@ -92,7 +105,7 @@ def _outcome(error: EngineError | None) -> str:
 Outcome = Literal[
     "identical",  # the same answer, word for word
     "different",
-    "sampled",  # an answer; being drawn at random, it says nothing about the other one
+    "sampled",  # an answer; sampled at random, it says nothing about the other one
     "error",
     "unsupported",  # the request has a parameter that the backend lacks
     "unavailable",  # the backend was not ready
@@ -110,25 +123,28 @@ class ShadowMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             "engine_shadow_requests",
-            "Copies of requests, by what became of them",
+            "Copies of requests for the shadow backend, by outcome",
             (*_SHADOW_LABELS, "outcome"),
             registry=registry,
         )
         self._differences = Counter(
             "engine_shadow_differences",
-            "Greedy requests whose copy was answered otherwise, by what differs",
+            "Greedy requests whose copy got another answer, by what differs",
             (*_SHADOW_LABELS, "kind"),
             registry=registry,
         )
         self._positions = Histogram(
             "engine_shadow_divergence_tokens",
-            "Tokens before the first difference between an answer and its copy's",
+            "Equal tokens before the answer and its copy's answer diverge",
             _SHADOW_LABELS,
             buckets=_TOKENS,
             registry=registry,
         )
         self._in_flight = Gauge(
-            "engine_shadow_in_flight", "Copies being answered", _SHADOW_LABELS, registry=registry
+            "engine_shadow_in_flight",
+            "Copies that the shadow backend is answering",
+            _SHADOW_LABELS,
+            registry=registry,
         )
 
     def in_flight(self, model: str, backend: str, count: int) -> None:

@@ -51,21 +51,29 @@ _CHOICES = (1, 2, 5, 10, 20)
 
 # Running totals of `EngineStats`, and the counters that follow them.
 _TOTALS = (
-    ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens processed"),
-    ("prompt_tokens", "engine_prompt_tokens", "Prompt tokens processed"),
-    ("cached_tokens", "vllm:prompt_tokens_cached", "Prompt tokens taken from the cache"),
-    ("generated_tokens", "vllm:generation_tokens", "Tokens generated"),
-    ("generated_tokens", "engine_generated_tokens", "Tokens generated"),
+    ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of admitted sequences"),
+    ("prompt_tokens", "engine_prompt_tokens", "Prompt tokens of admitted sequences"),
+    ("cached_tokens", "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"),
+    ("generated_tokens", "vllm:generation_tokens", "Tokens sampled"),
+    ("generated_tokens", "engine_generated_tokens", "Tokens sampled"),
     ("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache"),
     ("prefix_queries", "engine_prefix_cache_query_tokens", "Tokens looked up in the prefix cache"),
     ("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache"),
     ("prefix_hits", "engine_prefix_cache_hit_tokens", "Tokens found in the prefix cache"),
-    ("num_preemptions", "vllm:num_preemptions", "Sequences preempted for want of blocks"),
-    ("num_preemptions", "engine_preemptions", "Sequences preempted for want of blocks"),
-    ("num_evictions", "engine_evicted_blocks", "Cached blocks evicted"),
-    ("num_nonfinite", "engine_nonfinite_rows", "Rows whose logits were not finite"),
-    ("num_invariant_failures", "engine_invariant_failures", "Failed self-checks of the cache"),
-    ("num_steps", "engine_steps", "Steps run"),
+    ("num_preemptions", "vllm:num_preemptions", "Sequences preempted because KV blocks ran out"),
+    ("num_preemptions", "engine_preemptions", "Sequences preempted because KV blocks ran out"),
+    ("num_evictions", "engine_evicted_blocks", "Blocks evicted from the prefix cache"),
+    (
+        "num_nonfinite",
+        "engine_nonfinite_rows",
+        "Rows that failed because their logits were not finite",
+    ),
+    (
+        "num_invariant_failures",
+        "engine_invariant_failures",
+        "Failed self-checks of KV pool and prefix cache",
+    ),
+    ("num_steps", "engine_steps", "Engine steps: schedule, forward, sample"),
 )
 
 
@@ -210,20 +218,20 @@ class Metrics:
 
     def _define_engine_gauges(self) -> None:
         self._running = [
-            self._gauge("vllm:num_requests_running", "Sequences being computed"),
-            self._gauge("engine_sequences_running", "Sequences being computed"),
+            self._gauge("vllm:num_requests_running", "Sequences that are running"),
+            self._gauge("engine_sequences_running", "Sequences that are running"),
         ]
         self._waiting = [
-            self._gauge("vllm:num_requests_waiting", "Sequences waiting for a first step"),
-            self._gauge("engine_sequences_waiting", "Sequences waiting for a first step"),
+            self._gauge("vllm:num_requests_waiting", "Sequences that wait for admission"),
+            self._gauge("engine_sequences_waiting", "Sequences that wait for admission"),
         ]
         self._kv_usage = [
-            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
+            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held by sequences, 0 to 1"),
             self._gauge("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc"),
         ]
         blocks = Gauge(
             "engine_kv_blocks",
-            "KV blocks: held by sequences, by the prefix cache alone, or by nobody",
+            "KV blocks by state: used by sequences, cached by the prefix cache alone, free",
             (*_MODEL_LABELS, "state"),
             registry=self.registry,
         )
@@ -232,31 +240,39 @@ class Metrics:
         }
         self._cache_config = Gauge(
             "vllm:cache_config_info",
-            "Sizes of the KV cache, as labels",
+            "Sizes of the KV cache as labels; the value is always 1",
             (*_MODEL_LABELS, "block_size", "num_gpu_blocks"),
             registry=self.registry,
         )
-        self._step_seconds = self._bulk({"engine_step_seconds": "Time of a step"}, STEP_SECONDS)
-        self._step_tokens = self._bulk(
-            {"vllm:iteration_tokens_total": "Tokens in a step"}, STEP_TOKENS
+        self._step_seconds = self._bulk(
+            {"engine_step_seconds": "Duration of an engine step"}, STEP_SECONDS
         )
-        self._ready = self._gauge("engine_ready", "Whether the engine takes requests")
-        self._startup = self._gauge("engine_startup_seconds", "Time of the first load and warm-up")
+        self._step_tokens = self._bulk(
+            {"vllm:iteration_tokens_total": "Tokens computed in an engine step"}, STEP_TOKENS
+        )
+        self._ready = self._gauge("engine_ready", "1 while the engine takes requests, else 0")
+        self._startup = self._gauge(
+            "engine_startup_seconds", "Duration of the first load and warm-up"
+        )
         self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
 
     def _define_request_series(self) -> None:
-        self._in_flight = self._gauge("engine_requests_in_flight", "Requests admitted, not ended")
-        self._slow_requests = self._counter("engine_slow_requests", "Requests over the slow limit")
+        self._in_flight = self._gauge(
+            "engine_requests_in_flight", "Requests admitted and not yet ended"
+        )
+        self._slow_requests = self._counter(
+            "engine_slow_requests", "Requests slower than logging.slow_request_s"
+        )
         outcomes = Counter(
             "engine_requests",
-            "Generation requests ended, by outcome",
+            "Requests that ended, by outcome: ok, abort, error, refused",
             (*_MODEL_LABELS, "outcome"),
             registry=self.registry,
         )
         self._requests = {each: outcomes.labels(*self._model, each) for each in _OUTCOMES}
         reasons = Counter(
             "vllm:request_success",
-            "Choices ended, by reason",
+            "Choices that ended, by finish reason: stop, length, abort, error",
             (*_MODEL_LABELS, "finished_reason"),
             registry=self.registry,
         )
@@ -265,11 +281,13 @@ class Metrics:
         }
         make = self._histogram
         self._first_token = make(
-            "vllm:time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S
+            "vllm:time_to_first_token_seconds",
+            "Time from arrival to the first token",
+            _FIRST_TOKEN_S,
         )
         self._inter_token = self._bulk(
             {
-                "vllm:inter_token_latency_seconds": "Time between tokens of a stream",
+                "vllm:inter_token_latency_seconds": "Time between two tokens of a stream",
                 "vllm:time_per_output_token_seconds": "Older name of "
                 "vllm:inter_token_latency_seconds",
             },
@@ -277,35 +295,57 @@ class Metrics:
         )
         self._mean_token = make(
             "vllm:request_time_per_output_token_seconds",
-            "Mean time per token after the first, for each request",
+            "Mean time per token of a request, after its first token",
             _PER_TOKEN_S,
         )
-        self._e2e = make("vllm:e2e_request_latency_seconds", "Arrival to end", _REQUEST_S)
-        self._queue = make("vllm:request_queue_time_seconds", "Waiting for a step", _REQUEST_S)
-        self._inference = make("vllm:request_inference_time_seconds", "Computing", _REQUEST_S)
-        self._prefill = make("vllm:request_prefill_time_seconds", "First step to token", _REQUEST_S)
-        self._decode = make("vllm:request_decode_time_seconds", "After the first token", _REQUEST_S)
-        self._prompt_size = make("vllm:request_prompt_tokens", "Prompt tokens", _TOKENS)
+        self._e2e = make(
+            "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_S
+        )
+        self._queue = make("vllm:request_queue_time_seconds", "Time in the queue", _REQUEST_S)
+        self._inference = make(
+            "vllm:request_inference_time_seconds", "Prefill and decode time", _REQUEST_S
+        )
+        self._prefill = make(
+            "vllm:request_prefill_time_seconds",
+            "Time from the first step to the first token",
+            _REQUEST_S,
+        )
+        self._decode = make(
+            "vllm:request_decode_time_seconds", "Time from the first token to the last", _REQUEST_S
+        )
+        self._prompt_size = make(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS
+        )
         self._prompt_computed = make(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not from cache", _TOKENS
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were computed, not found in the cache",
+            _TOKENS,
         )
-        self._generation_size = make("vllm:request_generation_tokens", "Tokens generated", _TOKENS)
+        self._generation_size = make(
+            "vllm:request_generation_tokens", "Tokens sampled for a request", _TOKENS
+        )
         self._longest_choice = make(
-            "vllm:request_max_num_generation_tokens", "Tokens of the longest choice", _TOKENS
+            "vllm:request_max_num_generation_tokens",
+            "Tokens of a request's longest choice",
+            _TOKENS,
         )
-        self._num_choices = make("vllm:request_params_n", "Choices asked for", _CHOICES)
-        self._max_tokens = make("vllm:request_params_max_tokens", "Limit asked for", _TOKENS)
+        self._num_choices = make(
+            "vllm:request_params_n", "Choices that a request asked for (n)", _CHOICES
+        )
+        self._max_tokens = make(
+            "vllm:request_params_max_tokens", "Limit that a request asked for (max_tokens)", _TOKENS
+        )
 
     def _define_server_series(self) -> None:
         self._http_requests = Counter(
             "engine_http_requests",
-            "HTTP requests answered",
+            "HTTP requests answered, by route pattern, method and status",
             ("route", "method", "status"),
             registry=self.registry,
         )
         self._http_seconds = Histogram(
             "engine_http_request_seconds",
-            "Arrival to the last byte of the answer",
+            "Time from arrival to the last byte of the response",
             ("route",),
             buckets=_REQUEST_S,
             registry=self.registry,

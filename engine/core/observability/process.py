@@ -27,14 +27,22 @@ class ProcessTreeCollector(Collector):
         import psutil
 
         cpu = CounterMetricFamily(
-            "engine_process_cpu_seconds", "User and system CPU time", labels=["process"]
+            "engine_process_cpu_seconds",
+            "User and system CPU time of the server or its workers",
+            labels=["process"],
         )
         memory = GaugeMetricFamily(
-            "engine_process_resident_memory_bytes", "Memory resident in RAM", labels=["process"]
+            "engine_process_resident_memory_bytes",
+            "Resident memory of the server or its workers",
+            labels=["process"],
         )
-        threads = GaugeMetricFamily("engine_process_threads", "Threads", labels=["process"])
+        threads = GaugeMetricFamily(
+            "engine_process_threads", "Threads of the server or its workers", labels=["process"]
+        )
         disk = CounterMetricFamily(
-            "engine_process_disk_bytes", "Bytes read and written", labels=["process", "direction"]
+            "engine_process_disk_bytes",
+            "Bytes read from and written to disk",
+            labels=["process", "direction"],
         )
         groups = {"server": [self._server], "worker": self._server.children(recursive=True)}
         for name, processes in groups.items():
@@ -48,7 +56,9 @@ class ProcessTreeCollector(Collector):
             disk.add_metric([name, "read"], read)
             disk.add_metric([name, "write"], written)
         network = CounterMetricFamily(
-            "engine_host_network_bytes", "Traffic of the whole machine", labels=["direction"]
+            "engine_host_network_bytes",
+            "Network traffic of the whole machine",
+            labels=["direction"],
         )
         traffic = psutil.net_io_counters()
         if traffic is not None:  # a machine without any interface
