@@ -218,7 +218,7 @@ def test_refusals_name_the_field(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse(MessagesBody, ASK | fields)
     assert caught.value.param == param
-    assert caught.value.message.startswith(f"{param}: ")
+    assert param in caught.value.message
 
 
 def test_a_format_goes_with_tools_that_need_not_be_called() -> None:

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.servers.http.errors import describe, problem, short_text
-from engine.servers.openai.tools import MAX_TOOL_NAME, check_distinct, function_tool
+from engine.servers.openai.messages import check_number
+from engine.servers.openai.tools import (
+    MAX_TOOL_NAME,
+    check_distinct,
+    check_tool_list,
+    function_tool,
+)
 
 MAX_BLOCKS = 1_024
 MAX_ID = 512
@@ -58,9 +64,10 @@ class BlockReader:
     warnings: dict[str, str] = field(default_factory=dict)
     _called: dict[str, str] = field(default_factory=dict)  # id of each call so far -> tool
 
-    def messages(self, value: list[Any], system: str) -> list[dict[str, Any]]:
+    def messages(self, value: Any) -> list[dict[str, Any]]:
         """Turns in order; those of one role that follow each other are one, as in Anthropic's."""
-        read: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        check_number(value)
+        read: list[dict[str, Any]] = []
         for position, item in enumerate(value):
             for message in self._message(item, f"messages[{position}]"):
                 if read and message["role"] == read[-1]["role"] and message["role"] != "tool":
@@ -76,8 +83,9 @@ class BlockReader:
             texts[0] = _BILLING_NOTE.sub("", texts[0], count=1)
         return _joined(texts)
 
-    def tools(self, value: list[Any]) -> tuple[dict[str, Any], ...]:
-        tools = tuple(self._tool(item, f"tools[{i}]") for i, item in enumerate(value))
+    def tools(self, value: Any) -> tuple[dict[str, Any], ...]:
+        check_tool_list(value, "tools")
+        tools = tuple(self._tool(item, f"tools[{i}]") for i, item in enumerate(value or ()))
         check_distinct(tools, "tools[{}].name")
         return tools
 
@@ -101,8 +109,8 @@ class BlockReader:
             raise problem(where, f"should be an object, got {describe(item)}")
         role = item.get("role")
         if not isinstance(role, str) or role not in _BLOCKS_OF:
-            rule = "should be user, assistant or system"
-            raise problem(f"{where}.role", f"{rule}; got {describe(role)}")
+            expected = ", ".join(_BLOCKS_OF)
+            raise problem(f"{where}.role", f"should be one of {expected}; got {describe(role)}")
         _only_known(item, ("role", "content"), where, "a message")
         content, where = item.get("content"), f"{where}.content"
         if isinstance(content, str):
@@ -224,6 +232,17 @@ class BlockReader:
         if item.get("input_examples") not in (None, []):
             self.warnings["input_examples"] = "the model is not shown them"
         return function_tool(item, where, "input_schema")
+
+
+def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
+    """Before all other turns, and one with those of its role that it meets there."""
+    if not system:
+        return messages
+    first: dict[str, Any] = {"role": "system", "content": system}
+    if messages[0]["role"] == "system":
+        _merge(first, messages[0])
+        messages = messages[1:]
+    return [first, *messages]
 
 
 def _merge(turn: dict[str, Any], more: dict[str, Any]) -> None:

@@ -17,13 +17,13 @@ from engine.core.interfaces.backend import (
     ModelCard,
     ToolChoice,
 )
-from engine.servers.anthropic.blocks import BlockReader
+from engine.servers.anthropic.blocks import BlockReader, with_system
 from engine.servers.anthropic.schema import NO_EFFECT, MessagesBody, PromptBody, ToolChoiceBody
 from engine.servers.http.errors import invalid_request, problem
-from engine.servers.openai.refusals import asks_for_nothing
+from engine.servers.openai.refusals import drop_no_effect
 from engine.servers.openai.schema import SamplingBody
 from engine.servers.openai.structured import schema_spec
-from engine.servers.openai.tools import check_format_and_choice
+from engine.servers.openai.tools import check_format_and_choice, known_name
 from engine.servers.serving.chats import effort_options
 from engine.servers.serving.services import Services
 
@@ -61,21 +61,16 @@ class Prompt:
 
 def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
     """Raises `InvalidRequestError` that names field, rule and what was given."""
-    for name, value in raw.items():
-        if name in kind.model_fields:
-            continue
-        if name not in NO_EFFECT:
-            raise problem(name[:64], "is not a parameter of this endpoint")
-        if not asks_for_nothing(value, NO_EFFECT[name]):
-            raise problem(name, "is not supported by this server; leave it out")
+    reader = BlockReader()
     try:
-        body = kind.model_validate({name: raw[name] for name in kind.model_fields if name in raw})
+        body = kind.model_validate(
+            drop_no_effect(raw, kind.model_fields, NO_EFFECT), context=reader
+        )
     except ValidationError as error:
         raise invalid_request(error) from None
-    reader = BlockReader()
     reader.cache_control(body.cache_control, "cache_control")
-    tools = reader.tools(body.tools or [])
-    messages = reader.messages(body.messages, reader.system(body.system or ""))
+    tools = body.tools
+    messages = with_system(body.messages, reader.system(body.system or ""))
     choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
     check_format_and_choice(grammar, choice)
     prompt = Prompt(
@@ -130,7 +125,6 @@ def template_options(
 
 
 def _tool_choice(value: ToolChoiceBody | None, tools: Tools) -> ToolChoice:
-    names = [tool["function"]["name"] for tool in tools]
     if value is None or value.type in ("auto", "none"):
         if value is not None and value.name is not None:
             raise problem("tool_choice.name", f"has no meaning with type {value.type}")
@@ -141,9 +135,7 @@ def _tool_choice(value: ToolChoiceBody | None, tools: Tools) -> ToolChoice:
         if value.name is not None:
             raise problem("tool_choice.name", "has no meaning with type any")
         return ToolChoice("required")
-    if value.name not in names:
-        raise problem("tool_choice.name", "should be the name of one of the tools")
-    return ToolChoice("named", value.name)
+    return ToolChoice("named", known_name(value.name, tools, "tool_choice.name"))
 
 
 def _continues(messages: list[dict[str, Any]]) -> bool:

@@ -1,13 +1,22 @@
 """What `/v1/messages` and `/v1/messages/count_tokens` may be asked: every field and its bounds.
 
 Types are strict and null is the same as leaving a field out. What stands inside messages, system
-and tools is read by `blocks.py`.
+and tools is read by `blocks.py`: by the `BlockReader` that is the context of the validation.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
+from engine.servers.anthropic.blocks import BlockReader
 from engine.servers.http.errors import problem
 from engine.servers.openai import fields
 from engine.servers.openai.messages import MAX_MESSAGES
@@ -28,6 +37,32 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "thread": (),
     "user_profile_id": (),
 }
+
+
+def _reader(info: ValidationInfo) -> BlockReader:
+    assert isinstance(info.context, BlockReader)
+    return info.context
+
+
+Messages = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(lambda value, info: _reader(info).messages(value)),
+    WithJsonSchema(
+        {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"type": "object"}}
+    ),
+]
+Tools = Annotated[
+    tuple[dict[str, Any], ...],
+    PlainValidator(lambda value, info: _reader(info).tools(value)),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "maxItems": MAX_TOOLS, "items": {"type": "object"}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -58,7 +93,7 @@ class JsonFormat(BaseModel):
     model_config = _STRICT
 
     type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: Any = Field(alias="schema")  # read with the field's name
 
 
 class OutputConfig(BaseModel):
@@ -82,9 +117,9 @@ class PromptBody(BaseModel):
     model_config = _STRICT
 
     model: fields.ModelName
-    messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     system: str | list[Any] | None = None
-    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools = ()
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, NotFoundError
 from engine.servers.batches.schema import LineError
 from engine.servers.http.errors import describe
 from engine.servers.http.limits import decode_object
@@ -47,8 +47,12 @@ class _LineMistake(Exception):
         self.param = param
 
 
-def scan(path: Path, endpoint: str, max_line_bytes: int, is_served: Callable[[str], bool]) -> Scan:
-    """All lines, and what is wrong with them. Takes its time: not for the event loop."""
+def scan(
+    path: Path, endpoint: str, max_line_bytes: int, find_model: Callable[[str], object]
+) -> Scan:
+    """All lines, and what is wrong with them; `find_model` raises for a model that is not served.
+    Takes its time: not for the event loop.
+    """
     found = Scan()
     custom_ids: set[str] = set()
     start = number = 0
@@ -63,7 +67,7 @@ def scan(path: Path, endpoint: str, max_line_bytes: int, is_served: Callable[[st
                         _fail("too_many_lines", f"A batch may have at most {MAX_LINES} requests.")
                     request = _parse(raw, endpoint)
                     _check_custom_id(request["custom_id"], custom_ids)
-                    found.model = _check_model(request["body"], found.model, is_served)
+                    found.model = _check_model(request["body"], found.model, find_model)
                     found.lines.append(Line(number, request["custom_id"], start, len(raw)))
             except _LineMistake as mistake:
                 found.errors.append(
@@ -130,7 +134,7 @@ def _check_custom_id(value: Any, seen: set[str]) -> None:
 
 
 def _check_model(
-    body: dict[str, Any], expected: str | None, is_served: Callable[[str], bool]
+    body: dict[str, Any], expected: str | None, find_model: Callable[[str], object]
 ) -> str:
     model = body.get("model")
     if not isinstance(model, str):
@@ -138,8 +142,11 @@ def _check_model(
     if expected is not None and model != expected:
         message = f"All lines must name one model; the first names {describe(expected)}."
         _fail("mismatched_model", message, "body.model")
-    if expected is None and not is_served(model):
-        _fail("model_not_found", f"There is no model {describe(model)} here.", "body.model")
+    if expected is None:
+        try:
+            find_model(model)
+        except NotFoundError as error:
+            _fail(error.error_code, error.message, "body.model")
     return model
 
 

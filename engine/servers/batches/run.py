@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.errors import EngineError, NotFoundError
+from engine.core.errors import EngineError
 from engine.servers.access.auth import Principal
 from engine.servers.batches.caller import ABANDONED, Answer, Caller
 from engine.servers.batches.lines import Line, Scan, read_body, scan
@@ -184,7 +184,9 @@ class BatchRun:
         path = self._bench.files.path_of(batch.input_file_id)
         max_bytes = services.settings.server.body_limit_mb * 2**20
         try:
-            found = await asyncio.to_thread(scan, path, batch.endpoint, max_bytes, self._is_served)
+            found = await asyncio.to_thread(
+                scan, path, batch.endpoint, max_bytes, services.find_model
+            )
         except OSError:
             found = Scan(errors=[_unreadable()])
         if found.errors:
@@ -192,13 +194,6 @@ class BatchRun:
         elif found.model is not None:
             await store.start(batch, found.model, found.lines)
         return await store.find(batch.id)
-
-    def _is_served(self, model: str) -> bool:
-        try:
-            self._bench.services.find_model(model)
-        except NotFoundError:
-            return False
-        return True
 
     async def _run_lines(self, batch: Batch) -> None:
         watching = asyncio.create_task(self._watch(batch))

@@ -43,11 +43,15 @@ _NOTES = ("parsed", "provider_specific_fields")
 _FUNCTION_NOTES = ("parsed_arguments",)
 
 
-def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
+def check_number(value: Any, where: str = "messages") -> None:
     if not isinstance(value, list):
-        raise problem("messages", f"should be a list of messages, got {describe(value)}")
+        raise problem(where, f"should be a list of messages, got {describe(value)}")
     if not 1 <= len(value) <= MAX_MESSAGES:
-        raise problem("messages", f"should have 1 to {MAX_MESSAGES} messages, got {len(value)}")
+        raise problem(where, f"should have 1 to {MAX_MESSAGES} messages, got {len(value)}")
+
+
+def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
+    check_number(value)
     called: dict[str, str] = {}  # id of each call so far -> the function's name
     return tuple(_message(item, f"messages[{i}]", called) for i, item in enumerate(value))
 

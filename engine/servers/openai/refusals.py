@@ -4,7 +4,7 @@ A value that asks for nothing (`functions: []`, `store: false`, null) is the sam
 parameter out, and SDKs send such values all the time, so those are dropped.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,11 @@ _INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 _MAX_NAMED = 10
 
 
-def drop_no_effect(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def drop_no_effect(
+    body: dict[str, Any],
+    known: Iterable[str],
+    no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
+) -> dict[str, Any]:
     """`body` with only the `known` parameters; raises `InvalidRequestError` for what is left."""
     known = frozenset(known)
     unknown: list[str] = []
@@ -74,9 +78,9 @@ def drop_no_effect(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]
     for name, value in body.items():
         if name in known:
             kept[name] = value
-        elif name not in NO_EFFECT:
+        elif name not in no_effect:
             unknown.append(name)
-        elif not asks_for_nothing(value, NO_EFFECT[name]):
+        elif not asks_for_nothing(value, no_effect[name]):
             raise InvalidRequestError(
                 f"{name} is not supported by this endpoint; {_INSTEAD.get(name, 'leave it out')}.",
                 param=name,

@@ -21,15 +21,19 @@ _MODES = {"none": ToolChoice("none"), "auto": ToolChoice(), "required": ToolChoi
 
 def parse_tools(value: Any, where: str = "tools") -> tuple[dict[str, Any], ...]:
     """`value` as a tuple of function tools with distinct names; null is none at all."""
+    check_tool_list(value, where)
+    tools = tuple(_tool(item, f"{where}[{i}]") for i, item in enumerate(value or ()))
+    check_distinct(tools, where + "[{}].function.name")
+    return tools
+
+
+def check_tool_list(value: Any, where: str) -> None:
     if value is None:
-        return ()
+        return
     if not isinstance(value, list):
         raise problem(where, f"should be a list of tools, got {describe(value)}")
     if len(value) > MAX_TOOLS:
         raise problem(where, f"should have at most {MAX_TOOLS} tools, got {len(value)}")
-    tools = tuple(_tool(item, f"{where}[{i}]") for i, item in enumerate(value))
-    check_distinct(tools, where + "[{}].function.name")
-    return tools
 
 
 def check_distinct(tools: tuple[dict[str, Any], ...], place: str) -> None:
@@ -141,9 +145,13 @@ def _chosen_name(value: Any, tools: tuple[dict[str, Any], ...], where: str) -> s
     if not isinstance(function, dict):
         raise problem(f"{where}.function", f"should be an object, got {describe(function)}")
     check_keys(function, ("name",), f"{where}.function")
-    name = _name(function.get("name"), f"{where}.function.name")
+    return known_name(function.get("name"), tools, f"{where}.function.name")
+
+
+def known_name(value: Any, tools: tuple[dict[str, Any], ...], where: str) -> str:
+    name = _name(value, where)
     if all(tool["function"]["name"] != name for tool in tools):
-        raise problem(f"{where}.function.name", f"{name} is not one of the tools")
+        raise problem(where, f"{name} is not one of the tools")
     return name
 
 

@@ -30,9 +30,10 @@ _EMPTY_ONLY = ("phase", "caller", "namespace", "created_by", "encrypted_content"
 def parse_input(value: Any) -> tuple[Item, ...]:
     if isinstance(value, str):
         return (_item({"role": "user", "content": value}, "input"),)
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_ITEMS:
-        rule = f"should be text or a list of 1 to {MAX_ITEMS} items"
-        raise problem("input", f"{rule}, got {describe(value)}")
+    if not isinstance(value, list):
+        raise problem("input", f"should be text or a list of items, got {describe(value)}")
+    if not 1 <= len(value) <= MAX_ITEMS:
+        raise problem("input", f"should have 1 to {MAX_ITEMS} items, got {len(value)}")
     return tuple(_item(item, f"input[{i}]") for i, item in enumerate(value))
 
 

@@ -183,9 +183,16 @@ class TokenCountBody(PromptBody):
     personality: Annotated[None, *refused("write it in instructions")] = None
 
 
-class ResponseBody(PromptBody, SamplingBody):
-    model: fields.ModelName
+class OutputLimit(BaseModel):
+    """Before the fields of sampling, so that mistakes in it are told first, as in `max_tokens`."""
+
+    model_config = _STRICT
+
     max_output_tokens: fields.TokenCount | None = None
+
+
+class ResponseBody(PromptBody, SamplingBody, OutputLimit):
+    model: fields.ModelName
     top_logprobs: NumLogprobs | None = None
     include: Annotated[list[Includable], Field(max_length=MAX_INCLUDES)] | None = None
     store: bool | None = None
