@@ -5,7 +5,7 @@ The server, the CLI and the Python API hold an `InferenceBackend` and never ask 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -53,14 +53,66 @@ class EventFeed(AsyncIterator[Event]):
         would be raised; cancelling it releases what the request held.
         """
 
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release what the request holds, however much of it was read."""
+
+
+class Opening(EventFeed):
+    """The events of a request that its backend opens when they are first asked for."""
+
+    def __init__(
+        self, backend: "InferenceBackend", request: ChatRequest | CompletionRequest
+    ) -> None:
+        self._backend = backend
+        self._request = request
+        self._reading = self._read()
+
+    async def feed(self, sink: EventSink) -> None:
+        source = await self._backend.open(self._request)
+        try:
+            await push_events(source, sink)
+        finally:
+            await close_events(source)
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
+        source = await self._backend.open(self._request)
+        try:
+            async for event in source:
+                yield event
+        finally:
+            await close_events(source)
+
+
+async def push_events(source: AsyncIterator[Event], sink: EventSink) -> None:
+    """Every event of `source` to `sink`, pushed where the source can push."""
+    if isinstance(source, EventFeed):
+        await source.feed(sink)
+    else:
+        async for event in source:
+            sink(event)
+
+
+async def close_events(source: AsyncIterator[Event]) -> None:
+    """Release what the request of `source` holds, if it is of a kind that can be closed."""
+    if isinstance(source, AsyncGenerator | EventFeed):
+        await source.aclose()
+
 
 class InferenceBackend(ABC):
     """A model, or several, that can be asked for text.
 
-    `chat` and `complete` return an iterator of events (see `core.interfaces.backend`), which may be
-    an `EventFeed`; closing it early, or cancelling the task that reads it, releases everything that
-    the request held. They raise an `EngineError` before the first event when the request can't be
-    accepted.
+    `open`, `chat` and `complete` give an iterator of events (see `core.interfaces.backend`), which
+    may be an `EventFeed`; closing it early, or cancelling the task that reads it, releases
+    everything that the request held. `open` raises what a request is refused with, as far as the
+    backend knows it at once; the rest, and all of it for `chat` and `complete`, is raised before
+    the first event.
     """
 
     config_type: ClassVar[type[BackendConfig]] = BackendConfig
@@ -101,6 +153,12 @@ class InferenceBackend(ABC):
     @abstractmethod
     def stats(self) -> EngineStats | None:
         """Gauges and totals of the engine behind this backend, if it reports any."""
+
+    async def open(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[Event]:
+        """Have a request accepted; its events follow."""
+        if isinstance(request, ChatRequest):
+            return self.chat(request)
+        return self.complete(request)
 
     @abstractmethod
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:

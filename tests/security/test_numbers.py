@@ -19,7 +19,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.http.limits import decode_object
 from engine.servers.openai.openapi import BODIES
-from engine.servers.openai.schema import parse_body
+from engine.servers.schema.body import parse_body
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 

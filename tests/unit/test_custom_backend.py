@@ -23,6 +23,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from tests.told_engine import ToldEngine
 from tests.toy_backend import TEXT, ToyBackend
 from tests.toy_runner import VOCAB
 
@@ -72,7 +73,7 @@ async def test_fed_events_are_those_that_are_read():
 
 async def test_a_feed_hands_on_in_the_call_that_delivers():
     request = GenerateRequest(request_id="r", prompt=(1,), params=SamplingParams(max_tokens=3))
-    generation = Generation(request, TEXT, Prepared((1,), "prompt"), lambda choice: None)
+    generation = Generation(request, TEXT, Prepared((1,), "prompt"), ToldEngine())
     fed = []
     generation.deliver(TokenDelta("r", 0, (1,)))  # before anybody feeds
     feeding = asyncio.create_task(generation.feed(fed.append))
@@ -160,18 +161,18 @@ def test_backend_arguments_are_checked_by_name_and_type():
 @pytest.mark.parametrize("backlog", [1, MAX_BACKLOG + 20])
 async def test_tokens_behind_a_stop_string_are_not_counted_however_they_arrive(backlog):
     params = SamplingParams(max_tokens=100, stop=("cd",), logprobs=None)
-    forgotten = []
+    engine = ToldEngine()
     generation = Generation(
         GenerateRequest(request_id="r", prompt=(1,), params=params),
         TEXT,
         Prepared((1,), "prompt", continuation=True),
-        forgotten.append,
+        engine,
     )
     tokens = [0, 1, 2, 3] + [4] * 40  # "abcd", then what the engine had on its way
     for token in tokens[:backlog]:
         generation.deliver(TokenDelta("r", 0, (token,)))
     seen = []
-    async for event in generation.events():
+    async for event in generation:
         seen.append(event)
         if tokens[backlog:]:
             generation.deliver(TokenDelta("r", 0, (tokens[backlog],)))
@@ -179,7 +180,7 @@ async def test_tokens_behind_a_stop_string_are_not_counted_however_they_arrive(b
     assert "".join(event.text for event in seen[:-2]) == "ab"
     assert seen[-2] == FinishEvent(0, "stop", "cd")
     assert isinstance(seen[-1], UsageEvent) and seen[-1].completion_tokens == 4
-    assert forgotten == [0]
+    assert engine.forgotten == [0]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ TOKENIZER = SimpleNamespace(
     token_literal=lambda token: CHARS[token],
     decode=lambda ids: b"".join(CHARS[token] for token in ids).decode(),
 )
+from tests.told_engine import ToldEngine
+
 TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
 OUTPUT = OutputFormat.of(TEMPLATE, {})
 TEXT = TextModel(SimpleNamespace(), TOKENIZER, None, None, 0, OUTPUT)
@@ -50,11 +52,11 @@ def parsed(opened: bool = False) -> Prepared:
 async def events_of(prepared: Prepared, answer: str, reason: str = "stop", **params) -> list:
     params = SamplingParams(max_tokens=999, **params)
     request = GenerateRequest(request_id="r", prompt=(104, 105), params=params)
-    generation = Generation(request, TEXT, prepared, lambda choice: None)
+    generation = Generation(request, TEXT, prepared, ToldEngine())
     for char in answer[:-1]:
         generation.deliver(TokenDelta("r", 0, (ord(char),)))
     generation.deliver(TokenDelta("r", 0, (ord(answer[-1]),), finish_reason=reason))
-    return [event async for event in generation.events()]
+    return [event async for event in generation]
 
 
 def joined(events: list, kind: type) -> str:
@@ -108,7 +110,7 @@ async def test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has
     params = SamplingParams(max_tokens=9, n=2, logprobs=0, score_prompt=True)
     request = GenerateRequest(request_id="r", prompt=(104, 105), params=params)
     prepared = Prepared((104, 105), "prompt", continuation=True, echo="hi")
-    generation = Generation(request, TEXT, prepared, lambda choice: None)
+    generation = Generation(request, TEXT, prepared, ToldEngine())
     score = (TokenLogprobs(-0.5),)
     deltas = [
         TokenDelta("r", 0, (33,), score, "length", prompt_logprobs=(TokenLogprobs(-1.5),)),
@@ -116,7 +118,7 @@ async def test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has
     ]
     generation.deliver(deltas[first])
     generation.deliver(deltas[1 - first])
-    events = [event async for event in generation.events()]
+    events = [event async for event in generation]
     for choice, text in ((0, "!"), (1, "?")):
         mine = [e for e in events if isinstance(e, TextEvent) and e.choice == choice]
         assert [event.text for event in mine] == ["hi", text]
@@ -145,13 +147,13 @@ async def test_a_choice_that_stops_while_its_tokens_wait_for_the_scores_of_anoth
     params = SamplingParams(max_tokens=9, n=2, logprobs=0, score_prompt=True, stop=("b",))
     request = GenerateRequest(request_id="r", prompt=(104, 105), params=params)
     prepared = Prepared((104, 105), "prompt", continuation=True, echo="hi")
-    generation = Generation(request, TEXT, prepared, lambda choice: None)
+    generation = Generation(request, TEXT, prepared, ToldEngine())
     score = (TokenLogprobs(-0.5),)
     for char in "abcd":
         generation.deliver(TokenDelta("r", 1, (ord(char),), score))
     scored = (TokenLogprobs(-1.5),)
     generation.deliver(TokenDelta("r", 0, (33,), score, "length", prompt_logprobs=scored))
-    events = [event async for event in generation.events()]
+    events = [event async for event in generation]
     texts = [e.text for e in events if isinstance(e, TextEvent) and e.choice == 1]
     assert "".join(texts) == "hia"
     endings = [event for event in events if isinstance(event, FinishEvent)]

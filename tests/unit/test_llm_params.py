@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine import SamplingParams
-from engine.backends.custom.frontend.checks import check_params as check_against_model
+from engine.backends.custom.frontend.prompts import check_params as check_against_model
 from engine.core.errors import InvalidRequestError
 from engine.llm import check_params
 

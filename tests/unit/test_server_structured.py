@@ -7,8 +7,9 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec
-from engine.servers.openai.schema import ChatBody, CompletionBody, OpenAIBody, parse_body
-from engine.servers.openai.structured import MAX_CHOICES, MAX_SOURCE, read_response_format
+from engine.servers.openai.schema import ChatBody, CompletionBody, OpenAIBody
+from engine.servers.schema.body import parse_body
+from engine.servers.schema.structured import MAX_CHOICES, MAX_SOURCE, read_response_format
 from tests.fake_backend import MODEL
 from tests.live_server import chat
 

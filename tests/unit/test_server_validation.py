@@ -11,13 +11,8 @@ from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.openai.refusals import NO_EFFECT
-from engine.servers.openai.schema import (
-    ChatBody,
-    CompletionBody,
-    SamplingBody,
-    parse_body,
-)
+from engine.servers.openai.schema import ChatBody, CompletionBody
+from engine.servers.schema.body import NO_EFFECT, SamplingBody, parse_body
 from tests.fake_backend import CONTEXT_LENGTH, MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 

@@ -17,14 +17,8 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from engine.backends.base import BackendConfig, InferenceBackend
+from engine.backends.base import BackendConfig, InferenceBackend, Opening, Resolved
 from engine.backends.custom.engine_settings import EXAMINER
-from engine.backends.custom.frontend.checks import (
-    check_context,
-    check_input,
-    check_params,
-    check_prompt,
-)
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
     InlineClient,
@@ -33,9 +27,11 @@ from engine.backends.custom.frontend.engine_client import (
     ProcessClient,
 )
 from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.generation import Answer, Generation
+from engine.backends.custom.frontend.generation import Generation
 from engine.backends.custom.frontend.prompts import (
-    Prepared,
+    check_input,
+    check_prepared,
+    check_prompt,
     encode_chat,
     is_long,
     prepare_chat,
@@ -47,7 +43,6 @@ from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.options import EngineOptions
 from engine.backends.process import RestartPolicy
-from engine.core import faults
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
 from engine.core.interfaces.backend import (
@@ -105,6 +100,7 @@ class CustomBackend(InferenceBackend):
         self._checker = GrammarChecker()
         self._text: TextModel | None = None
         self._created = int(time.time())
+        self._card: ModelCard | None = None  # made when the model is loaded, and once
 
     async def start(self) -> str:
         path = resolve_model(self._options.model_path)
@@ -183,32 +179,66 @@ class CustomBackend(InferenceBackend):
         text, ready = self._text, self._link.ready
         if text is None:
             return []
-        return [
-            ModelCard(
-                id=self._served_name,
-                created=self._created,
-                owned_by="engine",
-                max_model_len=ready.max_seq_len if ready else text.config.max_position,
-                backend=self.framework,
-                quantization=text.quantization,
-                num_params=text.config.num_params,
-                size_bytes=text.size_bytes,
-                capabilities=text.capabilities,
-                emulated=text.emulated,
-                template_options=text.template.options,
-                trained_context=text.config.max_position,
-                num_dimensions=text.config.hidden_size,
-            )
-        ]
+        max_model_len = ready.max_seq_len if ready else text.config.max_position
+        if self._card is None or self._card.max_model_len != max_model_len:
+            self._card = self._make_card(text, max_model_len)
+        return [self._card]
+
+    def resolve(self, name: str | None) -> Resolved | None:
+        return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
+
+    def _make_card(self, text: TextModel, max_model_len: int) -> ModelCard:
+        return ModelCard(
+            id=self._served_name,
+            created=self._created,
+            owned_by="engine",
+            max_model_len=max_model_len,
+            backend=self.framework,
+            quantization=text.quantization,
+            num_params=text.config.num_params,
+            size_bytes=text.size_bytes,
+            capabilities=text.capabilities,
+            emulated=text.emulated,
+            template_options=text.template.options,
+            trained_context=text.config.max_position,
+            num_dimensions=text.config.hidden_size,
+        )
 
     def stats(self) -> EngineStats | None:
         return self._link.stats
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        return self._answer(prepare_chat, request)
+        return Opening(self, request)
 
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        return self._answer(prepare_completion, request)
+        return Opening(self, request)
+
+    async def open(self, request: ChatRequest | CompletionRequest) -> Generation:
+        """From text to the engine: prepare the prompt, check it, submit it."""
+        text, ready = self._loaded()
+        context = request.context
+        prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
+        prepared = await self._encode(prepare, text, request)
+        if context.truncate_prompt_tokens is not None:
+            prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
+        check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
+        if prepared.checked_grammar is not None:
+            await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
+        submitted = GenerateRequest(
+            request_id=context.request_id,
+            prompt=prepared.token_ids,
+            params=context.params,
+            eos_ids=text.eos_ids,
+            priority=context.priority,
+            salt=context.salt,
+            tenant=context.tenant,
+            timeout_s=context.timeout_s,
+            queue_timeout_s=context.queue_timeout_s,
+            grammar=prepared.grammar,
+        )
+        generation = Generation(submitted, text, prepared, self._link)
+        self._link.submit(submitted, generation)
+        return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (
@@ -259,48 +289,6 @@ class CustomBackend(InferenceBackend):
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
-
-    def _answer(
-        self, prepare: Callable[[TextModel, Any], Prepared], asked: ChatRequest | CompletionRequest
-    ) -> Answer:
-        return Answer(
-            lambda: self._submit(prepare, asked), lambda: self._link.done(asked.context.request_id)
-        )
-
-    async def _submit(
-        self, prepare: Callable[[TextModel, Any], Prepared], asked: ChatRequest | CompletionRequest
-    ) -> Generation:
-        text, ready = self._loaded()
-        context = asked.context
-        prepared = await self._encode(prepare, text, asked)
-        if context.truncate_prompt_tokens is not None:
-            prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
-        prompt, params = prepared.token_ids, context.params
-        # Its length first, so that no id of a prompt that is far too long is looked at.
-        check_context(len(prompt), params.max_tokens, ready.max_seq_len, prepared.param)
-        check_prompt(prompt, text.config.vocab_size, prepared.param)
-        check_params(params, text.config.vocab_size)
-        if prepared.checked_grammar is not None:
-            faults.hit("check_grammar", prepared.checked_grammar)
-            await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
-        request = GenerateRequest(
-            request_id=context.request_id,
-            prompt=prompt,
-            params=params,
-            eos_ids=text.eos_ids,
-            priority=context.priority,
-            salt=context.salt,
-            tenant=context.tenant,
-            timeout_s=context.timeout_s,
-            queue_timeout_s=context.queue_timeout_s,
-            grammar=prepared.grammar,
-        )
-        link = self._link
-        generation = Generation(
-            request, text, prepared, lambda choice: link.forget(context.request_id, choice)
-        )
-        link.submit(request, generation)
-        return generation
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         text, ready = self._text, self._link.ready

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.custom.frontend.checks import check_params, check_prompt
+from engine.backends.custom.frontend.prompts import check_params, check_prompt
 from engine.backends.openai.dialects import Dialect, Feature, GrammarForm, Grammars
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (

@@ -16,7 +16,7 @@ from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.key_file import KeyLimits
 from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
-from engine.servers.serving.event_pump import Generation
+from engine.servers.serving.event_pump import EventPump
 
 # Requests end one by one: nobody knows when, but soon.
 BUSY_RETRY_S = 1.0
@@ -48,7 +48,7 @@ class Lease:
     """One request's part of its key's limits. `close` may be called twice."""
 
     def __init__(self, quotas: "Quotas", key: str, name: str, limits: KeyLimits) -> None:
-        self.generation: Generation | None = None
+        self.pump: EventPump | None = None
         self.name = name  # of the key, in messages
         self.limits = limits
         self.headers: dict[str, str] = {}
@@ -59,7 +59,7 @@ class Lease:
 
     @property
     def is_queued(self) -> bool:
-        return self.generation is None or self.generation.first_token_at is None
+        return self.pump is None or self.pump.first_token_at is None
 
     @property
     def num_charged(self) -> int:

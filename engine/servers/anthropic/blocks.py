@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.servers.http.errors import describe, problem, short_text
-from engine.servers.openai.messages import check_number
-from engine.servers.openai.tools import (
+from engine.servers.schema.messages import check_number
+from engine.servers.schema.tools import (
     MAX_TOOL_NAME,
     check_distinct,
     check_tool_list,

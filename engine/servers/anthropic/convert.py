@@ -11,8 +11,6 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from engine.core.interfaces.backend import (
-    ChatRequest,
-    GenerationContext,
     GrammarSpec,
     ModelCard,
     ToolChoice,
@@ -20,11 +18,10 @@ from engine.core.interfaces.backend import (
 from engine.servers.anthropic.blocks import BlockReader, with_system
 from engine.servers.anthropic.schema import NO_EFFECT, MessagesBody, PromptBody, ToolChoiceBody
 from engine.servers.http.errors import invalid_request, problem
-from engine.servers.openai.refusals import drop_no_effect
-from engine.servers.openai.schema import SamplingBody
-from engine.servers.openai.structured import schema_spec
-from engine.servers.openai.tools import check_format_and_choice, known_name
-from engine.servers.serving.chats import effort_options
+from engine.servers.schema.body import SamplingBody, drop_no_effect
+from engine.servers.schema.structured import schema_spec
+from engine.servers.schema.tools import check_format_and_choice, known_name
+from engine.servers.serving.chat import ChatAsk, effort_options
 from engine.servers.serving.services import Services
 
 # The names that templates have for "think before you answer".
@@ -46,13 +43,14 @@ class Prompt:
     grammar: GrammarSpec | None
     warnings: dict[str, str]
 
-    def chat_request(self, context: GenerationContext, options: dict[str, Any]) -> ChatRequest:
-        return ChatRequest(
-            context=context,
-            messages=self.messages,
+    def ask(self, card: ModelCard, options: dict[str, Any]) -> ChatAsk:
+        return ChatAsk(
+            card,
+            self.messages,
             tools=self.tools,
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            grammar=self.grammar,
             template_options=options,
             add_generation_prompt=not self.continues_answer,
             continue_final_message=self.continues_answer,

@@ -6,7 +6,7 @@ header where its SDK looks for it.
 """
 
 import secrets
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI
 from starlette.requests import Request
@@ -20,9 +20,13 @@ from engine.servers.anthropic.schema import MessagesBody, PromptBody
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.record import record_of
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chats import check_tools, require_chat, require_grammar
-from engine.servers.serving.event_pump import Generation
-from engine.servers.serving.services import Services, answer_streaming, json_response, wait_whole
+from engine.servers.serving.chat import ChatAsk, chat_model, chat_request, open_chat
+from engine.servers.serving.services import (
+    Services,
+    answer_streaming,
+    json_bytes,
+    json_response,
+)
 
 VERSION = "2023-06-01"
 
@@ -36,22 +40,24 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         """Answer a conversation, in Anthropic's form."""
         body, prompt = await _read(services, request, MessagesBody)
-        card, options = _prepare(services, request, body, prompt)
+        card = chat_model(services, request, body.model, "messages")
         sampling = sampling_body(body)
         params = sampling.sampling(card, body.max_tokens, None)
+        ask = _ask(services, request, body, prompt, card)
+        message_id = f"msg_{secrets.token_hex(12)}"
+        pump = await open_chat(services, request, ticket, ask, sampling, params, message_id)
         envelope = Envelope(
-            id=f"msg_{secrets.token_hex(12)}",
+            id=message_id,
             model=card.id,
             request_id=record_of(request.scope).request_id,
             shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         )
-        context = services.context(request, card, sampling, params, envelope.id, prompt.grammar)
-        source = services.backend.chat(prompt.chat_request(context, options))
-        generation = await services.generate(ticket, params, [source])
         if body.stream:
-            response = await answer_streaming(request, generation, MessageStream(envelope))
+            response = await answer_streaming(pump, MessageStream(envelope))
         else:
-            response = await _answer_whole(request, generation, envelope)
+            answer = Answer(envelope)
+            await pump.wait_whole(answer.add)
+            response = json_bytes(answer.body(pump.usage))
         response.headers["request-id"] = envelope.request_id
         return response
 
@@ -61,14 +67,14 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         """How many tokens a conversation is, without answering it."""
         body, prompt = await _read(services, request, PromptBody)
-        card, options = _prepare(services, request, body, prompt)
+        card = chat_model(services, request, body.model, "messages")
+        ask = _ask(services, request, body, prompt, card)
         request_id = record_of(request.scope).request_id
         context = GenerationContext(
             request_id=request_id, params=SamplingParams(), grammar=prompt.grammar
         )
-        token_ids = await services.backend.tokenize(
-            prompt.chat_request(context, options), model=card.id
-        )
+        chat = chat_request(services, request, ask, context)
+        token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 
 
@@ -79,20 +85,10 @@ async def _read(services: Services, request: Request, kind: type[Kind]) -> tuple
     return await read_parsed(request, max_bytes, lambda raw: parse(kind, raw))
 
 
-def _prepare(
-    services: Services, request: Request, body: PromptBody, prompt: Prompt
-) -> tuple[ModelCard, dict[str, Any]]:
-    """The model, what its template is told, and warnings of what can't be done as asked."""
-    card = services.choose_model(request, body.model)
-    require_chat(services, card, "messages")
-    require_grammar(services, card, prompt.grammar)
-    check_tools(services, request, card, prompt.tools)
+def _ask(
+    services: Services, request: Request, body: PromptBody, prompt: Prompt, card: ModelCard
+) -> ChatAsk:
+    """The conversation, and warnings of what can't be done as asked."""
     for param, message in prompt.warnings.items():
         services.warn(request, param, message)
-    return card, template_options(services, request, body, card)
-
-
-async def _answer_whole(request: Request, generation: Generation, envelope: Envelope) -> Response:
-    answer = Answer(envelope)
-    await wait_whole(request, generation, answer.add)
-    return Response(answer.body(generation.usage), media_type="application/json")
+    return prompt.ask(card, template_options(services, request, body, card))

@@ -100,13 +100,16 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = PayloadTooLargeError(f"The request body is larger than {max_bytes} bytes.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     body = bytearray()
     async for chunk in request.stream():
         if len(body) + len(chunk) > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         body += chunk
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {max_bytes} bytes.")

@@ -20,7 +20,7 @@ from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
 from engine.servers.http.record import record_of
-from engine.servers.serving.event_pump import Generation, OutputEvent, coalesce
+from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +80,15 @@ class _SilenceTimer:
 
 
 class EventStream(Response):
-    """The response of a streaming request; it closes the `Generation` that it was given."""
+    """The response of a streaming request; it closes the `EventPump` that it was given."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, format: StreamFormat) -> None:
+    def __init__(self, pump: EventPump, format: StreamFormat) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._generation = generation
+        self._pump = pump
         self._format = format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,15 +97,15 @@ class EventStream(Response):
         await asyncio.create_task(self._run(scope, send))
 
     async def _run(self, scope: Scope, send: Send) -> None:
-        writer = _Writer(send, record_of(scope).send or send, self._generation)
+        writer = _Writer(send, record_of(scope).send or send, self._pump)
         try:
             await self._respond(writer)
         except EngineError as error:
-            self._generation.fail(error)  # if it was not the generation that failed
+            self._pump.fail(error)  # if it was not the pump that failed
             record_of(scope).error_code = error.error_code
         finally:
             writer.close()
-            await self._generation.close()
+            await self._pump.close()
 
     async def _respond(self, writer: "_Writer") -> None:
         """Raises the failure that ended the stream, after telling the client if it still reads."""
@@ -124,14 +124,14 @@ class EventStream(Response):
             raise opaque from bug
 
     async def _stream(self, writer: "_Writer") -> None:
-        generation, format = self._generation, self._format
+        pump, format = self._pump, self._format
         chunk = faults.wrap("format", format.chunk)
         head = format.opening()
-        if not generation.has_pending:
+        if not pump.has_pending:
             await writer.write(head)
             head = b""
         is_slow = False
-        while (events := await generation.take()) != []:
+        while (events := await pump.take()) != []:
             if events is None:
                 await writer.write(KEEP_ALIVE)
                 continue
@@ -140,8 +140,8 @@ class EventStream(Response):
             await writer.write(head + b"".join([chunk(event) for event in events]))
             head = b""
             # An unhindered write does not yield to the event loop, so nothing can have arrived.
-            is_slow = generation.has_pending
-        await writer.write(format.closing(generation.usage), more=False)
+            is_slow = pump.has_pending
+        await writer.write(format.closing(pump.usage), more=False)
 
 
 class _Writer:
@@ -150,14 +150,14 @@ class _Writer:
     `send_chunk` is for all but the head of the answer: the layers in between look at nothing else.
     """
 
-    def __init__(self, send: Send, send_chunk: Send, generation: Generation) -> None:
+    def __init__(self, send: Send, send_chunk: Send, pump: EventPump) -> None:
         self._send = send
         self._send_chunk = send_chunk
         self._task = asyncio.current_task()
         self._is_stuck = False
         self.written_at = 0.0  # when the last write began, by the event loop's clock
         self._time = asyncio.get_running_loop().time
-        self._silence = _SilenceTimer(self, KEEP_ALIVE_S, generation.nudge)
+        self._silence = _SilenceTimer(self, KEEP_ALIVE_S, pump.nudge)
         # Comments make a write begin often enough; when none does, one has been waiting all along.
         self._stall = _SilenceTimer(self, STALL_S, self._give_up)
 

@@ -15,22 +15,15 @@ from engine.servers.anthropic import schema as anthropic
 from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody
 from engine.servers.files import form
-from engine.servers.openai import (
-    embeddings,
-    fields,
-    messages,
-    rerank,
-    schema,
-    structured,
-    tools,
-)
+from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.openapi import BODIES, api_routes
-from engine.servers.openai.refusals import NO_EFFECT, off_values
 from engine.servers.responses import items
+from engine.servers.schema import body, fields, messages, structured, tools
+from engine.servers.schema.body import NO_EFFECT, off_values
 from engine.servers.serving.services import Services
 
 LIMITS = {
-    "max_n": schema.MAX_N,
+    "max_n": body.MAX_N,
     "max_best_of": schema.MAX_BEST_OF,
     "max_logprobs": schema.MAX_LOGPROBS,
     "max_stop_strings": fields.MAX_STOPS,

@@ -6,22 +6,23 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.interfaces.backend import ChatRequest, ModelCard
-from engine.servers.openai.format import ChatStream, chat_body, new_envelope
+from engine.core.interfaces.backend import ModelCard
+from engine.servers.openai.format import ChatStream, chat_body, collect, new_envelope
 from engine.servers.openai.schema import ChatBody, OpenAIBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chats import (
-    check_tools,
+from engine.servers.serving.chat import (
+    ChatAsk,
+    chat_model,
     effort_options,
     known_options,
-    require_chat,
+    open_chat,
     require_grammar,
     warn_of_cache_key,
 )
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
-    answer_whole,
+    json_bytes,
     new_completion_id,
 )
 
@@ -32,43 +33,43 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, ChatBody)
-        card = services.choose_model(request, body.model)
-        require_chat(services, card, "messages")
+        card = chat_model(services, request, body.model, "messages")
         params = body.params(card)
-        check_structure(services, request, body, card)
-        choice, tools = body.choice_of_tools
-        check_tools(services, request, card, tools)
-        envelope = new_envelope(new_completion_id("chatcmpl"), card)
-        source = services.backend.chat(
-            ChatRequest(
-                context=services.context(request, card, body, params, envelope.id, body.grammar),
-                messages=body.messages,
-                tools=tools,
-                tool_choice=choice,
-                parallel_tool_calls=body.parallel_tool_calls is not False,
-                template_options=template_options(services, request, body, card),
-                add_generation_prompt=body.adds_generation_prompt,
-                continue_final_message=bool(body.continue_final_message),
-            )
-        )
-        generation = await services.generate(ticket, params, [source])
-        named_tool = choice.mode == "named"
+        ask = chat_ask(services, request, body, card)
+        completion_id = new_completion_id("chatcmpl")
+        pump = await open_chat(services, request, ticket, ask, body, params, completion_id)
+        envelope = new_envelope(completion_id, card)
+        named_tool = ask.tool_choice.mode == "named"
         if body.stream:
             stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
-            return await answer_streaming(request, generation, stream)
-        return await answer_whole(
-            request,
-            generation,
-            params.n,
-            lambda collected, usage: chat_body(
+            return await answer_streaming(pump, stream)
+        collected = await collect(pump, params.n)
+        return json_bytes(
+            chat_body(
                 envelope,
                 collected,
-                usage,
+                pump.usage,
                 with_logprobs=bool(body.logprobs),
                 named_tool=named_tool,
                 metadata=body.metadata,
-            ),
+            )
         )
+
+
+def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCard) -> ChatAsk:
+    check_structure(services, request, body, card)
+    choice, tools = body.choice_of_tools
+    return ChatAsk(
+        card,
+        body.messages,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=body.grammar,
+        template_options=template_options(services, request, body, card),
+        add_generation_prompt=body.adds_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
 
 
 def check_structure(

@@ -17,6 +17,7 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
     FinishEvent,
+    GenerationContext,
     ModelCard,
     TextEvent,
     UsageEvent,
@@ -27,16 +28,17 @@ from engine.servers.openai.format import (
     Choice,
     Collected,
     CompletionStream,
+    collect,
     completion_body,
     new_envelope,
 )
 from engine.servers.openai.schema import CompletionBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chats import NO_TEXT
+from engine.servers.serving.chat import NO_TEXT
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
-    answer_whole,
+    json_bytes,
     new_completion_id,
 )
 
@@ -54,43 +56,47 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
             services.require(card, "suffix", "suffix", what)
         check_structure(services, request, body, card)
         params = backend_params(body, card)
-        envelope = new_envelope(new_completion_id("cmpl"), card)
-        context = services.context(request, card, body, params, envelope.id, body.grammar)
-        sources = [
-            services.backend.complete(
-                CompletionRequest(
-                    context=msgspec.structs.replace(
-                        context,
-                        request_id=f"{envelope.id}-{i}",
-                        # The others may wait for the first.
-                        queue_timeout_s=context.queue_timeout_s if i == 0 else None,
-                    ),
-                    prompt=prompt,
-                    suffix=body.suffix or None,
-                    echo=bool(body.echo),
-                )
-            )
-            for i, prompt in enumerate(body.prompt)
-        ]
-        if body.only_echoes:
-            sources = [_prompt_only(source) for source in sources]
-        generation = await services.generate(ticket, params, sources)
+        completion_id = new_completion_id("cmpl")
+        context = services.context(request, card, body, params, completion_id, body.grammar)
+        pump = await services.begin(ticket, params, len(body.prompt))
+        pump.watch(request.receive)
+        sources = await pump.open(services.backend, completion_requests(body, context))
+        pump.read([_prompt_only(each) for each in sources] if body.only_echoes else sources)
+        envelope = new_envelope(completion_id, card)
         num_candidates = len(sources) * params.n
         if body.stream:
             stream = CompletionStream(envelope, num_candidates, body.include_usage)
-            return await answer_streaming(request, generation, stream)
-        return await answer_whole(
-            request,
-            generation,
-            num_candidates,
-            lambda collected, usage: completion_body(
+            return await answer_streaming(pump, stream)
+        collected = await collect(pump, num_candidates)
+        return json_bytes(
+            completion_body(
                 envelope,
                 best_choices(collected, params.n, body.num_choices),
-                usage,
+                pump.usage,
                 with_logprobs=body.logprobs is not None,
                 metadata=body.metadata,
-            ),
+            )
         )
+
+
+def completion_requests(
+    body: CompletionBody, context: GenerationContext
+) -> list[CompletionRequest]:
+    """One for each prompt."""
+    return [
+        CompletionRequest(
+            context=msgspec.structs.replace(
+                context,
+                request_id=f"{context.request_id}-{index}",
+                # The others may wait for the first.
+                queue_timeout_s=context.queue_timeout_s if index == 0 else None,
+            ),
+            prompt=prompt,
+            suffix=body.suffix or None,
+            echo=bool(body.echo),
+        )
+        for index, prompt in enumerate(body.prompt)
+    ]
 
 
 def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:

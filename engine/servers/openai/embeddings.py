@@ -29,9 +29,9 @@ from engine.core.interfaces.backend import (
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.record import record_of
-from engine.servers.openai import fields
+from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.services import Services, new_completion_id, wait_whole
+from engine.servers.serving.services import Services, new_completion_id
 
 MAX_INPUTS = 2_048
 MAX_DIMENSIONS = 2**20
@@ -159,10 +159,10 @@ async def embed(
         yield FinishEvent(0, "stop")
         yield UsageEvent(prompt_tokens=vectors.prompt_tokens, completion_tokens=0, cached_tokens=0)
 
-    generation = await ticket.generate(
-        [events()], num_choices=1, max_tokens=None, timeout_s=timeout_s, writes=False
-    )
-    await wait_whole(request, generation)
+    pump = await ticket.begin(1, num_choices=1, max_tokens=None, timeout_s=timeout_s, writes=False)
+    pump.watch(request.receive)
+    pump.read([events()])
+    await pump.wait_whole()
     return made[0]
 
 

@@ -25,7 +25,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.http.sse import DONE, error_event
-from engine.servers.serving.event_pump import OutputEvent
+from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 # JSON has no infinity; clients know this number as "impossible".
@@ -179,6 +179,13 @@ class Collected:
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
             self.choices[event.choice].add(event)
+
+
+async def collect(pump: EventPump, num_choices: int) -> Collected:
+    """The whole answer, once it has ended. Raises what ended it early."""
+    collected = Collected(num_choices)
+    await pump.wait_whole(collected.add)
+    return collected
 
 
 def _ending(

@@ -30,8 +30,8 @@ from engine.servers.http.sse import DONE, EventStream, error_event
 from engine.servers.openai.format import Collected, chat_logprobs, usage_body
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chats import NO_TEXT
-from engine.servers.serving.event_pump import Generation, OutputEvent, coalesce
+from engine.servers.serving.chat import NO_TEXT
+from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
@@ -86,13 +86,13 @@ class Submission:
     """One handed-in prompt: everything it has produced so far, and whether it has ended."""
 
     def __init__(
-        self, request_id: str, owner: str, num_choices: int, generation: Generation, ticket: Ticket
+        self, request_id: str, owner: str, num_choices: int, pump: EventPump, ticket: Ticket
     ) -> None:
         self.request_id = request_id
         self.owner = owner
         self.num_choices = num_choices
         self.ended_at: float | None = None  # time.monotonic()
-        self._generation = generation
+        self._pump = pump
         self._ticket = ticket
         self._events: list[OutputEvent] = []
         self._num_readers = 0
@@ -101,7 +101,7 @@ class Submission:
 
     async def cancel(self) -> None:
         """End it if it has not ended; returns when the backend has let go of it."""
-        self._generation.fail(CancelledSubmissionError("The request was deleted."))
+        self._pump.fail(CancelledSubmissionError("The request was deleted."))
         await asyncio.shield(self._task)
 
     def state(self) -> dict[str, Any]:
@@ -118,8 +118,8 @@ class Submission:
             "choices": choices,
         }
         if self.ended_at is not None:
-            failure = self._generation.failure
-            usage = self._generation.usage
+            failure = self._pump.failure
+            usage = self._pump.usage
             body |= {"error": error_fields(failure)} if failure else {"usage": usage_body(usage)}
         return body
 
@@ -137,13 +137,13 @@ class Submission:
                 await self._changed.wait()
         finally:
             self._num_readers -= 1
-        if self._generation.failure is not None:
-            raise self._generation.failure
-        yield self._generation.usage
+        if self._pump.failure is not None:
+            raise self._pump.failure
+        yield self._pump.usage
 
     async def _run(self) -> None:
         try:
-            while events := await self._generation.take():
+            while events := await self._pump.take():
                 self._events.extend(events)
                 self._announce()
         except EngineError:
@@ -162,7 +162,7 @@ class Submission:
     def _status(self) -> str:
         if self.ended_at is None:
             return "running"
-        failure = self._generation.failure
+        failure = self._pump.failure
         if failure is None:
             return "finished"
         return "cancelled" if isinstance(failure, CancelledSubmissionError) else "failed"
@@ -204,29 +204,31 @@ class Submissions:
 def add_generate_routes(app: FastAPI, services: Services) -> None:
     submissions = Submissions()
 
-    async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, Generation]:
+    async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, EventPump]:
         card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
         request_id = new_completion_id("gen")
         params = body.params(card)
         context = services.context(request, card, body, params, request_id)
-        source = services.backend.complete(CompletionRequest(context=context, prompt=body.prompt))
-        return request_id, await services.generate(ticket, params, [source])
+        pump = await services.begin(ticket, params)
+        if body.stream:
+            pump.watch(request.receive)
+        asked = CompletionRequest(context=context, prompt=body.prompt)
+        pump.read(await pump.open(services.backend, [asked]))
+        return request_id, pump
 
     @app.post("/generate")
     async def submit(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, GenerateBody)
-        request_id, generation = await start(request, body, ticket)
+        request_id, pump = await start(request, body, ticket)
         if body.stream:
-            return await answer_streaming(request, generation, GenerateStream(request_id))
-        await generation.accepted(SUBMIT_WAIT_S)
+            return await answer_streaming(pump, GenerateStream(request_id))
+        await pump.accepted(SUBMIT_WAIT_S)
         submissions.make_room()
         owner = principal_of(request).name
-        submissions.add(
-            Submission(request_id, owner, body.num_choices, generation, ticket.detach())
-        )
+        submissions.add(Submission(request_id, owner, body.num_choices, pump, ticket.detach()))
         return json_response({"request_id": request_id})
 
     @app.get("/generate/{request_id}")
@@ -236,14 +238,16 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     @app.get("/generate/{request_id}/stream", response_class=EventStream, status_code=200)
     async def stream(request: Request, request_id: str) -> Response:
         submission = submissions.find(request_id, principal_of(request).name)
-        reader = Generation(
-            [submission.follow()],
+        reader = EventPump(
+            1,
             choices_per_source=submission.num_choices,
             timeout_s=None,
             on_tokens=_uncounted,
         )
+        reader.watch(request.receive)
+        reader.read([submission.follow()])
         try:
-            return await answer_streaming(request, reader, GenerateStream(request_id))
+            return await answer_streaming(reader, GenerateStream(request_id))
         except BaseException:
             await reader.close()
             raise

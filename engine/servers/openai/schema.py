@@ -5,114 +5,23 @@ NaN fails them. null is the same as leaving a field out. Names and defaults are 
 API; the fields that it lacks have the names that vLLM gave them.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.errors import invalid_request, problem
-from engine.servers.openai import fields
-from engine.servers.openai.refusals import drop_no_effect
-from engine.servers.openai.tools import check_format_and_choice, parse_tool_choice
+from engine.servers.http.errors import problem
+from engine.servers.schema import fields
+from engine.servers.schema.body import SamplingBody
+from engine.servers.schema.tools import check_format_and_choice, parse_tool_choice
 
-MAX_N = 16
 MAX_BEST_OF = 20
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class SamplingBody(BaseModel):
-    """What every way of asking for text has in common."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
-
-    max_tokens: fields.TokenCount | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: fields.Fraction | None = None
-    top_k: fields.TopK | None = None
-    min_p: fields.Fraction | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: fields.SignedPenalty | None = None
-    frequency_penalty: fields.SignedPenalty | None = None
-    logit_bias: fields.LogitBias = {}
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: fields.StopStrings = ()
-    stop_token_ids: (
-        Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS)] | None
-    ) = None
-    ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    stream: bool | None = None
-    priority: fields.Priority | None = None
-    user: fields.EndUser | None = None
-    metadata: fields.Metadata = {}
-    # Prefixes are shared only between requests of one key and one salt.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    truncate_prompt_tokens: fields.Truncation = None
-
-    @property
-    def end_user(self) -> str | None:
-        return self.user
-
-    @property
-    def conversation_key(self) -> str | None:
-        """What a client gives to all requests that begin alike."""
-        return self.end_user
-
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    def sampling(
-        self,
-        card: ModelCard,
-        max_tokens: int | None,
-        logprobs: int | None,
-        limit_name: str = "max_tokens",
-    ) -> SamplingParams:
-        """`max_tokens` None: as many as the context has room for, which the backend knows.
-        `limit_name` is what the client called it.
-        """
-        if max_tokens is not None and max_tokens > card.max_model_len:
-            raise InvalidRequestError(
-                f"{limit_name} is {max_tokens}. This model's maximum context length is"
-                f" {card.max_model_len} tokens.",
-                param=limit_name,
-                code="context_length_exceeded",
-            )
-        min_tokens = self.min_tokens or 0
-        if min_tokens > (max_tokens or card.max_model_len):
-            raise InvalidRequestError(
-                f"min_tokens ({min_tokens}) is more than an answer may have"
-                f" ({max_tokens or card.max_model_len}).",
-                param="min_tokens",
-            )
-        # Of nothing but the most likely token, top_p = 0 keeps that one.
-        only_best = self.top_p == 0
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=_default(self.temperature, 1.0),
-            top_k=1 if only_best else self.top_k or 0,
-            top_p=1.0 if only_best else _default(self.top_p, 1.0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=_default(self.repetition_penalty, 1.0),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias,
-            seed=None if self.seed is None else self.seed % 2**63,
-            n=self.num_choices,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=logprobs,
-        )
 
 
 class StreamOptions(BaseModel):
@@ -276,18 +185,3 @@ class GenerateBody(SamplingBody):
 
     def params(self, card: ModelCard) -> SamplingParams:
         return self.sampling(card, self.max_tokens or DEFAULT_COMPLETION_TOKENS, self.logprobs)
-
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
-    """`raw` as a `kind`. Raises `InvalidRequestError` that names field, rule and what was given."""
-    try:
-        return kind.model_validate(drop_no_effect(raw, kind.model_fields))
-    except ValidationError as error:
-        raise invalid_request(error) from None
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -16,10 +16,10 @@ from engine.core.interfaces.backend import ChatRequest, GenerationContext, Model
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.record import record_of
-from engine.servers.openai import fields
 from engine.servers.openai.schema import EndOfPrompt
+from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chats import check_tools, known_options
+from engine.servers.serving.chat import check_tools, known_options
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20

@@ -14,10 +14,10 @@ from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import ModelStore
 from engine.routing.manage import ModelManager
 from engine.servers.access.auth import principal_of
-from engine.servers.openai import fields
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
 from engine.servers.ops.warming import MAX_PROMPTS, tenants_of, warm
+from engine.servers.schema import fields
 from engine.servers.serving.services import Services, json_response
 
 

@@ -22,7 +22,8 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.openai.schema import ChatBody, CompletionBody, parse_body
+from engine.servers.openai.schema import ChatBody, CompletionBody
+from engine.servers.schema.body import parse_body
 from engine.servers.serving.services import Services, new_completion_id
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,7 @@ from starlette.requests import Request
 
 from engine.core.errors import EngineError, NotFoundError
 from engine.core.interfaces.backend import (
-    ChatRequest,
     Event,
-    GenerationContext,
     ModelCard,
     UsageEvent,
 )
@@ -32,14 +30,14 @@ from engine.servers.responses.output import Output
 from engine.servers.responses.schema import ENCRYPTED_REASONING, PromptBody, ResponseBody
 from engine.servers.responses.store import ResponseStore
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chats import (
-    check_tools,
+from engine.servers.serving.chat import (
+    ChatAsk,
+    chat_model,
     effort_options,
-    require_chat,
-    require_grammar,
+    open_chat,
     warn_of_cache_key,
 )
-from engine.servers.serving.event_pump import Generation
+from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
 # So few are made into messages faster than a thread is woken.
@@ -90,9 +88,9 @@ class ResponseMaker:
 
     async def begin(
         self, request: Request, body: ResponseBody, ticket: Ticket
-    ) -> tuple[Item, Recorder, Generation]:
+    ) -> tuple[Item, Recorder, EventPump]:
         services = self._services
-        card = services.choose_model(request, body.model)
+        card = chat_model(services, request, body.model, "input")
         params = body.params(card)
         response_id = f"resp_{secrets.token_hex(16)}"
         owner = principal_of(request).name
@@ -101,8 +99,7 @@ class ResponseMaker:
         if ENCRYPTED_REASONING in (body.include or ()):
             services.warn(request, "include", "reasoning is not encrypted; it is sent as text")
         warn_of_cache_key(services, request, body.prompt_cache_key)
-        context = services.context(request, card, body, params, response_id, body.grammar)
-        chat = self.chat_request(request, body, card, context, prompt.messages)
+        ask = self.chat_ask(request, body, card, prompt.messages)
         begun = outline(body, response_id, card, is_stored)
 
         async def save(response: Item) -> Item:
@@ -115,8 +112,10 @@ class ResponseMaker:
             return response
 
         recorder = Recorder(begun, save if is_stored else None)
-        source = recorder.follow(services.backend.chat(chat))
-        return begun, recorder, await services.generate(ticket, params, [source])
+        pump = await open_chat(
+            services, request, ticket, ask, body, params, response_id, recorder.follow
+        )
+        return begun, recorder, pump
 
     async def prompt(self, body: PromptBody, owner: str) -> Prompt:
         """The whole conversation. Instructions of earlier turns are not part of it."""
@@ -131,27 +130,20 @@ class ResponseMaker:
             messages = await asyncio.to_thread(to_messages, body.instructions, earlier, own)
         return Prompt(messages, own, [turn.id for turn in turns])
 
-    def chat_request(
-        self,
-        request: Request,
-        body: PromptBody,
-        card: ModelCard,
-        context: GenerationContext,
-        messages: Messages,
-    ) -> ChatRequest:
-        services = self._services
-        require_chat(services, card, "input")
-        require_grammar(services, card, body.grammar)
+    def chat_ask(
+        self, request: Request, body: PromptBody, card: ModelCard, messages: Messages
+    ) -> ChatAsk:
         if body.text_format.parsed.has_description:
+            services = self._services
             services.warn(request, "text.format.description", "is not shown to the model")
         choice, tools = body.choice_of_tools
-        check_tools(services, request, card, tools)
-        return ChatRequest(
-            context=context,
-            messages=messages,
+        return ChatAsk(
+            card,
+            messages,
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            grammar=body.grammar,
             template_options=self._template_options(request, body, card),
         )
 

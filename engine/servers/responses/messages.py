@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.servers.http.errors import problem
-from engine.servers.openai.messages import parse_arguments
+from engine.servers.schema.messages import parse_arguments
 
 Item = dict[str, Any]
 

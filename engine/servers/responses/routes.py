@@ -23,12 +23,12 @@ from engine.servers.responses.schema import (
 from engine.servers.responses.store import ResponseStore
 from engine.servers.responses.stream import ResponseStream
 from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chat import chat_model, chat_request
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
     json_response,
     new_completion_id,
-    wait_whole,
 )
 
 
@@ -42,11 +42,10 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, ResponseBody)
-        begun, recorder, generation = await maker.begin(request, body, ticket)
+        begun, recorder, pump = await maker.begin(request, body, ticket)
         if body.stream:
-            stream = ResponseStream(begun, lambda: recorder.response)
-            return await answer_streaming(request, generation, stream)
-        await wait_whole(request, generation)
+            return await answer_streaming(pump, ResponseStream(begun, lambda: recorder.response))
+        await pump.wait_whole()
         return json_response(recorder.response)
 
     @app.post("/v1/responses/input_tokens")
@@ -54,12 +53,13 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, TokenCountBody)
-        card = services.choose_model(request, body.model)
+        card = chat_model(services, request, body.model, "input")
         prompt = await maker.prompt(body, principal_of(request).name)
         context = GenerationContext(
             request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar
         )
-        chat = maker.chat_request(request, body, card, context, prompt.messages)
+        ask = maker.chat_ask(request, body, card, prompt.messages)
+        chat = chat_request(services, request, ask, context)
         token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 

@@ -23,10 +23,7 @@ from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.listing import Cursor, Order, Query
-from engine.servers.openai import fields
-from engine.servers.openai.refusals import OffValues, asks_for_nothing
-from engine.servers.openai.schema import NumLogprobs, ReasoningEffort, SamplingBody
-from engine.servers.openai.tools import check_format_and_choice
+from engine.servers.openai.schema import NumLogprobs, ReasoningEffort
 from engine.servers.responses.items import MAX_ITEMS, parse_input
 from engine.servers.responses.tools import (
     PLAIN_TEXT,
@@ -36,6 +33,9 @@ from engine.servers.responses.tools import (
     parse_flat_tools,
     parse_format,
 )
+from engine.servers.schema import fields
+from engine.servers.schema.body import OffValues, SamplingBody, asks_for_nothing
+from engine.servers.schema.tools import check_format_and_choice
 
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"

@@ -10,16 +10,14 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
 
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
-from engine.core.interfaces.backend import Event
 from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
 from engine.servers.access.quotas import Lease, answer_tokens
 from engine.servers.http.errors import AbortedError
 from engine.servers.http.record import RequestRecord
-from engine.servers.serving.event_pump import Generation
+from engine.servers.serving.event_pump import EventPump
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class Lifecycle:
         self.num_admitted = 0
         self.is_draining = False  # nothing new is taken
         self.is_ending = False  # ... nor ever will be again
-        self.generations: set[Generation] = set()
+        self.pumps: set[EventPump] = set()
         self.slow_request_s = slow_request_s
         self.max_concurrent = max_concurrent
         self._idle = asyncio.Event()
@@ -84,8 +82,8 @@ class Lifecycle:
         error = UnavailableError(
             "The server shut down before this request was finished.", retry_after=RETRY_AFTER_S
         )
-        for generation in list(self.generations):
-            generation.fail(error)
+        for pump in list(self.pumps):
+            pump.fail(error)
 
     async def _idle_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -101,7 +99,7 @@ class Ticket:
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._record = record
-        self._generation: Generation | None = None
+        self._pump: EventPump | None = None
         self._max_tokens: int | None = None
         self._lease: Lease | None = None
         lifecycle.reserve(1)
@@ -112,46 +110,47 @@ class Ticket:
         """Keep a part of the key's limits until this ticket is closed."""
         self._lease = lease
 
-    async def generate(
+    async def begin(
         self,
-        sources: Sequence[AsyncIterator[Event]],
+        num_prompts: int,
         *,
         num_choices: int,
         max_tokens: int | None,
         timeout_s: float,
         writes: bool = True,
-    ) -> Generation:
-        """Start reading `sources`, `num_choices` from each; every source counts as a request.
+    ) -> EventPump:
+        """Make the pump of this request; each of its prompts counts as a request.
 
-        `writes`: tokens are made, and so paid for, beside those of the prompt.
+        `num_choices` is per prompt. `writes`: tokens are generated, and so paid for, beside those
+        of the prompt.
         """
-        assert self._generation is None
-        if len(sources) > self._lifecycle.max_concurrent:
+        assert self._pump is None
+        if num_prompts > self._lifecycle.max_concurrent:
             raise InvalidRequestError(
                 f"prompt: this server takes at most {self._lifecycle.max_concurrent} prompts at"
-                f" once, got {len(sources)}.",
+                f" once, got {num_prompts}.",
                 param="prompt",
             )
         if self._lease is not None:
             await self._lease.grow(self._record.num_body_bytes)
             if writes:
-                num_answers = len(sources) * num_choices
+                num_answers = num_prompts * num_choices
                 await self._lease.charge(answer_tokens(max_tokens, num_answers), "max_tokens")
-        if len(sources) > 1:
-            self._lifecycle.reserve(len(sources) - 1)
-            self._num_reserved = len(sources)
+        if num_prompts > 1:
+            self._lifecycle.reserve(num_prompts - 1)
+            self._num_reserved = num_prompts
         self._max_tokens = max_tokens
-        self._generation = Generation(
-            sources,
+        self._pump = EventPump(
+            num_prompts,
             choices_per_source=num_choices,
             timeout_s=timeout_s,
             on_tokens=self._metrics.inter_token,
         )
         if self._lease is not None:
-            self._lease.generation = self._generation
-        self._lifecycle.generations.add(self._generation)
+            self._lease.pump = self._pump
+        self._lifecycle.pumps.add(self._pump)
         self._metrics.request_started()
-        return self._generation
+        return self._pump
 
     def detach(self) -> "Ticket":
         """A ticket that takes over all of this one, for work that outlives its HTTP request."""
@@ -164,9 +163,9 @@ class Ticket:
         if count == 0:
             return
         try:
-            if self._generation is not None:
-                await self._generation.close()
-                self._account(self._generation)
+            if self._pump is not None:
+                await self._pump.close()
+                self._account(self._pump)
         finally:
             self._lifecycle.release(count)
             if self._lease is not None:
@@ -174,36 +173,36 @@ class Ticket:
 
     def _num_used(self) -> int:
         """Tokens of the prompt and the answer, as far as they are known."""
-        generation = self._generation
-        if generation is None:
+        pump = self._pump
+        if pump is None:
             return 0
-        if generation.is_complete:
-            usage = generation.usage
+        if pump.is_complete:
+            usage = pump.usage
             return usage.prompt_tokens + usage.completion_tokens
-        if generation.first_token_at is None and not self._was_left(generation):
+        if pump.first_token_at is None and not self._was_left(pump):
             return 0
         assert self._lease is not None
-        return self._lease.num_prompt + sum(generation.choice_tokens)
+        return self._lease.num_prompt + sum(pump.choice_tokens)
 
     @staticmethod
-    def _was_left(generation: Generation) -> bool:
+    def _was_left(pump: EventPump) -> bool:
         """By its client: what was computed of the prompt until then was asked for."""
-        return generation.failure is None or isinstance(generation.failure, AbortedError)
+        return pump.failure is None or isinstance(pump.failure, AbortedError)
 
-    def _account(self, generation: Generation) -> None:
-        self._lifecycle.generations.discard(generation)
-        record, failure, first = self._record, generation.failure, generation.first_token_at
+    def _account(self, pump: EventPump) -> None:
+        self._lifecycle.pumps.discard(pump)
+        record, failure, first = self._record, pump.failure, pump.first_token_at
         if first is None and isinstance(failure, InvalidRequestError | RateLimitError):
             self._metrics.request_refused()
             return
         record.ttft_s = None if first is None else first - record.started
-        record.usage = generation.usage if generation.is_complete else None
+        record.usage = pump.usage if pump.is_complete else None
         seconds = time.monotonic() - record.started
         unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
         self._metrics.request_finished(
             FinishedRequest(
-                finish_reasons=tuple(each or unfinished for each in generation.finish_reasons),
-                choice_tokens=tuple(generation.choice_tokens),
+                finish_reasons=tuple(each or unfinished for each in pump.finish_reasons),
+                choice_tokens=tuple(pump.choice_tokens),
                 max_tokens=self._max_tokens,
                 ttft_s=record.ttft_s,
                 e2e_s=seconds,

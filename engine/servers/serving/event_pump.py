@@ -1,10 +1,10 @@
 """The backend's work for one HTTP request: one or several event streams read as one.
 
-A pump task per prompt reads the backend, or has it push, whether or not the client keeps up. So
-what waits here is events, never formatted bytes, and no more of them than tokens were asked for.
-Whatever ends a request early (the client leaves, the drain runs out, the deadline passes, the
-backend fails) is one call of `fail`, which cancels the pumps; cancelling the reader of a backend's
-iterator releases what the request held there.
+`open` has the backend accept the requests, `read` starts a task per prompt that reads the backend,
+or has it push, whether or not the client keeps up. So what waits here is events, never formatted
+bytes, and no more of them than tokens were asked for. Whatever ends a request early (the client
+leaves, the drain runs out, the deadline passes, the backend fails) is one call of `fail`, which
+cancels the tasks; closing a backend's iterator releases what the request held there.
 """
 
 import asyncio
@@ -13,14 +13,16 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from starlette.types import Receive
 
-from engine.backends.base import EventFeed
+from engine.backends.base import InferenceBackend, close_events, push_events
 from engine.core.errors import EngineError, RequestTimeoutError
 from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
     Event,
     FinishEvent,
     ReasoningEvent,
@@ -40,18 +42,18 @@ OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
 OnTokens = Callable[[float, int], None]
 
 
-class Generation:
+class EventPump:
     """`take` events until it gives none, then read `usage`; `close` it in any case."""
 
     def __init__(
         self,
-        sources: Sequence[AsyncIterator[Event]],
+        num_sources: int,
         *,
         choices_per_source: int,
         timeout_s: float | None,
         on_tokens: OnTokens,
     ) -> None:
-        num_choices = len(sources) * choices_per_source
+        num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
         self.first_token_at: float | None = None  # time.monotonic()
@@ -60,14 +62,13 @@ class Generation:
         self._last_token_at = [0.0] * num_choices
         self._on_tokens = on_tokens
         self._pending: list[OutputEvent] = []
-        self._open = len(sources)
+        self._open = num_sources
+        self._choices_per_source = choices_per_source
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[None] | None = None  # done when there is something to take
         self._nudged = False
-        self._tasks = [
-            asyncio.create_task(self._pump(source, position * choices_per_source))
-            for position, source in enumerate(sources)
-        ]
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._sources: list[AsyncIterator[Event]] = []  # accepted, so to be closed
         self._deadline: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             late = RequestTimeoutError(f"The request took longer than {timeout_s:g} seconds.")
@@ -85,6 +86,42 @@ class Generation:
     def watch(self, receive: Receive) -> None:
         """End the work when the client leaves; only once its request body has been read."""
         self._tasks.append(asyncio.create_task(self._watch(receive)))
+
+    async def open(
+        self, backend: InferenceBackend, requests: Sequence[ChatRequest | CompletionRequest]
+    ) -> list[AsyncIterator[Event]]:
+        """Have the backend accept all requests. Raises what it refuses one of them with, or what
+        ended the work meanwhile.
+        """
+        openings = [asyncio.create_task(self._accepted(backend, each)) for each in requests]
+        self._tasks += openings
+        try:
+            return list(await asyncio.gather(*openings))
+        except EngineError as error:
+            self.fail(error)
+            raise
+        except asyncio.CancelledError:
+            if self.failure is None:
+                raise
+            raise self.failure from None
+        except Exception:
+            logger.exception("A backend refused a request without an EngineError.")
+            opaque = opaque_error()
+            self.fail(opaque)
+            raise opaque from None
+
+    async def _accepted(
+        self, backend: InferenceBackend, request: ChatRequest | CompletionRequest
+    ) -> AsyncIterator[Event]:
+        source = await backend.open(request)
+        self._sources.append(source)
+        return source
+
+    def read(self, sources: Sequence[AsyncIterator[Event]]) -> None:
+        """Start to read, or to be pushed, the events of all sources."""
+        for position, source in enumerate(sources):
+            pumping = self._pump(source, position * self._choices_per_source)
+            self._tasks.append(asyncio.create_task(pumping))
 
     async def accepted(self, patience_s: float) -> None:
         """Wait for the first event, but not long; raises what the backend refused with."""
@@ -108,6 +145,14 @@ class Generation:
             raise self.failure
         return []
 
+    async def wait_whole(self, add: Callable[[list[OutputEvent]], None] | None = None) -> None:
+        """Until all events have come; each batch of them goes to `add`. Raises what ended it
+        early.
+        """
+        while events := await self.take():
+            if add is not None:
+                add(events)
+
     def nudge(self) -> None:
         """Wake whoever waits here, with nothing."""
         self._nudged = True
@@ -128,6 +173,8 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for source in self._sources:
+            await close_events(source)
 
     @property
     def _is_waiting(self) -> bool:
@@ -152,11 +199,7 @@ class Generation:
 
     async def _pump(self, source: AsyncIterator[Event], first_choice: int) -> None:
         try:
-            if isinstance(source, EventFeed):
-                await source.feed(functools.partial(self._accept, first_choice))
-            else:
-                async for event in source:
-                    self._accept(first_choice, event)
+            await push_events(source, functools.partial(self._accept, first_choice))
         except EngineError as error:
             self.fail(error)
         except Exception:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,11 +16,9 @@ from engine.core import faults
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
-    Event,
     GenerationContext,
     GrammarSpec,
     ModelCard,
-    UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
@@ -29,10 +27,9 @@ from engine.servers.access.quotas import Quotas
 from engine.servers.http import sse
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.record import record_of
-from engine.servers.openai.format import Collected
-from engine.servers.openai.schema import Body, SamplingBody, parse_body
+from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.serving.admission import Lifecycle, Ticket
-from engine.servers.serving.event_pump import Generation, OutputEvent
+from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
 # Loading or restarting takes seconds; asking again sooner is wasted.
@@ -208,11 +205,11 @@ class Services:
             digest = _digest(principal_of(request).name, user)
             record_of(request.scope).user_hash = digest[:16]
 
-    async def generate(
-        self, ticket: Ticket, params: SamplingParams, sources: Sequence[AsyncIterator[Event]]
-    ) -> Generation:
-        return await ticket.generate(
-            sources,
+    async def begin(
+        self, ticket: Ticket, params: SamplingParams, num_prompts: int = 1
+    ) -> EventPump:
+        return await ticket.begin(
+            num_prompts,
             num_choices=params.n,
             max_tokens=params.max_tokens,
             timeout_s=self.settings.server.request_timeout_s,
@@ -234,37 +231,15 @@ def new_completion_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-async def answer_streaming(
-    request: Request, generation: Generation, format: sse.StreamFormat
-) -> Response:
+async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
     """A response whose headers have not gone out yet. Raises what the backend refused with."""
-    generation.watch(request.receive)
-    await generation.accepted(sse.ACCEPT_WAIT_S)
-    return sse.EventStream(generation, format)
+    await pump.accepted(sse.ACCEPT_WAIT_S)
+    return sse.EventStream(pump, format)
 
 
-async def answer_whole(
-    request: Request,
-    generation: Generation,
-    num_choices: int,
-    body: Callable[[Collected, UsageEvent], bytes],
-) -> Response:
-    collected = Collected(num_choices)
-    await wait_whole(request, generation, collected.add)
-    faults.hit("format")
-    return Response(body(collected, generation.usage), media_type="application/json")
-
-
-async def wait_whole(
-    request: Request,
-    generation: Generation,
-    add: Callable[[list[OutputEvent]], None] | None = None,
-) -> None:
-    """Until all events have come, or the client has left. Raises what ended it early."""
-    generation.watch(request.receive)
-    while events := await generation.take():
-        if add is not None:
-            add(events)
+def json_bytes(body: bytes) -> Response:
+    """A body that has been encoded already."""
+    return Response(body, media_type="application/json")
 
 
 def json_response(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

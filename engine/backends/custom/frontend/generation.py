@@ -2,7 +2,7 @@
 
 The frontend owns text: it detokenizes whole characters, finds stop strings and tells the engine to
 forget a choice that met one. Exactly one ending per choice, then one `UsageEvent`; or an
-`EngineError`. Events can be read (`events`) or be handed on as deltas arrive (`feed`), which costs
+`EngineError`. Events can be read one by one or be handed on as deltas arrive (`feed`), which costs
 no change of task.
 """
 
@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Protocol
 
 from engine.backends.base import EventFeed, EventSink
 from engine.backends.custom.frontend.prompts import Prepared
@@ -37,8 +37,16 @@ from engine.core.interfaces.request import (
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.detokenizer import Detokenizer
 
+# More deltas than this waiting for one reader are merged, so that a slow reader catches up.
+MAX_BACKLOG = 8
+
 
 class Echo:
+    """A prompt given back before its continuation, with the logprobs of its tokens if wanted.
+
+    Only the first choice is scored; deltas of the others are held until the scores have come.
+    """
+
     def __init__(self, text: str, request: GenerateRequest) -> None:
         self.text = text
         self.scores: tuple[TokenLogprobs, ...] | None = None
@@ -65,41 +73,16 @@ class Echo:
         return True
 
 
-# More deltas than this waiting for one reader are merged, so that a slow reader catches up.
-MAX_BACKLOG = 8
+class Engine(Protocol):
+    """What a generation tells the engine of its request."""
 
+    def forget(self, request_id: str, choice: int | None) -> None:
+        """Drop one choice, or the whole request."""
+        ...
 
-class Answer(EventFeed):
-    """A request's events. `begin` has the request accepted; `end` follows in any case."""
-
-    def __init__(
-        self, begin: Callable[[], Awaitable["Generation"]], end: Callable[[], None]
-    ) -> None:
-        self._begin = begin
-        self._end = end
-        self._reading = self._read()
-
-    async def feed(self, sink: EventSink) -> None:
-        try:
-            generation = await self._begin()
-            await generation.feed(sink)
-        finally:
-            self._end()
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
-
-    async def aclose(self) -> None:
-        await self._reading.aclose()
-
-    async def _read(self) -> AsyncGenerator[Event, None]:
-        try:
-            generation = await self._begin()
-            async with aclosing(generation.events()) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._end()
+    def done(self, request_id: str) -> None:
+        """Nothing more is expected of it."""
+        ...
 
 
 class _Reader:
@@ -141,19 +124,15 @@ class _Reader:
         return 0 if self._parser is None else self._parser.num_calls
 
 
-class Generation:
-    """Collects a request's deltas and turns them into events."""
+class Generation(EventFeed):
+    """A submitted request: collects its deltas and turns them into events."""
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        text: TextModel,
-        prepared: Prepared,
-        forget: Callable[[int | None], None],
+        self, request: GenerateRequest, text: TextModel, prepared: Prepared, engine: Engine
     ) -> None:
         self.request = request
         self._text = text
-        self._forget = forget  # tells the engine to drop one choice, or all
+        self._engine = engine
         self._open = {
             choice: _Reader(text, request.params, prepared) for choice in range(request.params.n)
         }
@@ -169,6 +148,7 @@ class Generation:
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
+        self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
         """Called by the link, in order: a delta of this request, or the engine's failure."""
@@ -178,7 +158,10 @@ class Generation:
         else:
             self._hand_on(self._sink)
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
         try:
             while self._open:
                 await self._wake.wait()
@@ -188,8 +171,7 @@ class Generation:
                         yield event
             yield self._usage()
         finally:
-            if self._open:
-                self._forget(None)
+            self._release()
 
     async def feed(self, sink: EventSink) -> None:
         """Calls `sink` with each event, in the very call that delivers it; returns at the end."""
@@ -203,8 +185,18 @@ class Generation:
             sink(self._usage())
         finally:
             self._sink = None
-            if self._open:
-                self._forget(None)
+            self._release()
+
+    async def aclose(self) -> None:
+        """Release what the request holds, also if no event was ever read. Safe to call twice."""
+        await self._reading.aclose()
+        self._release()
+
+    def _release(self) -> None:
+        if self._open:
+            self._open.clear()
+            self._engine.forget(self.request.request_id, None)
+        self._engine.done(self.request.request_id)
 
     def _hand_on(self, sink: EventSink) -> None:
         if self._failure is not None:
@@ -276,7 +268,7 @@ class Generation:
         if ends or reader.stopped is not None:
             del self._open[delta.choice]
             if not ends:
-                self._forget(delta.choice)
+                self._engine.forget(self.request.request_id, delta.choice)
             events.append(self._finish(delta, reader))
         return events
 

@@ -1,6 +1,7 @@
 """The frontend's half of a model: its tokenizer and chat template, with no weights."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,7 +94,7 @@ class TextModel:
     def can_chat(self) -> bool:
         return self.tokenizer.chat_template is not None
 
-    @property
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         return tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))
 

@@ -14,7 +14,7 @@ import msgspec
 
 from engine.core.interfaces.backend import GrammarSpec
 from engine.servers.http.errors import check_keys, describe, problem
-from engine.servers.openai.messages import decode_text
+from engine.servers.schema.messages import decode_text
 
 MAX_SOURCE = 262_144
 MAX_CHOICES = 1_024

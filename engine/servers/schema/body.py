@@ -1,0 +1,232 @@
+"""Request bodies: the sampling fields that every API has, and how a JSON object is validated.
+
+Types are strict (`"1"` and `true` are no numbers) and every number has both bounds, written so that
+NaN fails them. null is the same as leaving a field out. A parameter that this server can't act on
+is refused by name, never ignored; a value that asks for nothing (`functions: []`, `store: false`)
+is the same as leaving the parameter out, and SDKs send such values all the time.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import ModelCard
+from engine.core.interfaces.request import SamplingParams
+from engine.servers.http.errors import invalid_request
+from engine.servers.schema import fields
+
+MAX_N = 16
+
+# Parameter -> the values, besides null, that mean "not wanted". Endpoints that know a parameter
+# never look here; `best_of` is one for completions, and nothing for chats.
+NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # of no tools
+    "prediction": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),  # among no tools
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# What to send instead, where there is something.
+_INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
+
+_MAX_NAMED = 10
+
+
+def drop_no_effect(
+    body: dict[str, Any],
+    known: Iterable[str],
+    no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
+) -> dict[str, Any]:
+    """`body` with only the `known` parameters; raises `InvalidRequestError` for what is left."""
+    known = frozenset(known)
+    unknown: list[str] = []
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in known:
+            kept[name] = value
+        elif name not in no_effect:
+            unknown.append(name)
+        elif not asks_for_nothing(value, no_effect[name]):
+            raise InvalidRequestError(
+                f"{name} is not supported by this endpoint; {_INSTEAD.get(name, 'leave it out')}.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    if unknown:
+        names = ", ".join(name[:64] for name in unknown[:_MAX_NAMED])
+        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+        raise InvalidRequestError(
+            f"Unknown parameter: {names}{more}.",
+            param=unknown[0][:64],
+            code="unknown_parameter",
+        )
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class OffValues:
+    """Of a field that a body has only to refuse it in its own words; see `off_values`."""
+
+    values: tuple[Any, ...]
+
+
+def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """The fields of `kind` that are refused, with what is taken of them besides null."""
+    return {
+        name: each.values
+        for name, field in kind.model_fields.items()
+        for each in field.metadata
+        if isinstance(each, OffValues)
+    }
+
+
+def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
+    """Whether `value` is null or one of `off_values`."""
+    # `1 == True` in Python, but not in JSON.
+    return value is None or any(type(value) is type(each) and value == each for each in off_values)
+
+
+class SamplingBody(BaseModel):
+    """What every way of asking for text has in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    max_tokens: fields.TokenCount | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: fields.Fraction | None = None
+    top_k: fields.TopK | None = None
+    min_p: fields.Fraction | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: fields.SignedPenalty | None = None
+    frequency_penalty: fields.SignedPenalty | None = None
+    logit_bias: fields.LogitBias = {}
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: fields.StopStrings = ()
+    stop_token_ids: (
+        Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    priority: fields.Priority | None = None
+    user: fields.EndUser | None = None
+    metadata: fields.Metadata = {}
+    # Prefixes are shared only between requests of one key and one salt.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    truncate_prompt_tokens: fields.Truncation = None
+
+    @property
+    def end_user(self) -> str | None:
+        return self.user
+
+    @property
+    def conversation_key(self) -> str | None:
+        """What a client gives to all requests that begin alike."""
+        return self.end_user
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def sampling(
+        self,
+        card: ModelCard,
+        max_tokens: int | None,
+        logprobs: int | None,
+        limit_name: str = "max_tokens",
+    ) -> SamplingParams:
+        """`max_tokens` None: as many as the context has room for, which the backend knows.
+        `limit_name` is what the client called it.
+        """
+        if max_tokens is not None and max_tokens > card.max_model_len:
+            raise InvalidRequestError(
+                f"{limit_name} is {max_tokens}. This model's maximum context length is"
+                f" {card.max_model_len} tokens.",
+                param=limit_name,
+                code="context_length_exceeded",
+            )
+        min_tokens = self.min_tokens or 0
+        if min_tokens > (max_tokens or card.max_model_len):
+            raise InvalidRequestError(
+                f"min_tokens ({min_tokens}) is more than an answer may have"
+                f" ({max_tokens or card.max_model_len}).",
+                param="min_tokens",
+            )
+        # Of nothing but the most likely token, top_p = 0 keeps that one.
+        only_best = self.top_p == 0
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=_default(self.temperature, 1.0),
+            top_k=1 if only_best else self.top_k or 0,
+            top_p=1.0 if only_best else _default(self.top_p, 1.0),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=_default(self.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias,
+            seed=None if self.seed is None else self.seed % 2**63,
+            n=self.num_choices,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
+    """`raw` as a `kind`. Raises `InvalidRequestError` that names field, rule and what was given."""
+    try:
+        return kind.model_validate(drop_no_effect(raw, kind.model_fields))
+    except ValidationError as error:
+        raise invalid_request(error) from None
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,149 @@
+"""Chats: the one way from a conversation to the backend, for every API that has conversations.
+
+An API reads its body into a `ChatAsk`. What the model that answers can't do is refused, or warned
+about, here: in the same order and the same words for all of them.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    Event,
+    GenerationContext,
+    GrammarSpec,
+    ModelCard,
+    ToolChoice,
+)
+from engine.core.interfaces.request import SamplingParams
+from engine.servers.schema.body import SamplingBody
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.services import Services
+
+NO_TEXT = "writes no text; use /v1/embeddings"
+# Passed on as high. A template that knows more can be told by chat_template_kwargs.
+_ABOVE_HIGH = ("xhigh", "max")
+
+
+Follow = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A conversation as an API has understood it, for the model that will answer."""
+
+    card: ModelCard
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    grammar: GrammarSpec | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def chat_model(services: Services, request: Request, name: str | None, param: str) -> ModelCard:
+    """The model that will answer; `param` is the API's name for a conversation."""
+    card = services.choose_model(request, name)
+    services.require(card, "completions", param, NO_TEXT)
+    services.require(card, "chat", param, "has no chat template; use /v1/completions")
+    return card
+
+
+def chat_request(
+    services: Services, request: Request, ask: ChatAsk, context: GenerationContext
+) -> ChatRequest:
+    """What the backend is asked. Raises what the model can't do."""
+    require_grammar(services, ask.card, ask.grammar)
+    check_tools(services, request, ask.card, ask.tools)
+    return ChatRequest(
+        context=context,
+        messages=ask.messages,
+        tools=ask.tools,
+        tool_choice=ask.tool_choice,
+        parallel_tool_calls=ask.parallel_tool_calls,
+        template_options=dict(ask.template_options),
+        add_generation_prompt=ask.add_generation_prompt,
+        continue_final_message=ask.continue_final_message,
+    )
+
+
+async def open_chat(
+    services: Services,
+    request: Request,
+    ticket: Ticket,
+    ask: ChatAsk,
+    sampling: SamplingBody,
+    params: SamplingParams,
+    completion_id: str,
+    follow: Follow | None = None,
+) -> EventPump:
+    """From a conversation to a request that the backend has accepted, and whose events are read.
+    `follow` is shown the events on their way.
+    """
+    context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
+    chat = chat_request(services, request, ask, context)
+    pump = await services.begin(ticket, params)
+    pump.watch(request.receive)
+    sources = await pump.open(services.backend, [chat])
+    pump.read(sources if follow is None else [follow(source) for source in sources])
+    return pump
+
+
+def require_grammar(services: Services, card: ModelCard, grammar: GrammarSpec | None) -> None:
+    if grammar is not None:
+        what = "can't be held to a grammar by its backend"
+        services.require(card, "json_schema", grammar.param, what)
+
+
+def check_tools(
+    services: Services, request: Request, card: ModelCard, tools: Sequence[Mapping[str, Any]]
+) -> None:
+    if not tools:
+        return
+    services.require(card, "tools", "tools", "can't call tools")
+    if "tools" in card.emulated:
+        services.warn(request, "tools", "emulated with a prompt, the model was not made for them")
+
+
+def warn_of_cache_key(services: Services, request: Request, key: str | None) -> None:
+    """It is to raise the number of cached tokens; as a salt it would lower it."""
+    if key is not None:
+        services.warn(request, "prompt_cache_key", "is not needed, every prefix is cached")
+
+
+def known_options(
+    services: Services, request: Request, card: ModelCard, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Only what the model's template looks at; a warning for everything else."""
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in card.template_options:
+            options[name] = value
+        else:
+            place = f"chat_template_kwargs.{name[:64]}"
+            services.warn(request, place, "has no effect on this model's template")
+    return options
+
+
+def effort_options(
+    services: Services, request: Request, card: ModelCard, effort: str | None, param: str
+) -> dict[str, Any]:
+    """Template options for an effort; what the model's template can't do is warned about."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in card.template_options:
+        if effort in _ABOVE_HIGH:
+            services.warn(request, param, f"{effort} was lowered to high")
+            effort = "high"
+        return {"reasoning_effort": effort}
+    if effort in ("none", "minimal") and "enable_thinking" in card.template_options:
+        return {"enable_thinking": False}
+    if effort != "none" or "reasoning" in card.capabilities:
+        services.warn(request, param, f"{effort} can't be set for this model")
+    return {}

@@ -1,0 +1,13 @@
+"""An engine to a `Generation`: it remembers what it was told of the request, and does nothing."""
+
+
+class ToldEngine:
+    def __init__(self) -> None:
+        self.forgotten: list[int | None] = []  # choices; None: the whole request
+        self.done_ids: list[str] = []
+
+    def forget(self, request_id: str, choice: int | None) -> None:
+        self.forgotten.append(choice)
+
+    def done(self, request_id: str) -> None:
+        self.done_ids.append(request_id)
