@@ -27,6 +27,7 @@ from engine.core.interfaces.request import (
 )
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.tokenizer import RenderedPrompt
+from tests.told_engine import ToldEngine
 
 # One character is one token.
 CHARS = [bytes([code]) for code in range(128)]
@@ -36,8 +37,6 @@ TOKENIZER = SimpleNamespace(
     token_literal=lambda token: CHARS[token],
     decode=lambda ids: b"".join(CHARS[token] for token in ids).decode(),
 )
-from tests.told_engine import ToldEngine
-
 TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
 OUTPUT = OutputFormat.of(TEMPLATE, {})
 TEXT = TextModel(SimpleNamespace(), TOKENIZER, None, None, 0, OUTPUT)

@@ -1,4 +1,4 @@
-"""Which family a model belongs to, by its chat template's source.
+"""The families' ways to call tools, and which of them a chat template means.
 
 A template whose way of calling we can't read is treated as one that knows no tools: they are then
 described in a message, and calls are asked for as plain JSON.
@@ -61,29 +61,6 @@ class HermesFormat(ToolFormat):
         return "\n".join(f"{OPEN}\n{call_object(*call, 'arguments')}\n{CLOSE}" for call in calls)
 
 
-# Calls in these are not JSON, whatever markers stand around them.
-_FOREIGN = ("<function=", "<arg_key>", "<parameter=")
-_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-_TOOLS = re.compile(r"\btools\b")
-# A name and arguments in JSON that the template shows to the model, quoted or escaped.
-_SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
-
-
-def tool_format(template: str | None) -> ToolFormat:
-    source = template or ""
-    has_system = not source or "system" in source
-    uses_tools = any(_TOOLS.search(code) for code in _CODE.findall(source))
-    if any(mark in source for mark in _FOREIGN):
-        return GenericJsonFormat(False, has_system)
-    if "[TOOL_CALLS]" in source:
-        return MistralFormat(uses_tools, has_system, has_args_marker="[ARGS]" in source)
-    if "<tool_call>" in source:
-        return HermesFormat(uses_tools, has_system)
-    if "<|python_tag|>" in source or ("<|start_header_id|>" in source and uses_tools):
-        return Llama3Format(uses_tools, has_system)
-    return GenericJsonFormat(uses_tools and bool(_SHOWN_CALL.search(source)), has_system)
-
-
 TAG = "<|python_tag|>"
 
 
@@ -122,7 +99,7 @@ def _series(source: Source, calls: CallReader) -> Steps[None]:
         calls.give_up()
 
 
-OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _MAX_ID_CHARS = 64
 
@@ -130,13 +107,13 @@ _MAX_ID_CHARS = 64
 @dataclass(frozen=True)
 class MistralFormat(ToolFormat):
     name = "mistral"
-    markers = (OPEN, CALL_ID, ARGS)
+    markers = (CALLS, CALL_ID, ARGS)
     has_args_marker: bool = False
 
     def parse(self, source: Source, calls: CallReader) -> Steps[None]:
         yield from source.skip_space()
-        while (yield from source.text_until(OPEN)):
-            source.take(len(OPEN))
+        while (yield from source.text_until(CALLS)):
+            source.take(len(CALLS))
             try:
                 if (yield from source.skip_space()) == "[":
                     yield from calls.read_list()
@@ -150,7 +127,7 @@ class MistralFormat(ToolFormat):
     def syntax(
         self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
     ) -> CallSyntax:
-        opening = marker(OPEN, control)
+        opening = marker(CALLS, control)
         if not self.has_args_marker:
             more = '(", " call)*' if parallel else ""
             listed = f'listed: SPACE "[" call {more} "]"'
@@ -166,9 +143,9 @@ class MistralFormat(ToolFormat):
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         if self.has_args_marker:
-            return "".join(f"{OPEN}{name}{ARGS}{arguments}" for name, arguments in calls)
+            return "".join(f"{CALLS}{name}{ARGS}{arguments}" for name, arguments in calls)
         objects = [call_object(*call, "arguments") for call in calls]
-        return f"{OPEN}[{', '.join(objects)}]"
+        return f"{CALLS}[{', '.join(objects)}]"
 
     def new_call_id(self) -> str:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
@@ -246,3 +223,26 @@ def _answer(source: Source, calls: CallReader) -> Steps[None]:
         source.take(len(FENCE))
         source.discard()
         yield from source.skip_space()
+
+
+# Calls in these are not JSON, whatever markers stand around them.
+_FOREIGN = ("<function=", "<arg_key>", "<parameter=")
+_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+_TOOLS = re.compile(r"\btools\b")
+# A name and arguments in JSON that the template shows to the model, quoted or escaped.
+_SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
+
+
+def tool_format(template: str | None) -> ToolFormat:
+    source = template or ""
+    has_system = not source or "system" in source
+    uses_tools = any(_TOOLS.search(code) for code in _CODE.findall(source))
+    if any(mark in source for mark in _FOREIGN):
+        return GenericJsonFormat(False, has_system)
+    if "[TOOL_CALLS]" in source:
+        return MistralFormat(uses_tools, has_system, has_args_marker="[ARGS]" in source)
+    if "<tool_call>" in source:
+        return HermesFormat(uses_tools, has_system)
+    if "<|python_tag|>" in source or ("<|start_header_id|>" in source and uses_tools):
+        return Llama3Format(uses_tools, has_system)
+    return GenericJsonFormat(uses_tools and bool(_SHOWN_CALL.search(source)), has_system)
