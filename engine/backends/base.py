@@ -142,6 +142,11 @@ class InferenceBackend(ABC):
     def health(self) -> Health:
         """The state now, without waiting for anything."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request can be taken now; asked for every one of them."""
+        return self.health().ready
+
     @abstractmethod
     def memory_bytes(self) -> int:
         """Memory resident in RAM, of every process that serves the models."""

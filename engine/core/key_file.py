@@ -52,6 +52,9 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+NO_LIMITS = KeyLimits()
+
+
 class KeyEntry(
     KeyLimits, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):

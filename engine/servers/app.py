@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
 from engine.core.config_schema import Settings
-from engine.core.key_file import KeyLimits
+from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import Authenticator, KeyRing
 from engine.servers.access.quotas import AuthThrottle, Quotas
@@ -124,13 +124,14 @@ def create_app(
     makes the backend once more, to load it again; `reread` the settings, for a change of them.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
+    metrics.watch_in_flight(lambda: len(lifecycle.pumps))
     holder = BackendHolder(backend)
     watcher = EngineWatcher(holder, metrics)
     keys, quotas = KeyRing(settings.server), Quotas(settings.limits)
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
-    if keys.entries or not KeyLimits().over(settings.limits).is_empty:
+    if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:
         from engine.servers.ops.warming import WarmStart  # few servers have such a file

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
+from engine.core.parsing.formats import (
+    GenericJsonFormat,
+    HermesFormat,
+    Llama3Format,
+    MistralFormat,
+    ToolFormat,
+)
 from engine.core.parsing.json_scanner import JsonScanner, is_object
 from engine.core.parsing.output import OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, ToolCallPiece

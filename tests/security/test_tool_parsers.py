@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
+from engine.core.parsing.formats import (
+    GenericJsonFormat,
+    HermesFormat,
+    Llama3Format,
+    MistralFormat,
+    ToolFormat,
+)
 from engine.core.parsing.json_scanner import MAX_DEPTH, JsonScanner
 from engine.core.parsing.output import OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece

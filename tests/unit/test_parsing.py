@@ -6,8 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
+from engine.core.parsing.formats import (
+    GenericJsonFormat,
+    HermesFormat,
+    Llama3Format,
+    MistralFormat,
+    ToolFormat,
+)
 from engine.core.parsing.output import OutputFormat, OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
 

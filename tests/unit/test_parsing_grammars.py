@@ -20,8 +20,13 @@ from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.grammar.schema_rules import compile_schema
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing import grammars
-from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.formats import GenericJsonFormat, HermesFormat, Llama3Format, MistralFormat
+from engine.core.parsing.formats import (
+    GenericJsonFormat,
+    HermesFormat,
+    Llama3Format,
+    MistralFormat,
+    ToolFormat,
+)
 from engine.core.parsing.grammars import arguments_rule
 from engine.core.parsing.output import OutputFormat, OutputParser, with_reasoning
 from engine.core.parsing.pieces import ToolCallPiece

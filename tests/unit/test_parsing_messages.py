@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsing.base import ToolFormat
-from engine.core.parsing.formats import tool_format
-from engine.core.parsing.messages import prepare_messages
-from engine.core.parsing.output import ReasoningFormat, reasoning_format
+from engine.core.parsing.formats import ToolFormat, tool_format
+from engine.core.parsing.output import ReasoningFormat, prepare_messages, reasoning_format
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import SpecialTokens
 

@@ -166,6 +166,10 @@ class CustomBackend(InferenceBackend):
             num_restarts=self._link.num_restarts,
         )
 
+    @property
+    def is_ready(self) -> bool:
+        return self._text is not None and self._link.is_up
+
     def memory_bytes(self) -> int:
         import psutil  # a server that starts can do without it
 

@@ -4,11 +4,10 @@ All of it is msgspec structs, so that a message is bytes with a schema and never
 stays with the frontend: the engine sees token ids only.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-
-from engine.core.interfaces.steps import StepCounts
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -118,6 +117,38 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # On a choice's first delta, if asked for: of every prompt token but the first.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     vector: bytes | None = None  # float32, of a request that pools; its only delta
+
+
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+STEP_TOKENS = tuple(2**power for power in range(15))
+
+
+class StepCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Steps of an engine so far, by buckets of duration and size, and the totals. The last bucket
+    is above every edge. The engine counts every step; a frontend sees only some of them.
+    """
+
+    by_seconds: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
+    by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        return self._with(other, 1)
+
+    def __sub__(self, other: "StepCounts") -> "StepCounts":
+        return self._with(other, -1)
+
+    def _with(self, other: "StepCounts", sign: int) -> "StepCounts":
+        def each(own: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+            return tuple(a + sign * b for a, b in zip(own, others, strict=True))
+
+        return StepCounts(
+            each(self.by_seconds, other.by_seconds),
+            each(self.by_tokens, other.by_tokens),
+            self.seconds + sign * other.seconds,
+            self.tokens + sign * other.tokens,
+        )
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

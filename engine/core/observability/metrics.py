@@ -5,7 +5,7 @@ totals arrive as `EngineStats` snapshots. Labels are fixed sets chosen here or b
 never text that a client sent.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +20,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
-from engine.core.interfaces.request import EngineStats, FinishReason
-from engine.core.interfaces.steps import STEP_SECONDS, STEP_TOKENS
+from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, EngineStats, FinishReason
 from engine.core.observability.bulk_histogram import BulkHistogram
 from engine.core.observability.process import ProcessTreeCollector
 
@@ -112,18 +111,16 @@ class Metrics:
         self._define_request_series()
         self._define_server_series()
 
-    def request_started(self) -> None:
-        """Call once for every generation request that was admitted."""
-        self._in_flight.inc()
+    def watch_in_flight(self, count: Callable[[], int]) -> None:
+        """`count` tells how many requests are being answered; asked when metrics are scraped."""
+        self._in_flight.set_function(count)
 
     def request_refused(self) -> None:
         """In place of `request_finished`, for one that the backend did not take."""
-        self._in_flight.dec()
         self._requests["refused"].inc()
 
     def request_finished(self, request: FinishedRequest) -> None:
         """Call once for every request that was started and not refused, however it ended."""
-        self._in_flight.dec()
         self._requests[request.outcome].inc()
         for reason in request.finish_reasons:
             self._finish_reasons[reason].inc()

@@ -3,8 +3,9 @@
     python engine/scripts/dev/trace_request.py smollm2-135m-instruct
     engine dev trace_request --files
 
-A server is started with a profile hook in each of its processes. Two chats warm it up; the third
-is recorded. A file is "before the engine" if the frontend ran it before the engine's intake ran.
+A server is started with a profile hook in each of its processes. Two chats warm it up, five are
+recorded; what all five touch is counted, so that nothing periodic is. A file is "before the engine"
+if the frontend ran it before the engine's intake ran.
 """
 
 import argparse
@@ -16,9 +17,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
@@ -26,6 +28,7 @@ PACKAGE = Path(__file__).parents[2]
 READY = re.compile(r"Ready in .* at (http://\S+)/v1")
 INTAKE = ("backends/custom/runtime/intake.py", "Intake.submit")
 PATIENCE_S = 60.0
+NUM_WARM, NUM_RECORDED = 2, 5
 
 # Every interpreter that is started with this on its path runs it first.
 HOOK = """
@@ -51,6 +54,7 @@ sys.setprofile(profile)
 threading.setprofile(profile)
 """
 
+T = TypeVar("T")
 Call = tuple[str, str, float]  # file, function, time.monotonic()
 
 
@@ -88,16 +92,16 @@ def chat(url: str, model: str) -> None:
         stream.read()
 
 
-def recorded(model: str) -> tuple[list[Call], list[Call]]:
-    """What the third chat called, in the frontend and in the engine, in order."""
+def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
+    """What each chat called, in the frontend and in the engine, in order."""
+    spans: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as name, served(model, Path(name)) as (url, pids):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S)  # has the late routes imported
-        chat(url, model)
-        chat(url, model)
-        began_at = time.monotonic()
-        chat(url, model)
-        ended_at = time.monotonic()
+        for _ in range(NUM_WARM + NUM_RECORDED):
+            began_at = time.monotonic()
+            chat(url, model)
+            spans.append((began_at, time.monotonic()))
         folder = Path(name)
         (folder / "asked").touch()
         paths = [folder / f"{pid}.json" for pid in pids]
@@ -106,22 +110,26 @@ def recorded(model: str) -> tuple[list[Call], list[Call]]:
             if time.monotonic() > deadline:
                 sys.exit("a process did not write down what it had called")
             time.sleep(0.05)
-        calls = [json.loads(path.read_text()) for path in paths]
-    during = [[(*call,) for call in each if began_at <= call[2] <= ended_at] for each in calls]
-    return during[0], [call for each in during[1:] for call in each]
+        calls: list[list[Call]] = [
+            [(file, function, at) for file, function, at in json.loads(path.read_text())]
+            for path in paths
+        ]
+    frontend, engine = calls[0], [call for each in calls[1:] for call in each]
+    return [(_within(frontend, span), _within(engine, span)) for span in spans[NUM_WARM:]]
 
 
-def summary(frontend: Sequence[Call], engine: Sequence[Call]) -> dict[str, int]:
+def _within(calls: Sequence[Call], span: tuple[float, float]) -> list[Call]:
+    return [call for call in calls if span[0] <= call[2] <= span[1]]
+
+
+def before_engine(frontend: Sequence[Call], engine: Sequence[Call]) -> set[str]:
     entered_at = min(at for file, function, at in engine if (file, function) == INTAKE)
-    both = [*frontend, *engine]
-    files = {file for file, _, _ in both}
-    return {
-        "files": len(files),
-        "folders": len({str(Path(file).parent) for file in files}),
-        "functions": len({(file, function) for file, function, _ in both}),
-        "files_before_the_engine": len({file for file, _, at in frontend if at < entered_at}),
-        "files_in_the_engine": len({file for file, _, _ in engine}),
-    }
+    return {file for file, _, at in frontend if at < entered_at}
+
+
+def common(sets: Iterable[set[T]]) -> set[T]:
+    """What is in all of them."""
+    return set.intersection(*sets)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,16 +139,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--files", action="store_true", help="list the files, in order of first call"
     )
     options = parser.parse_args(arguments)
-    frontend, engine = recorded(options.model)
-    for name, value in summary(frontend, engine).items():
-        print(f"{name.replace('_', ' '):24} {value:4}")
+    chats = recorded(options.model)
+    places = common({call[:2] for call in [*frontend, *engine]} for frontend, engine in chats)
+    before = common(before_engine(*each) for each in chats)
+    in_engine = common({file for file, _, _ in engine} for _, engine in chats)
+    functions = Counter(file for file, _ in places)
+    print(f"files                   {len(functions):4}")
+    print(f"folders                 {len({Path(file).parent for file in functions}):4}")
+    print(f"functions               {len(places):4}")
+    print(f"files before the engine {len(before):4}")
+    print(f"files in the engine     {len(in_engine):4}")
     if options.files:
-        for title, calls in (("frontend", frontend), ("engine", engine)):
-            print(f"\n{title}: functions, file")
-            for file, count in Counter(
-                file for file, _, _ in sorted(calls, key=lambda c: c[2])
-            ).items():
-                print(f"{count:4}  {file}")
+        for file in sorted(functions):
+            marks = f"{'before' if file in before else '':8}{'engine' if file in in_engine else ''}"
+            print(f"{functions[file]:4}  {marks:16}{file}")
 
 
 if __name__ == "__main__":

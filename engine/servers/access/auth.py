@@ -18,7 +18,7 @@ from starlette.requests import Request
 from engine.core.config import is_loopback
 from engine.core.config_schema import MAX_SECRET_LENGTH, ServerSettings, Settings
 from engine.core.errors import AuthenticationError, ConfigError, ForbiddenError
-from engine.core.key_file import KeyEntry, KeyLimits, read_keys
+from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
@@ -40,7 +40,7 @@ class Principal:
 
     name: str
     key: str = field(default="", compare=False)  # its name; empty for the one in the settings
-    limits: KeyLimits = field(default=KeyLimits(), compare=False)
+    limits: KeyLimits = field(default=NO_LIMITS, compare=False)
     is_admin: bool = field(default=False, compare=False)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.core.config_schema import LimitsSettings
 from engine.core.errors import InvalidRequestError, RateLimitError
-from engine.core.key_file import KeyLimits
+from engine.core.key_file import NO_LIMITS, KeyLimits
 from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
 from engine.servers.serving.event_pump import EventPump
@@ -149,13 +149,18 @@ class Lease:
 
 
 class Quotas:
-    """Of all keys. `defaults` may be replaced while the server runs."""
+    """Of all keys. The defaults may be replaced while the server runs."""
 
     def __init__(self, defaults: LimitsSettings) -> None:
-        self.defaults = defaults
+        self.set_defaults(defaults)
         self.windows = Windows(defaults.redis_url)
         self._leases: dict[str, set[Lease]] = {}
         self._preparing: asyncio.Task[None] | None = None
+
+    def set_defaults(self, defaults: LimitsSettings) -> None:
+        """What holds for every key that has no limit of its own."""
+        self.defaults = defaults
+        self._limits_all = not NO_LIMITS.over(defaults).is_empty
 
     async def start(self) -> None:
         """Raises `ConfigError` if there can be no Redis; the rest is made ready meanwhile."""
@@ -180,8 +185,10 @@ class Quotas:
 
         `headers` is told what is left, also when there is nothing left.
         """
+        if principal.is_admin or (principal.limits is NO_LIMITS and not self._limits_all):
+            return None
         limits = principal.limits.over(self.defaults)
-        if principal.is_admin or limits.is_empty:
+        if limits.is_empty:
             return None
         key = principal.key or principal.name
         lease = Lease(self, key, principal.key or "the only one", limits)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.servers.http.errors import describe, problem, short_text
-from engine.servers.schema.messages import check_number
-from engine.servers.schema.tools import (
+from engine.servers.schema.messages import (
     MAX_TOOL_NAME,
     check_distinct,
+    check_number,
     check_tool_list,
     function_tool,
 )

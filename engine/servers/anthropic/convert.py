@@ -19,8 +19,8 @@ from engine.servers.anthropic.blocks import BlockReader, with_system
 from engine.servers.anthropic.schema import NO_EFFECT, MessagesBody, PromptBody, ToolChoiceBody
 from engine.servers.http.errors import invalid_request, problem
 from engine.servers.schema.body import SamplingBody, drop_no_effect
+from engine.servers.schema.messages import check_format_and_choice, known_name
 from engine.servers.schema.structured import schema_spec
-from engine.servers.schema.tools import check_format_and_choice, known_name
 from engine.servers.serving.chat import ChatAsk, effort_options
 from engine.servers.serving.services import Services
 

@@ -19,8 +19,7 @@ from pydantic import (
 from engine.servers.anthropic.blocks import BlockReader
 from engine.servers.http.errors import problem
 from engine.servers.schema import fields
-from engine.servers.schema.messages import MAX_MESSAGES
-from engine.servers.schema.tools import MAX_TOOLS
+from engine.servers.schema.messages import MAX_MESSAGES, MAX_TOOLS
 
 # Claude Code asks to keep all thinking, which is what happens anyway.
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}

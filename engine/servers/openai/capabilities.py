@@ -18,7 +18,7 @@ from engine.servers.files import form
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.openapi import BODIES, api_routes
 from engine.servers.responses import items
-from engine.servers.schema import body, fields, messages, structured, tools
+from engine.servers.schema import body, fields, messages, structured
 from engine.servers.schema.body import NO_EFFECT, off_values
 from engine.servers.serving.services import Services
 
@@ -33,7 +33,7 @@ LIMITS = {
     "max_prompts": fields.MAX_PROMPTS,
     "max_messages": messages.MAX_MESSAGES,
     "max_input_items": items.MAX_ITEMS,
-    "max_tools": tools.MAX_TOOLS,
+    "max_tools": messages.MAX_TOOLS,
     "max_metadata_pairs": fields.MAX_METADATA,
     "max_grammar_length": structured.MAX_SOURCE,
     "max_embedding_inputs": embeddings.MAX_INPUTS,

@@ -14,7 +14,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import problem
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
-from engine.servers.schema.tools import check_format_and_choice, parse_tool_choice
+from engine.servers.schema.messages import check_format_and_choice, parse_tool_choice
 
 MAX_BEST_OF = 20
 MAX_LOGPROBS = 20

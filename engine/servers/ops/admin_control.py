@@ -92,7 +92,7 @@ def add_admin_control_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, LimitsBody)
         async with audit.change(who_is(request), "limits", **body.given()):
             defaults = services.quotas.defaults
-            services.quotas.defaults = defaults.model_copy(update=body.given())
+            services.quotas.set_defaults(defaults.model_copy(update=body.given()))
         return json_response({"limits": _limits(services.quotas.defaults)})
 
     @app.post("/v1/admin/reload")

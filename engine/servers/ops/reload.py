@@ -48,7 +48,7 @@ async def reread(services: Services, who: str) -> dict[str, Any]:
     async with audit_of(services).change(who, "reload") as detail:
         new = await _settings(services)
         await asyncio.to_thread(services.keys.load, new.server)
-        services.quotas.defaults = new.limits
+        services.quotas.set_defaults(new.limits)
         await set_log_level(services, new.logging.level)
         detail |= {"keys": len(services.keys.credentials), "log_level": new.logging.level}
         waiting = _needs_restart(services.settings, new)

@@ -35,7 +35,7 @@ from engine.servers.responses.tools import (
 )
 from engine.servers.schema import fields
 from engine.servers.schema.body import OffValues, SamplingBody, asks_for_nothing
-from engine.servers.schema.tools import check_format_and_choice
+from engine.servers.schema.messages import check_format_and_choice
 
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.servers.http.errors import describe, problem
+from engine.servers.schema.messages import parse_tool_choice, parse_tools
 from engine.servers.schema.structured import ResponseFormat, read_response_format
-from engine.servers.schema.tools import parse_tool_choice, parse_tools
 
 Tools = tuple[dict[str, Any], ...]
 T = TypeVar("T")

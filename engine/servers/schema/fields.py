@@ -10,7 +10,13 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine.core.interfaces.backend import GrammarSpec
 from engine.servers.http.errors import describe, problem
-from engine.servers.schema.messages import MAX_MESSAGES, ROLES, parse_messages
+from engine.servers.schema.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ROLES,
+    parse_messages,
+    parse_tools,
+)
 from engine.servers.schema.structured import (
     MAX_CHOICES,
     ResponseFormat,
@@ -18,7 +24,6 @@ from engine.servers.schema.structured import (
     parse_structured_outputs,
     read_response_format,
 )
-from engine.servers.schema.tools import MAX_TOOLS, parse_tools
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256

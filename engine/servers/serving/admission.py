@@ -149,7 +149,6 @@ class Ticket:
         if self._lease is not None:
             self._lease.pump = self._pump
         self._lifecycle.pumps.add(self._pump)
-        self._metrics.request_started()
         return self._pump
 
     def detach(self) -> "Ticket":

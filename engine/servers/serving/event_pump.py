@@ -71,8 +71,8 @@ class EventPump:
         self._sources: list[AsyncIterator[Event]] = []  # accepted, so to be closed
         self._deadline: asyncio.TimerHandle | None = None
         if timeout_s is not None:
-            late = RequestTimeoutError(f"The request took longer than {timeout_s:g} seconds.")
-            self._deadline = self._loop.call_later(timeout_s + DEADLINE_MARGIN_S, self.fail, late)
+            due_s = timeout_s + DEADLINE_MARGIN_S
+            self._deadline = self._loop.call_later(due_s, self._expire, timeout_s)
 
     @property
     def is_complete(self) -> bool:
@@ -175,6 +175,9 @@ class EventPump:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for source in self._sources:
             await close_events(source)
+
+    def _expire(self, timeout_s: float) -> None:
+        self.fail(RequestTimeoutError(f"The request took longer than {timeout_s:g} seconds."))
 
     @property
     def _is_waiting(self) -> bool:

@@ -68,9 +68,8 @@ class Services:
 
     async def admit(self, request: Request) -> Ticket:
         """Raises at once when the request can't be taken now; the caller closes the ticket."""
-        health = self.backend.health()
-        if not health.ready:
-            why = health.detail.rstrip(".")
+        if not self.backend.is_ready:
+            why = self.backend.health().detail.rstrip(".")
             raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
         record = record_of(request.scope)
         ticket = Ticket(self.lifecycle, self.metrics, record)

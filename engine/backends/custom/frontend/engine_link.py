@@ -77,6 +77,7 @@ class EngineLink:
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
+        self._in_trouble = False  # at the last look; the watch looks twice a second
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self.num_restarts = 0
@@ -181,6 +182,11 @@ class EngineLink:
             return "The engine's process does not run."
         return "The engine makes no progress." if vitals.is_stalled else None
 
+    @property
+    def is_up(self) -> bool:
+        """Whether a request can be submitted, as far as the watch has seen."""
+        return self.ready is not None and not self._in_trouble
+
     def _vitals(self) -> Vitals | None:
         return self._client.vitals() if self._client is not None else None
 
@@ -196,6 +202,7 @@ class EngineLink:
         num_looks, was_silent = 0, False
         while num_looks < 2:  # once may be our own fault: it waits while we don't read
             await asyncio.sleep(WATCH_INTERVAL_S)
+            self._in_trouble = self.trouble is not None
             vitals = client.vitals()
             if vitals is None or self.ready is None:  # loading, it may be silent for long
                 continue
@@ -263,6 +270,7 @@ class EngineLink:
 
     def _on_down(self, error: EngineError) -> None:
         self.ready = None
+        self._in_trouble = False
         self.stats = None
         self._fail_open(error)
         self._became_ready.set()

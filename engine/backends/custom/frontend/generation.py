@@ -133,9 +133,9 @@ class Generation(EventFeed):
         self.request = request
         self._text = text
         self._engine = engine
-        self._open = {
-            choice: _Reader(text, request.params, prepared) for choice in range(request.params.n)
-        }
+        self._prepared = prepared
+        self._open = set(range(request.params.n))  # choices that have not ended
+        self._readers: dict[int, _Reader] = {}  # made with a choice's first tokens
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         self._may_merge = not request.params.stop and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
@@ -252,7 +252,7 @@ class Generation(EventFeed):
         return events
 
     def _decode(self, delta: TokenDelta) -> list[Event]:
-        reader = self._open[delta.choice]
+        reader = self._reader(delta.choice)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
         # A stop id that the client named is no part of the text; an end-of-text id has none anyway.
@@ -266,11 +266,18 @@ class Generation(EventFeed):
             if was_reasoning or reader.in_reasoning:
                 self._num_reasoning += len(ids)
         if ends or reader.stopped is not None:
-            del self._open[delta.choice]
+            self._open.remove(delta.choice)
             if not ends:
                 self._engine.forget(self.request.request_id, delta.choice)
             events.append(self._finish(delta, reader))
         return events
+
+    def _reader(self, choice: int) -> _Reader:
+        reader = self._readers.get(choice)
+        if reader is None:
+            reader = _Reader(self._text, self.request.params, self._prepared)
+            self._readers[choice] = reader
+        return reader
 
     def _count(self, delta: TokenDelta) -> None:
         if delta.token_ids and self._first_token_at is None:
@@ -304,7 +311,7 @@ class Generation(EventFeed):
         logprobs = None if delta.logprobs is None else self._logprobs(ids, delta.logprobs)
         return TextEvent(delta.choice, text, len(ids), logprobs, ids)
 
-    def _finish(self, delta: TokenDelta, reader: "_Reader") -> FinishEvent:
+    def _finish(self, delta: TokenDelta, reader: _Reader) -> FinishEvent:
         if reader.stopped is not None:
             return FinishEvent(delta.choice, "stop", reader.stopped)
         if delta.finish_reason == "length":

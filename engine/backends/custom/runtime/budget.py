@@ -7,7 +7,10 @@ prompt adds to it. It applies only while somebody streams; otherwise a step may 
 memory allows.
 """
 
+from bisect import bisect_left
+
 from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
+from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, StepCounts
 
 TARGET_STEP_S = 0.025
 PROMPT_SHARE = 1.0  # of what continuing takes
@@ -108,3 +111,23 @@ class StepBudget:
 
 def _believable(seconds: float, expected: float) -> float:
     return min(seconds, MAX_SURPRISE * expected) if expected else seconds
+
+
+class StepCounter:
+    """Counts the steps of a running engine by their duration and size."""
+
+    def __init__(self) -> None:
+        self._by_seconds = [0] * (len(STEP_SECONDS) + 1)
+        self._by_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self._seconds, self._tokens = 0.0, 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._by_seconds[bisect_left(STEP_SECONDS, seconds)] += 1
+        self._by_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        self._seconds += seconds
+        self._tokens += tokens
+
+    def counts(self) -> StepCounts:
+        return StepCounts(
+            tuple(self._by_seconds), tuple(self._by_tokens), self._seconds, self._tokens
+        )

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.ipc.transport import ConnectionClosedError
 from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
-from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskRow, MaskWriter
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
@@ -42,7 +42,6 @@ from engine.core.interfaces.request import (
     ToEngine,
     TokenDelta,
 )
-from engine.core.interfaces.steps import StepCounter
 from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ import logging
 from bisect import insort
 from collections.abc import Iterator
 
-from engine.backends.custom.runtime.inflight import InflightPrefixes
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
-from engine.backends.custom.runtime.queue import Newcomers, WaitingLine
+from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
 from engine.core import faults
 from engine.core.errors import EngineError, InferenceError

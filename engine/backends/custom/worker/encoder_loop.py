@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.backends.custom.runtime.budget import StepCounter
 from engine.backends.custom.runtime.intake import too_late
 from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
 from engine.backends.custom.runtime.outputs import refusal
@@ -38,7 +39,6 @@ from engine.core.interfaces.request import (
     Stop,
     TokenDelta,
 )
-from engine.core.interfaces.steps import StepCounter
 from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)
