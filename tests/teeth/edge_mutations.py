@@ -290,7 +290,7 @@ FAIR_SHARE = [
 TEXTS = [
     Mutation(
         "SEC-15 a template may take for ever",
-        "engine.core.text.template_limits",
+        "engine.core.text.template_sandbox",
         "            if left <= 0:\n",
         "            if False:\n",
         "tests/security/test_jinja.py::test_bombs_end_soon_and_small",

@@ -5,14 +5,24 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from engine.core.config_schema import LoggingSettings
-from engine.core.observability.logging import request_context, setup_logging
+from engine.core.observability.logging import REQUEST_ID, setup_logging
 
 HOSTILE = 'a\r\nb\x1b[31mred\x00\x7f\x9b\u2028c\u2029d\u202e{"level":"error"}\ud800'
 LOGGER = logging.getLogger("engine.test")
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    token = REQUEST_ID.set(request_id)
+    try:
+        yield
+    finally:
+        REQUEST_ID.reset(token)
 
 
 @pytest.fixture(autouse=True)

@@ -72,11 +72,16 @@ def test_dashboard_series_exist_before_any_request(metrics: Metrics) -> None:
     assert not [name for name in samples if name.endswith("_created")]
 
 
-def test_finished_request_reaches_every_histogram(metrics: Metrics) -> None:
-    metrics.request_started()
+def test_requests_in_flight_are_counted_when_somebody_looks(metrics: Metrics) -> None:
+    pumps = [object(), object()]
+    metrics.watch_in_flight(lambda: len(pumps))
+    assert value(metrics, "engine_requests_in_flight") == 2
+    pumps.pop()
     assert value(metrics, "engine_requests_in_flight") == 1
+
+
+def test_finished_request_reaches_every_histogram(metrics: Metrics) -> None:
     metrics.request_finished(REQUEST)
-    assert value(metrics, "engine_requests_in_flight") == 0
     assert value(metrics, "engine_requests_total", outcome="ok") == 1
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
     expected = {
@@ -99,7 +104,6 @@ def test_finished_request_reaches_every_histogram(metrics: Metrics) -> None:
 
 
 def test_choices_are_counted_one_by_one(metrics: Metrics) -> None:
-    metrics.request_started()
     metrics.request_finished(
         replace(REQUEST, finish_reasons=("stop", "length"), choice_tokens=(3, 8))
     )
@@ -112,7 +116,6 @@ def test_choices_are_counted_one_by_one(metrics: Metrics) -> None:
 
 
 def test_what_is_unknown_of_an_unfinished_request_is_not_counted_as_zero(metrics: Metrics) -> None:
-    metrics.request_started()
     metrics.request_finished(replace(REQUEST, finish_reasons=("abort",), usage=None))
     assert value(metrics, "engine_requests_total", outcome="abort") == 1
     assert value(metrics, "vllm:request_generation_tokens_sum") == 11
@@ -121,16 +124,13 @@ def test_what_is_unknown_of_an_unfinished_request_is_not_counted_as_zero(metrics
 
 
 def test_refused_request_is_no_failure_of_the_engine(metrics: Metrics) -> None:
-    metrics.request_started()
     metrics.request_refused()
-    assert value(metrics, "engine_requests_in_flight") == 0
     assert value(metrics, "engine_requests_total", outcome="refused") == 1
     assert value(metrics, "engine_requests_total", outcome="error") == 0
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
 
 
 def test_request_without_tokens_has_no_token_times(metrics: Metrics) -> None:
-    metrics.request_started()
     metrics.request_finished(
         replace(REQUEST, finish_reasons=("error",), choice_tokens=(0,), ttft_s=None)
     )

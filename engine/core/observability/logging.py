@@ -10,13 +10,12 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+# Of the HTTP request that a task or thread works for: everything that it logs is marked with it.
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 # What every record has; anything else on it came from `extra`.
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
@@ -33,19 +32,9 @@ _COLORS = {"DEBUG": 36, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 _HANDLER_NAME = "engine"
 
 
-@contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """Mark everything logged inside, in this task or thread, with a request id."""
-    token = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
-
-
 def current_request_id() -> str | None:
     """The id that everything logged here is marked with."""
-    return _request_id.get()
+    return REQUEST_ID.get()
 
 
 def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None:
@@ -90,7 +79,7 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 def _request_id_of(record: logging.LogRecord) -> str | None:
     """The id given with the record, else the one in context."""
     given = vars(record).get("request_id")
-    return str(given) if given is not None else _request_id.get()
+    return str(given) if given is not None else REQUEST_ID.get()
 
 
 def _plain(value: Any) -> Any:

@@ -298,9 +298,11 @@ class OutputFormat:
         llguidance grammar) demands of an answer. None if everything is allowed.
         """
         may_think = self.reasoning is not None and not opened
-        grammar = self.tools.grammar(
-            tools, choice, parallel, self.control, answer=answer, may_think=may_think
-        )
+        grammar = answer
+        if tools:
+            grammar = self.tools.grammar(
+                tools, choice, parallel, self.control, answer=answer, may_think=may_think
+            )
         if grammar is None or self.reasoning is None:
             return grammar
         return with_reasoning(grammar, opened, self.control)

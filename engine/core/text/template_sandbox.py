@@ -1,28 +1,39 @@
 """The one place where Jinja runs: chat templates come from model files that nobody vouches for.
 
 Three defences beside Jinja's own sandbox. What a template can reach is an allow-list. Every loop
-turn, call, filter and test looks at the clock, by calls written into the syntax tree before it is
-compiled. What runs between two looks is kept small by `template_limits`.
+iteration, call, filter and test looks at the clock, by calls written into the syntax tree before it
+is compiled (`template_syntax`). A clock cannot interrupt a single C operation, such as the
+repetition of a string or the comparison of two nested lists: functions here stand in for the
+operations that can grow, and refuse before they grow.
 """
 
+import json
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
 from jinja2.filters import FILTERS
-from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
-from engine.core.text import template_limits as limits
+from engine.core.text.template_syntax import GenerationTag, Meter
 
+MAX_CPU_SECONDS = 0.25
+# What a request's body may hold, unless `server.body_limit_mb` was raised: whether a prompt is too
+# long for a model is not for its template to say.
+MAX_OUTPUT_CHARS = 1 << 23
+_MAX_STRING_CHARS = 1 << 23
+_MAX_EMITTED_CHARS = 1 << 25  # through every buffer, macro and block on the way to the output
+_MAX_WEIGHT = 200_000  # values inside one container, nested ones counted wherever they appear
+_MAX_RANGE = 100_000
+_MAX_INT_BITS = 4096
 _MAX_SOURCE_CHARS = 1 << 18
 
 _FILTERS = (
@@ -43,20 +54,171 @@ _STRING_METHODS = frozenset(
 )
 
 
+_PLAIN_DATE = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,64}")
+
+
+class LimitExceeded(InvalidRequestError):
+    """A template asked for more time, text or structure than rendering a prompt can need."""
+
+
+class Budget:
+    """What one rendering may still use. CPU time counts, so a busy machine fails nobody."""
+
+    def __init__(self) -> None:
+        self._start = time.thread_time()
+        self._look_again = time.monotonic() + MAX_CPU_SECONDS
+        self._emitted = 0
+
+    def spend(self, chars: int = 0) -> None:
+        self._emitted += chars
+        if self._emitted > _MAX_EMITTED_CHARS:
+            raise LimitExceeded(f"The chat template wrote over {_MAX_EMITTED_CHARS} characters.")
+        now = time.monotonic()
+        if now >= self._look_again:
+            left = MAX_CPU_SECONDS - (time.thread_time() - self._start)
+            if left <= 0:
+                raise LimitExceeded(
+                    f"The chat template took over {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time."
+                )
+            self._look_again = now + left
+
+
+def check_length(length: int) -> None:
+    if length > _MAX_STRING_CHARS:
+        raise LimitExceeded(
+            f"The chat template built a string over {_MAX_STRING_CHARS} characters."
+        )
+
+
+def weight(value: Any) -> int:
+    """Size of everything that comparing or printing `value` would walk through."""
+    total, pending = 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            total += len(item) >> 6
+        elif isinstance(item, dict):
+            pending.extend(item.keys())
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+        total += 1
+        if total + len(pending) > _MAX_WEIGHT:
+            raise LimitExceeded("The chat template built a list or mapping that is too large.")
+    return total
+
+
+def checked(value: Any) -> Any:
+    if isinstance(value, str):
+        check_length(len(value))
+    elif isinstance(value, (list, tuple, dict)):
+        weight(value)
+    return value
+
+
+def join(separator: str, parts: Sequence[str]) -> str:
+    check_length(sum(map(len, parts)) + len(separator) * len(parts))
+    return separator.join(parts)
+
+
+def replace(text: str, old: str, new: str, count: int = -1) -> str:
+    found = text.count(old) if count < 0 else min(count, text.count(old))
+    check_length(len(text) + found * len(new))
+    return text.replace(old, new, count)
+
+
+def add(left: Any, right: Any) -> Any:
+    if isinstance(left, str) and isinstance(right, str):
+        check_length(len(left) + len(right))
+        return left + right
+    return checked(left + right)
+
+
+def multiply(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > _MAX_INT_BITS:
+            raise LimitExceeded("The chat template multiplies numbers that are too large.")
+        return left * right
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, (str, list, tuple)) and isinstance(times, int) and times > 0:
+            check_length(len(sequence) * times)
+            if not isinstance(sequence, str) and weight(sequence) * times > _MAX_WEIGHT:
+                raise LimitExceeded("The chat template builds a list that is too large.")
+    return left * right
+
+
+def power(left: Any, right: Any) -> Any:
+    if (
+        isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() * abs(right) > _MAX_INT_BITS
+    ):
+        raise LimitExceeded("The chat template computes a number that is too large.")
+    return left**right
+
+
+def modulo(left: Any, right: Any) -> Any:
+    if isinstance(left, str):
+        raise LimitExceeded("The chat template formats with '%', which templates cannot use here.")
+    return left % right
+
+
+def bounded_range(*bounds: int) -> range:
+    values = range(*bounds)
+    if len(values) > _MAX_RANGE:
+        raise LimitExceeded(f"The chat template asks for a range of over {_MAX_RANGE} numbers.")
+    return values
+
+
+def center(text: str, width: int = 80) -> str:
+    check_length(width)
+    return text.center(width)
+
+
+def indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    step = width if isinstance(width, str) else multiply(" ", width)
+    check_length(len(text) + (text.count("\n") + 1) * len(step))
+    head, *rest = (text + "\n").splitlines() or [""]
+    lines = [step + head if first else head]
+    lines += [step + line if line or blank else line for line in rest]
+    return "\n".join(lines)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if indent is not None and not 0 <= indent <= 16:
+        raise LimitExceeded("The chat template indents JSON by more than 16 spaces.")
+    weight(value)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def strftime_now(layout: str) -> str:
+    if not _PLAIN_DATE.fullmatch(layout):
+        raise LimitExceeded("The chat template uses a date layout that templates cannot use here.")
+    return datetime.now().strftime(layout)
+
+
 def _text(value: Any) -> str:
     """`str(value)`, for the kinds of value whose text is bounded by their weight."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple, dict)):
-        limits.weight(value)
+        weight(value)
     elif not isinstance(value, (Undefined, int, float, type(None))):
-        raise limits.LimitExceeded(f"The chat template prints a {type(value).__name__} object.")
+        raise LimitExceeded(f"The chat template prints a {type(value).__name__} object.")
     return str(value)
 
 
 def _round(value: float, precision: int = 0, method: str = "common") -> Any:
     if abs(precision) > 30:
-        raise limits.LimitExceeded("The chat template rounds to more than 30 digits.")
+        raise LimitExceeded("The chat template rounds to more than 30 digits.")
     return FILTERS["round"](value, precision, method)
 
 
@@ -64,65 +226,6 @@ def _raise_exception(message: Any = "") -> NoReturn:
     raise InvalidRequestError(
         f"The model's chat template refuses this conversation: {_text(message):.500}"
     )
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; here it only renders its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Meter(NodeTransformer):
-    """Writes the hooks of `_TemplateEnvironment` into a parsed template."""
-
-    @staticmethod
-    def _hook(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
-        function = nodes.EnvironmentAttribute(name, lineno=at.lineno)
-        return nodes.Call(function, arguments, [], None, None, lineno=at.lineno)
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        tick = self._hook("tick", [], node)
-        if node.test is not None:
-            node.test = nodes.And(tick, node.test, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
-        return node
-
-    def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:
-        self.generic_visit(node)
-        size = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
-        charge = self._hook("tick", [nodes.Const(size, lineno=node.lineno)], node)
-        return [nodes.ExprStmt(charge, lineno=node.lineno), node]
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return self._hook("join_text", node.nodes, node)
-
-    def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        if all(isinstance(item, nodes.Const) for item in node.items):
-            return node
-        return self._hook("checked", [node], node)
-
-    visit_Dict = visit_List
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        return self.visit_List(node) if node.ctx == "load" else node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):  # compiled to a plain subscript, past the sandbox
-            node.node = self._hook("checked", [node.node], node)
-        return node
-
-    def visit_Include(self, node: nodes.Node) -> NoReturn:
-        raise jinja2.TemplateSyntaxError("a chat template cannot load other templates", node.lineno)
-
-    visit_Import = visit_FromImport = visit_Extends = visit_Include
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -134,39 +237,39 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,  # constants are computed on the budget of a rendering, not at load
             finalize=_emit,
-            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
         self.thread = threading.local()
         guarded: dict[str, Callable[..., Any]] = {
-            "tojson": limits.to_json,
+            "tojson": to_json,
             "join": self._join_filter,
-            "replace": lambda text, *args: limits.replace(_text(text), *map(_replace_arg, args)),
+            "replace": lambda text, *args: replace(_text(text), *map(_replace_arg, args)),
             "string": _text,
-            "indent": lambda text, *args, **named: limits.indent(_text(text), *args, **named),
-            "center": lambda text, width=80: limits.center(_text(text), width),
+            "indent": lambda text, *args, **named: indent(_text(text), *args, **named),
+            "center": lambda text, width=80: center(_text(text), width),
             "round": _round,
             "sum": lambda items, attribute=None: FILTERS["sum"](self, items, attribute),
         }
         self.globals = {
-            "range": limits.bounded_range,
+            "range": bounded_range,
             "namespace": Namespace,
             "dict": dict,
             "raise_exception": _raise_exception,
-            "strftime_now": limits.strftime_now,
+            "strftime_now": strftime_now,
         }
         self.filters = {name: self._metered(guarded.get(name, FILTERS[name])) for name in _FILTERS}
         self.tests = {name: self._metered(test) for name, test in TESTS.items()}
         self.binop_table |= {
-            "+": limits.add,
-            "*": limits.multiply,
-            "**": limits.power,
-            "%": limits.modulo,
+            "+": add,
+            "*": multiply,
+            "**": power,
+            "%": modulo,
         }
 
     def _metered(self, function: Any) -> Callable[..., Any]:
         def metered(*args: Any, **kwargs: Any) -> Any:
             self.tick()
-            return limits.checked(function(*args, **kwargs))
+            return checked(function(*args, **kwargs))
 
         # Jinja marks a function that wants the environment or the context by this attribute.
         if hasattr(function, "jinja_pass_arg"):
@@ -176,17 +279,17 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     def _join_filter(self, items: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
         if attribute is not None:
             items = [self.getitem(item, attribute) for item in items]
-        return limits.join(_text(d), [_text(item) for item in items])
+        return join(_text(d), [_text(item) for item in items])
 
     def tick(self, chars: int = 0) -> bool:
         self.thread.budget.spend(chars)
         return True
 
     def checked(self, value: Any) -> Any:
-        return limits.checked(value)
+        return checked(value)
 
     def join_text(self, *values: Any) -> str:
-        return limits.join("", [_text(value) for value in values])
+        return join("", [_text(value) for value in values])
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
@@ -207,10 +310,10 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         __self.tick()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and __obj.__name__ == "replace":
-            return limits.replace(owner, *args)
+            return replace(owner, *args)
         if isinstance(owner, str) and __obj.__name__ == "join":
-            return limits.join(owner, [_text(item) for item in args[0]])
-        return limits.checked(super().call(__context, __obj, *args, **kwargs))
+            return join(owner, [_text(item) for item in args[0]])
+        return checked(super().call(__context, __obj, *args, **kwargs))
 
 
 def _replace_arg(value: Any) -> Any:
@@ -236,14 +339,14 @@ class TemplateProgram:
                 f"The chat template is over {_MAX_SOURCE_CHARS} characters long."
             )
         try:
-            tree = _Meter().visit(_ENVIRONMENT.parse(source))
+            tree = Meter().visit(_ENVIRONMENT.parse(source))
             code = _ENVIRONMENT.compile(tree.set_environment(_ENVIRONMENT))
         except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ModelFormatError(f"The chat template does not compile: {error}.") from error
         self._template = jinja2.Template.from_code(_ENVIRONMENT, code, dict(_ENVIRONMENT.globals))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        _ENVIRONMENT.thread.budget = limits.Budget()
+        _ENVIRONMENT.thread.budget = Budget()
         try:
             return "".join(self._bounded(variables))
         except InvalidRequestError:
@@ -258,8 +361,8 @@ class TemplateProgram:
         context = self._template.new_context(dict(variables))
         for chunk in self._template.root_render_func(context):
             size += len(chunk)
-            if size > limits.MAX_OUTPUT_CHARS:
-                raise limits.LimitExceeded(
-                    f"The rendered prompt is over {limits.MAX_OUTPUT_CHARS} characters long."
+            if size > MAX_OUTPUT_CHARS:
+                raise LimitExceeded(
+                    f"The rendered prompt is over {MAX_OUTPUT_CHARS} characters long."
                 )
             yield chunk

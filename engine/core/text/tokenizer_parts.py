@@ -6,6 +6,7 @@ merge in a model file, can produce a control id: that takes a sentinel, and only
 `Tokenizer.encode_rendered` writes those.
 """
 
+import functools
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class TokenizerParts:
     chat_template: str | None
 
 
+@functools.cache
 def sentinel(token_id: int) -> str:
     """The only text that the `tokenizers` engine turns into control token `token_id`."""
     return f"{_NONCE}{chr(0x100000 + (token_id >> 12))}{chr(0x101000 + (token_id & 0xFFF))}"

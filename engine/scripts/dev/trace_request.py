@@ -83,6 +83,7 @@ def chat(url: str, model: str) -> None:
         "model": model,
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 8,
+        "temperature": 0,
         "stream": True,
     }
     with httpx.stream(

@@ -160,7 +160,7 @@ class Quotas:
     def set_defaults(self, defaults: LimitsSettings) -> None:
         """What holds for every key that has no limit of its own."""
         self.defaults = defaults
-        self._limits_all = not NO_LIMITS.over(defaults).is_empty
+        self.limits_all = not NO_LIMITS.over(defaults).is_empty
 
     async def start(self) -> None:
         """Raises `ConfigError` if there can be no Redis; the rest is made ready meanwhile."""
@@ -185,10 +185,8 @@ class Quotas:
 
         `headers` is told what is left, also when there is nothing left.
         """
-        if principal.is_admin or (principal.limits is NO_LIMITS and not self._limits_all):
-            return None
         limits = principal.limits.over(self.defaults)
-        if limits.is_empty:
+        if principal.is_admin or limits.is_empty:
             return None
         key = principal.key or principal.name
         lease = Lease(self, key, principal.key or "the only one", limits)

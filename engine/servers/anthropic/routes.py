@@ -18,7 +18,7 @@ from engine.servers.anthropic.convert import Prompt, parse, sampling_body, templ
 from engine.servers.anthropic.format import Answer, Envelope, MessageStream
 from engine.servers.anthropic.schema import MessagesBody, PromptBody
 from engine.servers.http.limits import read_parsed
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import ChatAsk, chat_model, chat_request, open_chat
 from engine.servers.serving.services import (

@@ -22,7 +22,7 @@ from engine.servers.files.form import UploadForm, read_form
 from engine.servers.files.store import FileStore
 from engine.servers.http.errors import invalid_request
 from engine.servers.http.listing import Cursor, Order, Query, list_body, parse_query
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.serving.services import Services, json_response
 
 MAX_NAME_LENGTH = 255

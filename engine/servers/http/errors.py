@@ -28,7 +28,7 @@ from engine.core.errors import (
     PayloadTooLargeError,
     RequestTimeoutError,
 )
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 
 MAX_ERRORS = 10
 MAX_MESSAGE = 2_000

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.core.config_schema import ServerSettings
 from engine.core.errors import EngineError, ForbiddenError, InvalidRequestError
 from engine.servers.http.errors import error_response
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 # Orchestrators probe by address, whatever the server calls itself.

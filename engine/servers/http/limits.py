@@ -20,7 +20,7 @@ from engine.core.errors import (
 )
 from engine.core.text.long_texts import after_other_long_texts
 from engine.servers.http.errors import ClientDisconnectedError
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 60.0

@@ -1,28 +1,89 @@
 """The outermost layer: each request's id, its log line, its HTTP metrics, and the last resort for
 bugs.
 
-Plain ASGI, so a disconnect reaches the handler as it happens. The log line has counts and times,
+A `RequestRecord` is what is remembered of a request, from its first byte to its log line. The layer
+is plain ASGI, so a disconnect reaches the handler as it happens. The log line has counts and times,
 and the labels that a client attached for it (`metadata`); never a prompt or an answer.
 """
 
 import logging
+import re
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.config_schema import Settings
-from engine.core.observability.logging import request_context
+from engine.core.interfaces.backend import UsageEvent
+from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
-from engine.servers.http.errors import error_response, opaque_error
-from engine.servers.http.record import RequestRecord, new_request_id
 
 logger = logging.getLogger("engine.request")
 
 # Asked for every few seconds by machines, as metrics are; a line each would bury the rest.
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
+
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in by whoever learns each fact; read once, when the answer has ended."""
+
+    request_id: str
+    started: float = field(default_factory=time.monotonic)
+    num_body_bytes: int = 0  # of the request, as far as it has arrived whole
+    status: int = 0
+    error_code: str | None = None
+    completion_id: str | None = None  # what the backend knows the request as
+    backends: tuple[str, ...] = ()  # who answered, where there are several who could
+    user_hash: str | None = None
+    ttft_s: float | None = None
+    usage: UsageEvent | None = None  # of an answer that was finished
+    warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
+    metadata: dict[str, str] | None = None  # what the client attached
+    limit_headers: dict[str, str] = field(default_factory=dict)  # what its key has left
+    send: Send | None = None  # the HTTP server's own, for what no layer has to see
+
+    def work_fields(self) -> dict[str, Any]:
+        """What the log says of the generation, as far as it is known."""
+        fields: dict[str, Any] = {
+            "completion_id": self.completion_id,
+            "backend": ", ".join(self.backends) or None,
+            "user_hash": self.user_hash,
+            "metadata": self.metadata,
+            "warnings": self.warnings or None,
+        }
+        if self.ttft_s is not None:
+            fields["ttft_s"] = round(self.ttft_s, 6)
+        if self.usage is not None:
+            fields |= {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "cached_tokens": self.usage.cached_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "queue_s": round(self.usage.queue_s, 6),
+                "prefill_s": round(self.usage.prefill_s, 6),
+                "decode_s": round(self.usage.decode_s, 6),
+            }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def new_request_id(supplied: str | None) -> str:
+    """The client's own id where it is harmless in a log and a header, else a fresh one."""
+    if supplied is not None and _SAFE_ID.fullmatch(supplied):
+        return supplied
+    return f"req-{secrets.token_hex(16)}"
+
+
+def record_of(scope: Mapping[str, Any]) -> RequestRecord:
+    record = scope["state"]["record"]
+    assert isinstance(record, RequestRecord)
+    return record
 
 
 class RequestLog:
@@ -64,16 +125,19 @@ class RequestLog:
                 message["headers"] = headers
             await send(message)
 
-        with request_context(record.request_id):
-            try:
-                await self._app(scope, receive, send_with_id)
-            except Exception:
-                logger.exception("A request failed unexpectedly.")
-                record.error_code = "INTERNAL_ERROR"
-                if record.status == 0:
-                    await error_response(opaque_error(), scope)(scope, receive, send_with_id)
-            finally:
-                self._report(scope, record)
+        token = REQUEST_ID.set(record.request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            from engine.servers.http.errors import error_response, opaque_error
+
+            logger.exception("A request failed unexpectedly.")
+            record.error_code = "INTERNAL_ERROR"
+            if record.status == 0:
+                await error_response(opaque_error(), scope)(scope, receive, send_with_id)
+        finally:
+            self._report(scope, record)
+            REQUEST_ID.reset(token)
 
     def _report(self, scope: Scope, record: RequestRecord) -> None:
         seconds = time.monotonic() - record.started

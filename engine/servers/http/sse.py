@@ -19,7 +19,7 @@ from engine.core import faults
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import describe, problem
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.services import Services, new_completion_id

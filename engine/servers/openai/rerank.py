@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import ModelCard
 from engine.servers.http.errors import describe, problem
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.openai.embeddings import (
     MAX_INPUTS,
     TEXT_SCHEMA,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from engine.core.interfaces.backend import ChatRequest, GenerationContext, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.openai.schema import EndOfPrompt
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket

@@ -22,7 +22,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.access.auth import principal_of
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.responses.format import finished, outline
 from engine.servers.responses.items import Item, response_of, with_ids
 from engine.servers.responses.messages import to_messages

@@ -16,7 +16,7 @@ from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
 from engine.servers.access.quotas import Lease, answer_tokens
 from engine.servers.http.errors import AbortedError
-from engine.servers.http.record import RequestRecord
+from engine.servers.http.request_log import RequestRecord
 from engine.servers.serving.event_pump import EventPump
 
 logger = logging.getLogger(__name__)

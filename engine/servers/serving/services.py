@@ -21,12 +21,13 @@ from engine.core.interfaces.backend import (
     ModelCard,
 )
 from engine.core.interfaces.request import SamplingParams
+from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http import sse
 from engine.servers.http.limits import read_parsed
-from engine.servers.http.record import record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
@@ -77,7 +78,8 @@ class Services:
         num_bytes = int(announced) if announced.isdecimal() and len(announced) < 12 else 0
         try:
             principal = principal_of(request)
-            ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
+            if principal.limits is not NO_LIMITS or self.quotas.limits_all:
+                ticket.hold(await self.quotas.enter(principal, num_bytes, record.limit_headers))
         except BaseException:
             await ticket.close()
             raise
