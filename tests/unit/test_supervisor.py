@@ -200,3 +200,17 @@ async def test_stop_during_the_pause_before_a_restart() -> None:
     await stage.supervisor.stop()
     assert stage.supervisor.detail == "Toy has been stopped."
     assert len(stage.children) == 1
+
+
+def test_pauses_double_until_it_dies_too_often() -> None:
+    now = [100.0]
+    policy = RestartPolicy(
+        max_deaths=5, window_s=10, first_delay_s=1.0, max_delay_s=3.0, clock=lambda: now[0]
+    )
+    for expected in (1.0, 2.0, 3.0, 3.0):
+        delay = policy.delay_after_death()
+        assert delay is not None and 0.8 * expected <= delay <= 1.2 * expected
+    assert policy.delay_after_death() is None
+    now[0] += 11
+    again = policy.delay_after_death()
+    assert again is not None and again <= 1.2
