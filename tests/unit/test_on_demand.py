@@ -216,6 +216,12 @@ async def test_idle_models_are_unloaded_and_busy_ones_are_not() -> None:
     residency.tick()
     await until(lambda: not quiet.is_loaded)
     assert used.is_loaded
+    await quiet.load()
+    residency.idle_s = 3600.0
+    residency.tick()
+    assert quiet.state == "loaded"
+    await asyncio.sleep(0)
+    assert quiet.state == "loaded"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
