@@ -199,6 +199,8 @@ async def test_the_audit_log_is_bounded_and_never_in_the_way(
     assert all(path.stat().st_size < 1400 for path in files.values())
     for path in files.values():
         assert all("forged" in json.loads(line)["target"] for line in path.read_text().splitlines())
+    newest = [each["target"].partition("\n")[0] for each in await log.newest(2)]
+    assert newest == ["n19", "n18"]
     blocked = tmp_path / "file"
     blocked.write_text("")
     async with AuditLog(blocked / "data").change("me", "drain"):

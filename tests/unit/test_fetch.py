@@ -60,9 +60,16 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.0)
 
 
-def download(folder: Path, *answers: Answer) -> StoredFile:
+def download(folder: Path, *answers: Answer, ranges: list[str | None] | None = None) -> StoredFile:
+    """`ranges` is told what was asked for."""
     left = list(answers)
-    transport = httpx.MockTransport(lambda request: left.pop(0)(request))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if ranges is not None:
+            ranges.append(request.headers.get("range"))
+        return left.pop(0)(request)
+
+    transport = httpx.MockTransport(answer)
     with httpx.Client(transport=transport) as client:
         made = Download(client, RemoteFile("m.gguf", URL), folder, Quiet()).run()
     assert not left, "not all answers were asked for"
@@ -77,8 +84,10 @@ def test_a_short_body_is_continued(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [rest(start=50), rest(total=len(BODY) + 1)])
 def test_a_part_of_something_else_is_not_joined_to_it(tmp_path: Path, wrong: Answer) -> None:
-    download(tmp_path, first(60), wrong, first(len(BODY)))
+    ranges: list[str | None] = []
+    download(tmp_path, first(60), wrong, first(len(BODY)), ranges=ranges)
     assert (tmp_path / "m.gguf").read_bytes() == BODY
+    assert ranges == [None, "bytes=60-", None]  # what was there is not built upon
 
 
 def test_patience_begins_anew_with_every_byte(tmp_path: Path) -> None:

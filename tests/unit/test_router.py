@@ -272,9 +272,9 @@ async def test_a_second_attempt_has_what_the_first_left_of_the_time(
 
 
 async def test_who_answered_is_nobody_when_all_failed() -> None:
-    one, two = replica("one"), replica("two")
-    made = router(one, two)
-    for each in (one, two):
+    replicas = [replica(f"r{number}") for number in range(attempts_module.MAX_ATTEMPTS)]
+    made = router(*replicas)
+    for each in replicas:
         fake(each).refusal = GONE
     with pytest.raises(UnavailableError):
         await answer(made, asking())
