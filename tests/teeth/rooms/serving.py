@@ -206,4 +206,32 @@ MUTATIONS = [
         "lines[-count:]",
         "tests/unit/test_admin.py::test_the_audit_log_is_bounded_and_never_in_the_way",
     ),
+    Mutation(
+        "keys: a file of administrators opens the server",
+        "engine.servers.keys",
+        "all(each.principal.is_admin for each in found)",
+        "not found",
+        "tests/security/test_keys.py::test_a_file_without_a_clients_key_opens_nothing",
+    ),
+    Mutation(
+        "warming: tenants' caches are filled in nobody's name",
+        "engine.servers.warming",
+        "salt=tenant, tenant=tenant",
+        "salt=tenant, tenant=''",
+        "tests/unit/test_admin.py::test_caches_are_warmed_for_every_tenant",
+    ),
+    Mutation(
+        "warming: a refused prompt counts as computed",
+        "engine.servers.warming",
+        "                errors.append(error.message)",
+        "                pass",
+        "tests/unit/test_admin.py::test_caches_are_warmed_for_every_tenant",
+    ),
+    Mutation(
+        "admin: a drained server is ready",
+        "engine.servers.admin_control",
+        "health.ready and not lifecycle.is_draining",
+        "health.ready",
+        "tests/unit/test_admin.py::test_drain_and_undrain",
+    ),
 ]
