@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvalidRequestError
-from engine.core.text.detokenizer import Detokenizer
+from engine.core.text.detokenizer import Detokenizer, StopStrings
 from engine.core.text.tokenizer import Tokenizer
 from tests.tokenizer_files import CORPUS, byte_level_metadata, sentencepiece_metadata
 
@@ -105,3 +105,32 @@ def test_unfinished_character_is_replaced_at_the_end() -> None:
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         Detokenizer(BYTE_LEVEL, ("",))
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "shown"),
+    [
+        (("bcd", "c"), "abcd", "ab"),  # the match that completes first
+        (("d", "bcd"), "abcd", "a"),  # the longer of two that complete together
+        (("abcdef",), "abcdeabcdefg", "abcde"),
+        (("xyz",), "ab xy", "ab xy"),  # held back, and given out at the end
+        (("aab",), "aaab", "a"),
+    ],
+)
+def test_stop_strings_wherever_the_text_is_cut(
+    stop: tuple[str, ...], text: str, shown: str
+) -> None:
+    for cut in range(len(text) + 1):
+        stops = StopStrings(stop)
+        assert stops.push(text[:cut]) + stops.push(text[cut:]) + stops.flush() == shown, cut
+        assert (stops.stopped is None) == (shown == text)
+
+
+def test_only_the_first_space_of_a_text_is_dropped() -> None:
+    ids = SENTENCEPIECE.encode("  a b")
+    text = SENTENCEPIECE.decode(ids)
+    for cut in range(len(ids) + 1):
+        detokenizer = Detokenizer(SENTENCEPIECE)
+        assert detokenizer.push(ids[:cut]) + detokenizer.push(ids[cut:]) == text
+    going_on = Detokenizer(SENTENCEPIECE, continuation=True)
+    assert going_on.push(ids) == f" {text}"

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
 from engine.core.key_file import add_key, read_keys, remove_key, set_limits
 from engine.core.observability.metrics import Metrics
+from engine.servers.access.auth import KeyRing
 from engine.servers.app import create_app
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings
@@ -53,7 +54,9 @@ def test_the_file_is_changed_by_name(keys_file: Path) -> None:
     add_key(keys_file, "alice")
     with pytest.raises(ConflictError, match="alice"):
         add_key(keys_file, "alice")
+    add_key(keys_file, "bob")
     assert set_limits(keys_file, "alice", {"max_concurrent": 3}).max_concurrent == 3
+    assert [key.name for key in read_keys(keys_file)] == ["alice", "bob"]
     with pytest.raises(ConfigError, match="max_concurrent"):
         set_limits(keys_file, "alice", {"max_concurrent": 0})
     with pytest.raises(ConfigError, match="name"):
@@ -61,7 +64,7 @@ def test_the_file_is_changed_by_name(keys_file: Path) -> None:
     remove_key(keys_file, "alice")
     with pytest.raises(NotFoundError):
         remove_key(keys_file, "alice")
-    assert read_keys(keys_file) == ()
+    assert [key.name for key in read_keys(keys_file)] == ["bob"]
 
 
 @pytest.mark.parametrize(
@@ -187,3 +190,20 @@ def test_the_command_makes_lists_and_removes_keys(keys_file: Path) -> None:
     assert again.returncode == 2 and "already" in again.stderr
     assert run("remove", "alice", "--file", str(keys_file)).returncode == 0
     assert read_keys(keys_file) == ()
+
+
+def test_a_file_without_a_clients_key_opens_nothing(keys_file: Path) -> None:
+    add_key(keys_file, "root", role="admin")
+    server = make_settings(server={"keys_file": keys_file}).server
+    with pytest.raises(ConfigError, match="no key for clients"):
+        KeyRing(server)
+    add_key(keys_file, "alice")
+    assert KeyRing(server).has_users
+
+
+def test_two_keys_of_one_name_are_refused(keys_file: Path) -> None:
+    add_key(keys_file, "alice")
+    add_key(keys_file, "bob")
+    keys_file.write_text(keys_file.read_text().replace("bob", "alice"))
+    with pytest.raises(ConfigError, match="same name"):
+        read_keys(keys_file)

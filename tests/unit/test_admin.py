@@ -13,10 +13,12 @@ from typer.testing import CliRunner, Result
 
 from engine.cli.main import app as cli
 from engine.core.config_schema import Settings
+from engine.core.errors import InvalidRequestError
 from engine.core.key_file import add_key, read_keys
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.ops import audit as audit_module
+from engine.servers.ops import warming
 from engine.servers.ops.audit import AuditLog
 from engine.servers.ops.reload import reread
 from tests.fake_backend import MODEL, FakeBackend
@@ -93,6 +95,7 @@ def test_keys_work_at_once_and_are_refused_at_once(admin: Admin) -> None:
 def test_drain_and_undrain(admin: Admin) -> None:
     assert admin.run("drain").exit_code == 0
     assert httpx.get(f"{admin.server.url}/readyz").status_code == 503
+    assert (admin.json("status")["ready"], admin.json("status")["draining"]) == (False, True)
     assert admin.run("undrain").exit_code == 0
     assert httpx.get(f"{admin.server.url}/readyz").status_code == 200
     admin.server.services.lifecycle.is_ending = True
@@ -123,8 +126,13 @@ def test_caches_are_warmed_for_every_tenant(admin: Admin, tmp_path: Path) -> Non
     requests = admin.server.backend.requests
     assert {request.context.params.max_tokens for request in requests} == {1}
     assert len({request.context.salt for request in requests}) == 2
+    assert all(request.context.tenant == request.context.salt for request in requests)
+    assert {request.context.priority for request in requests} == {warming.PRIORITY}
     admin.server.backend.requests.clear()
     assert admin.json("cache", "warm", str(file), "--tenant", "team")["prompts"] == 3
+    admin.server.backend.refusal = InvalidRequestError("It is too long.")
+    refused = admin.json("cache", "warm", str(file), "--tenant", "team")
+    assert (refused["prompts"], refused["errors"]) == (0, ["It is too long."] * 3)
     assert "no tenant" in admin.run("cache", "warm", str(file), "--tenant", "x").output
     flushed = admin.run("cache", "flush")
     assert flushed.exit_code == 2 and "flushed" in flushed.output  # a fake has no cache
@@ -199,6 +207,8 @@ async def test_the_audit_log_is_bounded_and_never_in_the_way(
     assert all(path.stat().st_size < 1400 for path in files.values())
     for path in files.values():
         assert all("forged" in json.loads(line)["target"] for line in path.read_text().splitlines())
+    newest = [each["target"].partition("\n")[0] for each in await log.newest(2)]
+    assert newest == ["n19", "n18"]
     blocked = tmp_path / "file"
     blocked.write_text("")
     async with AuditLog(blocked / "data").change("me", "drain"):

@@ -126,3 +126,28 @@ def test_quantiles_of_odd_histograms():
     assert quantile([], 0.5) is None
     assert quantile([(1.0, 0.0), (float("inf"), 0.0)], 0.5) is None
     assert quantile([(1.0, 0.0), (float("inf"), 4.0)], 0.5) == 1.0
+
+
+def test_rates_are_those_of_the_models_own_backend_and_never_negative():
+    def look(at: float, requests: int, ended: float) -> Look:
+        models = [
+            {"id": name, "policy": "prefix", "backends": [backend("fast", requests=count)]}
+            for name, count in (("first", 100), ("smol", requests))
+        ]
+        metrics = Metrics({"vllm:request_success_total": ended}, {})
+        routes = {"models": models, "decisions": []}
+        return Look(at, {"status": "healthy"}, metrics, ({"id": "smol"},), routes)
+
+    frame = frame_of("http://x", look(10.0, 10, 500.0), look(12.0, 16, 0.0))
+    assert [each.requests_per_s for each in frame.backends] == [0.0, 3.0]
+    again = frame_of("http://x", look(10.0, 10, 500.0), look(12.0, 2, 0.0))
+    assert [each.requests_per_s for each in again.backends] == [0.0, 0.0]
+    assert again.requests_per_s == 0.0  # a new server counts from zero
+
+
+def test_values_are_spread_evenly_within_their_bucket():
+    buckets = [(1.0, 10.0), (3.0, 30.0), (float("inf"), 40.0)]
+    assert quantile(buckets, 0.5) == 2.0
+    assert quantile(buckets, 0.25) == 1.0
+    assert quantile(buckets, 0.95) == 3.0
+    assert quantile([], 0.5) is None

@@ -166,6 +166,18 @@ async def test_the_least_recently_used_makes_room() -> None:
     assert residency.resident_bytes <= 250 * MIB
 
 
+async def test_what_a_model_took_the_last_time_is_what_it_needs() -> None:
+    residency = Residency(budget_bytes=250 * MIB)
+    model = OnDemand("a", Factory(size_mib=200), residency, expected_bytes=100 * MIB)
+    other = OnDemand("b", Factory(), residency, expected_bytes=100 * MIB)
+    await model.start()
+    await model.unload(1.0)
+    assert model.expected_bytes == 200 * MIB
+    await other.start()
+    await model.load()
+    assert not other.is_loaded
+
+
 async def test_a_model_in_use_is_not_unloaded_for_another() -> None:
     residency = Residency(budget_bytes=150 * MIB)
     busy, other = Factory(), Factory()
@@ -204,6 +216,12 @@ async def test_idle_models_are_unloaded_and_busy_ones_are_not() -> None:
     residency.tick()
     await until(lambda: not quiet.is_loaded)
     assert used.is_loaded
+    await quiet.load()
+    residency.idle_s = 3600.0
+    residency.tick()
+    assert quiet.state == "loaded"
+    await asyncio.sleep(0)
+    assert quiet.state == "loaded"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

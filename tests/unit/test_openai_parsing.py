@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.openai.answer import EventLines
+from engine.backends.openai.failures import KeyRefusedError, error_of
 from engine.backends.openai.reader import AnswerReader, Expected
 from engine.core.errors import (
     EngineError,
@@ -279,3 +280,51 @@ def test_failures_within_a_stream(chunk: Any, kind: type[EngineError], words: st
 def test_an_answer_that_lacks_an_ending_has_broken_off() -> None:
     with pytest.raises(UnavailableError, match="broke off"):
         read(delta(0, content="a", finish="stop"), delta(1, content="b"), n=2)
+
+
+def test_a_choice_that_nobody_asked_for_is_passed_over() -> None:
+    stray = [delta(content="x") for _ in range(2)]
+    for chunk, index in zip(stray, (1, -1), strict=True):
+        chunk["choices"][0]["index"] = index
+    events = read(*stray, delta(content="a"), delta(finish="stop"))
+    assert events[:-1] == [TextEvent(0, "a", 1), FinishEvent(0, "stop")]
+
+
+def test_ids_are_those_of_all_tokens_or_of_none() -> None:
+    tokens: list[dict[str, Any]] = [
+        {"token": "a", "logprob": -1.0, "id": 5},
+        {"token": "b", "logprob": -1.0},
+    ]
+    for content, ids, number in ((tokens, (), 2), (tokens[:1], (5,), 1)):
+        chunk = delta(content="ab")
+        chunk["choices"][0]["logprobs"] = {"content": content}
+        (event,) = read(chunk, ends=False, logprobs=0)
+        assert isinstance(event, TextEvent)
+        assert (event.token_ids, event.num_tokens) == (ids, number)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_our_own_key_is_not_the_clients_trouble(status: int) -> None:
+    error = error_of(status, {}, b'{"error": {"message": "sk-secret is wrong"}}')
+    assert isinstance(error, KeyRefusedError)
+    assert "secret" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({b"retry-after": b"7"}, 7.0),
+        ({b"retry-after-ms": b"250", b"retry-after": b"7"}, 0.25),
+        ({b"retry-after": b"-1"}, None),
+        ({b"retry-after": b"Wed, 21 Oct 2026 07:28:00 GMT"}, None),
+    ],
+)
+def test_when_to_come_back(headers: dict[bytes, bytes], seconds: float | None) -> None:
+    assert error_of(429, headers, b"{}").retry_after == seconds
+
+
+def test_a_grammar_is_complained_of_under_the_clients_name_for_it() -> None:
+    body = b'{"error": {"message": "structured_outputs.regex: is wrong", "param": "%s"}}'
+    error = error_of(400, {}, body % b"structured_outputs.regex", "guided_regex")
+    assert (error.param, error.message) == ("guided_regex", "guided_regex: is wrong")
+    assert error_of(400, {}, body % b"temperature", "guided_regex").param == "temperature"

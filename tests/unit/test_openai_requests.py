@@ -100,7 +100,11 @@ def test_the_names_that_dialects_use() -> None:
     llama = chat(LLAMA_SERVER, params=params)
     assert (llama["repeat_penalty"], llama["repeat_last_n"]) == (1.2, 2048)
     assert "repetition_penalty" not in llama
-    assert llama["seed"] < 2**31 and llama["top_logprobs"] == 1 and llama["max_tokens"] == 9
+    assert llama["seed"] == 2**40 % 2**31
+    largest = {"seed": 2**31 - 1}
+    assert chat(LLAMA_SERVER, params=largest)["seed"] == 2**31 - 1
+    assert chat(VLLM, priority=-3)["priority"] == -3
+    assert llama["top_logprobs"] == 1 and llama["max_tokens"] == 9
     # Its own defaults are others, so that ours are always told.
     assert (llama["top_k"], llama["min_p"], llama["temperature"]) == (0, 0.0, 1.0)
     plain = chat(OPENAI, params={"max_tokens": 9})

@@ -13,8 +13,10 @@ from engine.core.parsing.formats import (
     MistralFormat,
     ToolFormat,
 )
+from engine.core.parsing.json_scanner import JsonScanner
 from engine.core.parsing.output import OutputFormat, OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
+from engine.core.parsing.source import Source
 
 HERMES, LLAMA3, JSON = HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)
 MISTRAL = MistralFormat(True)
@@ -251,3 +253,69 @@ def test_arguments_in_a_string_that_spell_half_a_character_are_no_call() -> None
     assert parse(JSON, text) == (text, [])
     whole = r'{"name": "now", "arguments": "{\"a\": \"\ud83e\udd9c\"}"}'
     assert parse(JSON, whole) == ("", [("now", '{"a": "🦜"}')])
+
+
+@pytest.mark.parametrize("tools", [*FORMATS, MistralFormat(True, has_args_marker=True)])
+def test_calls_cut_in_two_anywhere_are_the_same_calls(tools: ToolFormat) -> None:
+    calls = [("get_weather", '{"city": "\\u00e9\\"}", "n": [-1.5e3, null]}'), ("now", "{}")]
+    text = tools.write(calls)
+    for cut in range(len(text) + 1):
+        parser = OutputParser(tools, NAMES)
+        pieces = [*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.flush()]
+        assert joined(pieces)[:2] == ("", calls), cut
+
+
+GOOD_JSON = (
+    *('{"a": 1, "b": [true, false, null]}', '"\\u00e9\\n"', "[]", "{}", "[[1], {}]"),
+    *("-0.5e-3", "0", "10", "1E+2", '"\\u00eff"'),
+)
+BAD_JSON = (
+    *('{"a": 1,}', "[1,]", "{,}", '"\\u00e"', '"\\x"', "01", "-", "1.", "1e", "nul", '{"a" 1}'),
+    *('{"a": }', "{1: 2}", "[1 2]", '"\n"', "+1", ".5", "[}", '{"a": 1]'),
+)
+
+
+@pytest.mark.parametrize("text", [*GOOD_JSON, *BAD_JSON])
+def test_json_is_known_wherever_it_is_cut(text: str) -> None:
+    for cut in range(len(text) + 1):
+        scanner = JsonScanner()
+        rest = ""
+        for part in (text[:cut], text[cut:], " "):  # the space ends a number
+            rest += part[scanner.feed(part, 0, len(part)) :]
+        assert (scanner.done and not rest.strip()) == (text in GOOD_JSON), cut
+
+
+def test_no_more_of_a_name_is_read_than_it_may_have() -> None:
+    source = Source()
+    source.push("abcdef")
+    steps = source.word(3)
+    with pytest.raises(StopIteration) as read:
+        next(steps)
+    assert (read.value.value, source.num_unread) == ("abc", 3)
+    source = Source()
+    source.push("ab")
+    steps = source.word(3)
+    next(steps)
+    source.push("cdef")
+    with pytest.raises(StopIteration) as read:
+        next(steps)
+    assert (read.value.value, source.num_unread) == ("abc", 3)
+
+
+def test_arguments_before_the_name_come_without_the_space_around_them() -> None:
+    text = '{"arguments":  {"city": "Paris"}  , "name": "get_weather"}'
+    assert parse(HERMES, f"<tool_call>{text}</tool_call>") == ("", [("get_weather", PARIS)])
+    given = json.dumps(f" {PARIS}\n")
+    text = f'{{"name": "get_weather", "arguments": {given}}}'
+    assert parse(HERMES, f"<tool_call>{text}</tool_call>") == ("", [("get_weather", PARIS)])
+
+
+def test_the_first_name_is_the_calls() -> None:
+    text = '{"name": "get_weather", "name": "now", "arguments": {"city": "Paris"}}'
+    assert parse(JSON, text) == ("", [("get_weather", PARIS)])
+
+
+def test_a_fence_that_was_not_opened_is_text() -> None:
+    call = f'{{"name": "get_weather", "arguments": {PARIS}}}'
+    assert parse(JSON, f"{call}\n```") == ("\n```", [("get_weather", PARIS)])
+    assert parse(JSON, f"```json\n{call}\n```") == ("", [("get_weather", PARIS)])

@@ -144,6 +144,10 @@ def test_llama_gets_one_call_per_message() -> None:
     order = ["Well?", '"weather"', "rain", '"now"', "noon", "And?"]
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
     assert text.count("rain") == text.count("noon") == 1
+    said = [TALK[0], TALK[1] | {"content": "Let me look."}, *TALK[2:]]
+    messages, _ = prepare_messages(said, TOOLS, tool_format(LLAMA))
+    contents = [each["content"] for each in messages if each["role"] == "assistant"]
+    assert contents == ["Let me look.", ""]
 
 
 def test_mistral_gets_its_own_ids_and_the_tools_names() -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -135,6 +135,19 @@ async def test_who_looks_on_sees_the_end_and_holds_up_nothing() -> None:
     assert cut.error == "ABORTED" and cut.usage is None
 
 
+async def test_who_looks_on_sees_vectors_and_their_failures() -> None:
+    watcher, backend = Watching(), FakeBackend()
+    asked = EmbedRequest(request_id="e", inputs=("a b c",))
+    async with running([watcher], backend) as made:
+        await made.embed(asked)
+        backend.refusal = InvalidRequestError("No.")
+        with pytest.raises(InvalidRequestError):
+            await made.embed(asked)
+    well, failed = watcher.seen
+    assert well.usage is not None and well.usage.prompt_tokens == 3 and well.error is None
+    assert failed.error is not None
+
+
 async def test_a_refusal_reaches_nobody_behind_and_is_no_failure() -> None:
     backend, watching = FakeBackend(), Watching()
     async with running([Refusing(), watching], backend) as made:
@@ -188,6 +201,8 @@ async def test_calls_stay_json_and_reasoning_comes_before_text() -> None:
         events = await fed(made, a_chat())
         joined = "".join(each.arguments for each in events if isinstance(each, ToolCallEvent))
         assert json.loads(joined) == {"to": "[EMAIL]", "card": "[CREDIT_CARD]", "n": 3}
+        begun = next(each for each in events if isinstance(each, ToolCallEvent))
+        assert (begun.call_id, begun.name) == ("call_0", "send")
         kinds = [type(each) for each in events if not isinstance(each, TextEvent) or each.text]
         assert kinds == [*[TextEvent] * 2, *[ToolCallEvent] * 2, FinishEvent, UsageEvent]
 
@@ -200,6 +215,38 @@ async def test_calls_stay_json_and_reasoning_comes_before_text() -> None:
     assert text_of(events) == "It is [PHONE]"
     first_text = next(i for i, each in enumerate(shown) if isinstance(each, TextEvent))
     assert not any(isinstance(each, ReasoningEvent) for each in shown[first_text:])
+
+
+async def test_names_within_arguments_are_filtered_too() -> None:
+    backend = FakeBackend()
+    backend.script = call_script(("send", '{"bob@example.com": [{"bob@example.com": 1}]}'))
+    async with running([PiiRedactor()], backend) as made:
+        events = await fed(made, a_chat())
+    joined = "".join(each.arguments for each in events if isinstance(each, ToolCallEvent))
+    assert json.loads(joined) == {"[EMAIL]": [{"[EMAIL]": 1}]}
+
+
+class Stumbling(Swapping):
+    """Fails at its second piece of text."""
+
+    def text_filter(self, request: PluginRequest) -> Any:
+        swap = super().text_filter(request)
+        pieces = iter((swap, None))
+
+        def stumble(pending: str, is_last: bool) -> Filtered:
+            once = next(pieces, swap)
+            if once is None:
+                raise ValueError("it stumbled")
+            return cast(Filtered, once(pending, is_last))
+
+        return stumble
+
+
+async def test_a_filter_that_failed_once_changes_no_more_of_that_text() -> None:
+    backend = FakeBackend(["ab ", "ab ", "ab ", "ab"])
+    async with running([Stumbling()], backend) as made:
+        assert text_of(await fed(made, a_chat())) == "x ab ab ab"
+        assert text_of(await fed(made, a_chat())) == "x ab ab ab"
 
 
 async def test_prompts_are_redacted_wherever_text_is() -> None:

@@ -16,7 +16,7 @@ from engine.core.key_file import KeyLimits, add_key
 from engine.core.observability.metrics import Metrics
 from engine.servers.access import rate_windows as windows
 from engine.servers.access.auth import Principal
-from engine.servers.access.quotas import BYTES_PER_TOKEN, Quotas
+from engine.servers.access.quotas import BYTES_PER_TOKEN, AuthThrottle, Quotas
 from engine.servers.access.rate_windows import WINDOW_S, Window, Windows
 from engine.servers.app import create_app
 from tests.fake_backend import DEFAULT_WORDS, MODEL, FakeBackend
@@ -351,3 +351,66 @@ async def test_a_redis_that_talks_nonsense_is_not_believed(clock: Clock, answer:
         assert await quotas.enter(who, 0, {}) is not None
     with pytest.raises(RateLimitError):
         await quotas.enter(who, 0, {})
+
+
+async def test_an_answer_longer_than_was_charged_is_charged_after_all(clock: Clock) -> None:
+    quotas = Quotas(LimitsSettings(tokens_per_minute=500))
+    lease = await quotas.enter(Principal("t"), 40, {})
+    assert lease is not None
+    await lease.close(100)
+    await lease.close(100)
+    assert (await quotas.windows.look("tokens/t")).current == 100
+
+
+async def test_a_key_without_room_for_one_token_is_not_asked_for_an_empty_body(
+    clock: Clock,
+) -> None:
+    quotas = Quotas(LimitsSettings(tokens_per_minute=10))
+    who = Principal("t")
+    assert await quotas.enter(who, 10 * BYTES_PER_TOKEN, {}) is not None
+    with pytest.raises(RateLimitError):
+        await quotas.enter(who, 0, {})
+
+
+async def test_keys_of_one_tenant_are_counted_apart_and_the_administrator_is_not(
+    clock: Clock,
+) -> None:
+    quotas = Quotas(LimitsSettings(requests_per_minute=1))
+    for key in ("one", "two"):
+        assert await quotas.enter(Principal("t", key=key), 0, {}) is not None
+        with pytest.raises(RateLimitError):
+            await quotas.enter(Principal("t", key=key), 0, {})
+    for _ in range(3):
+        assert await quotas.enter(Principal("admin", key="admin", is_admin=True), 0, {}) is None
+
+
+async def test_every_choice_of_every_prompt_is_charged(backend: FakeBackend, clock: Clock) -> None:
+    app = app_with(backend, limits={"tokens_per_minute": 450})
+    asked = {"model": MODEL, "prompt": ["a", "b"], "n": 2}
+    async with client_for(app) as client:
+        fits = await client.post("/v1/completions", json=asked | {"max_tokens": 100})
+        never = await client.post("/v1/completions", json=asked | {"max_tokens": 120})
+    assert (fits.status_code, never.status_code) == (200, 400)
+    assert never.json()["error"]["param"] == "max_tokens"
+
+
+async def test_vectors_are_charged_for_their_prompts_alone(
+    backend: FakeBackend, clock: Clock
+) -> None:
+    app = app_with(backend, limits={"tokens_per_minute": 100})
+    async with client_for(app) as client:
+        answer = await client.post("/v1/embeddings", json={"model": MODEL, "input": "one two"})
+    assert answer.status_code == 200
+    assert (await app.state.services.quotas.windows.look("tokens/")).current == 2
+
+
+async def test_addresses_of_one_network_are_one_client(clock: Clock) -> None:
+    throttle = AuthThrottle(1)
+    for first, second, other in (
+        ("2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1"),
+        ("10.0.0.1", "10.0.0.1", "10.0.0.2"),
+    ):
+        await throttle.note_failure(first)
+        with pytest.raises(RateLimitError):
+            await throttle.note_failure(second)
+        await throttle.note_failure(other)

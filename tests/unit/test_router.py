@@ -10,9 +10,11 @@ from engine.backends.base import EventFeed
 from engine.core.errors import (
     InvalidRequestError,
     RateLimitError,
+    RequestTimeoutError,
     UnavailableError,
 )
 from engine.core.interfaces.backend import (
+    ChatRequest,
     Event,
     UsageEvent,
 )
@@ -191,7 +193,10 @@ async def test_who_was_down_begins_afresh() -> None:
     assert not one.outlier.is_ejected and len(fake(one).requests) == CONSECUTIVE_FAILURES + 1
 
 
-async def test_who_is_full_is_passed_over_and_then_waited_for() -> None:
+async def test_who_is_full_is_passed_over_and_then_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts_module, "MAX_WAIT_S", 600.0)
     one, two = replica("one", max_concurrent=1), replica("two", max_concurrent=1)
     for each in (one, two):
         fake(each).token_s = 0.02
@@ -199,7 +204,8 @@ async def test_who_is_full_is_passed_over_and_then_waited_for() -> None:
     tasks = [
         asyncio.create_task(answer(made, asking(f"a{number}", session="s"))) for number in range(4)
     ]
-    answers = await asyncio.gather(*tasks)
+    async with asyncio.timeout(10):  # whoever waits is told when a place is free
+        answers = await asyncio.gather(*tasks)
     assert all(text(each) == "Hello from a fake model." for each in answers)
     assert {made.answered_by(f"a{number}") for number in range(2)} == {("one",), ("two",)}
     assert made.decisions.find("a3")[0].waited_s > 0
@@ -240,3 +246,82 @@ async def test_whoever_leaves_when_its_turn_comes_passes_it_on() -> None:
     assert text(await asyncio.wait_for(waiter, 2))
     await asyncio.gather(leaver, return_exceptions=True)
     assert one.in_flight == 1
+
+
+class Steps:
+    """A clock that goes on by a second whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 1.0
+        return self._now
+
+
+@both_ways
+async def test_a_second_attempt_has_what_the_first_left_of_the_time(
+    take: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts_module, "time", Steps())
+    one, two = replica("one"), replica("two")
+    fake(one).refusal = GONE
+    await take(router(one, two), asking(timeout_s=100.0))
+    left = fake(two).requests[0].context.timeout_s
+    assert left is not None and 50.0 < left < 100.0
+
+
+async def test_who_answered_is_nobody_when_all_failed() -> None:
+    replicas = [replica(f"r{number}") for number in range(attempts_module.MAX_ATTEMPTS)]
+    made = router(*replicas)
+    for each in replicas:
+        fake(each).refusal = GONE
+    with pytest.raises(UnavailableError):
+        await answer(made, asking())
+    assert made.answered_by("id") == ()
+
+
+async def test_being_late_speaks_against_a_replica_only_before_it_begins() -> None:
+    one = replica("one")
+    late = RequestTimeoutError("too late")
+    fake(one).failure, fake(one).fail_after = late, 2
+    with pytest.raises(RequestTimeoutError):
+        await answer(router(one))
+    assert one.num_failures == 0
+    fake(one).refusal = late
+    with pytest.raises(RequestTimeoutError):
+        await answer(router(one))
+    assert one.num_failures == 1
+
+
+async def test_a_trial_whose_client_leaves_is_made_again() -> None:
+    now = [1000.0]
+    one, two = (replica(name, clock=lambda: now[0]) for name in ("one", "two"))
+    made = router(one, two)
+    fake(one).refusal = GONE
+    for number in range(2 * CONSECUTIVE_FAILURES):
+        await answer(made, asking(f"a{number}"))
+    fake(one).refusal = None
+    fake(one).prefill_s = 60.0
+    now[0] += 1.5
+    trying = asyncio.create_task(answer(made, asking("trial")))
+    while not fake(one).num_open:
+        await asyncio.sleep(0)
+    assert not one.outlier.wants_probe
+    trying.cancel()
+    await asyncio.gather(trying, return_exceptions=True)
+    assert one.outlier.wants_probe
+    fake(one).prefill_s = 0.0
+    await answer(made, asking("again"))
+    assert made.answered_by("again") == ("one",) and not one.outlier.is_ejected
+
+
+async def test_what_is_flushed_has_been_seen_by_nobody() -> None:
+    one = replica("one")
+    made = router(one, policy="prefix")
+    long = ({"role": "user", "content": "a" * 640},)
+    request = asking()
+    await answer(made, ChatRequest(context=request.context, messages=long))
+    assert len(one.seen) == 10
+    await made.flush_prefixes()
+    assert len(one.seen) == 0

@@ -22,6 +22,7 @@ from engine.routing.replica import (
     FIRST_EJECTION_S,
     FORGIVEN_AFTER_S,
     MAX_EJECTION_S,
+    MIN_IN_WINDOW,
     Member,
     Outlier,
     Replica,
@@ -245,3 +246,26 @@ def test_the_last_one_is_not_ejected_and_a_probe_that_tells_nothing_is_repeated(
     record.begin()
     record.abandon()
     assert record.wants_probe
+
+
+def test_what_it_was_before_it_was_down_ejects_nobody() -> None:
+    record = Outlier(Clock())
+    for _ in range(MIN_IN_WINDOW):
+        record.fail(False)
+    record.pardon()
+    assert not record.fail(True)
+
+
+def test_power_of_two_draws_by_weight() -> None:
+    among, policy, asked = members(1, 1, 8), PowerOfTwo(random.Random(1)), Asked(completion())
+    firsts = Counter(policy.rank(asked, among)[0].member.replica.name for _ in range(600))
+    assert firsts["r2"] > 300 > firsts["r0"] + firsts["r1"] > 0
+
+
+def test_what_was_seen_again_is_forgotten_later() -> None:
+    seen = SeenPrefixes(capacity=10)
+    for letter in "aba":
+        seen.add(Prompt(completion(letter * 5 * BLOCK_CHARS)))
+    seen.add(Prompt(completion("c" * 5 * BLOCK_CHARS)))
+    matched = [seen.match(Prompt(completion(each * 5 * BLOCK_CHARS))) for each in "abc"]
+    assert matched == [5, 0, 5]

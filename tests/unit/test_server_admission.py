@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from engine.core.errors import NotFoundError
+from engine.core.errors import EngineError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
     FinishEvent,
     ReasoningEvent,
@@ -24,7 +24,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openai import generate
 from engine.servers.serving.admission import Lifecycle
-from engine.servers.serving.event_pump import coalesce
+from engine.servers.serving.event_pump import Generation, coalesce
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
 
@@ -131,6 +131,35 @@ async def test_draining(app: FastAPI, client: httpx.AsyncClient, backend: FakeBa
     assert ended.json()["error"]["code"] == "SERVICE_UNAVAILABLE"
 
 
+async def test_a_pause_ends_and_an_end_does_not() -> None:
+    lifecycle = Lifecycle(2, 1.0)
+    lifecycle.pause()
+    with pytest.raises(UnavailableError):
+        lifecycle.reserve(1)
+    assert lifecycle.resume()
+    lifecycle.reserve(1)
+    lifecycle.fail_all()
+    assert not lifecycle.resume()
+    with pytest.raises(UnavailableError):
+        lifecycle.reserve(1)
+
+
+async def test_the_first_failure_is_the_one_that_is_told(backend: FakeBackend) -> None:
+    async def endless() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+    generation = Generation(
+        [endless()], choices_per_source=1, timeout_s=None, on_tokens=lambda *_: None
+    )
+    first, second = EngineError("first"), EngineError("second")
+    generation.fail(first)
+    generation.fail(second)
+    with pytest.raises(EngineError, match="first"):
+        await generation.take()
+    await generation.close()
+
+
 async def test_not_ready(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     backend.ready = False
     for path in ("/readyz", "/health"):
@@ -173,6 +202,13 @@ async def test_metrics_follow_requests(client: httpx.AsyncClient, backend: FakeB
     assert f"vllm:generation_tokens_total{labels} 42.0" in page
     assert f"vllm:request_generation_tokens_sum{labels} 12.0" in page
     assert f"vllm:inter_token_latency_seconds_count{labels} 10.0" in page
+    await client.post("/v1/chat/completions", json=chat(max_tokens=1))
+    page = (await client.get("/metrics")).text
+    ended = re.findall(r'vllm:request_success_total{.*finished_reason="(\w+)".*} (\S+)', page)
+    assert {reason: float(count) for reason, count in ended if float(count)} == {
+        "stop": 2,
+        "length": 1,
+    }
     assert f"engine_requests_in_flight{labels} 0.0" in page
     assert 'route="/v1/chat/completions"' in page
 
@@ -300,8 +336,8 @@ def test_coalesce_joins_only_neighbours_of_one_choice() -> None:
         TextEvent(0, "a", 1, (token,)),
         TextEvent(0, "b", 2, (token,)),
         TextEvent(1, "c", 1),
-        TextEvent(0, "d", 1),
-        TextEvent(0, "e", 1),
+        TextEvent(0, "d", 1, None, (4,)),
+        TextEvent(0, "e", 1, None, (5, 6)),
         FinishEvent(0, "stop"),
         FinishEvent(2, "stop"),
         TextEvent(1, "f", 1),
@@ -309,7 +345,7 @@ def test_coalesce_joins_only_neighbours_of_one_choice() -> None:
     assert coalesce(events) == [
         TextEvent(0, "ab", 3, (token, token)),
         TextEvent(1, "c", 1),
-        TextEvent(0, "de", 2),
+        TextEvent(0, "de", 2, None, (4, 5, 6)),
         FinishEvent(0, "stop"),
         FinishEvent(2, "stop"),
         TextEvent(1, "f", 1),

@@ -247,6 +247,15 @@ def test_thinking_is_an_option_of_the_template(
         ([FinishEvent(0, "length")], "max_tokens", None),
         ([ToolCallEvent(0, 0, "{}", "call_0", "f"), FinishEvent(0, "stop")], "tool_use", None),
         (
+            [
+                ToolCallEvent(0, 0, "{}", "call_0", "f"),
+                TextEvent(0, "said behind it", 1),
+                FinishEvent(0, "stop"),
+            ],
+            "tool_use",
+            None,
+        ),
+        (
             [ToolCallEvent(0, 0, '{"a": "unfini', "call_0", "f"), FinishEvent(0, "length")],
             "max_tokens",
             None,

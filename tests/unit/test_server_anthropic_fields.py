@@ -90,6 +90,10 @@ def test_turns_of_one_role_are_one_turn() -> None:
         ("user", "d"),
     ]
     assert len(prompt_of(messages=turns).messages[1]["tool_calls"]) == 1
+    again = CALL | {"content": [CALL["content"][0] | {"id": "t2"}]}
+    results = user(*({"type": "tool_result", "tool_use_id": each} for each in ("t1", "t2")))
+    calls = prompt_of(messages=[*turns[:1], CALL, again, *results]).messages[1]["tool_calls"]
+    assert [call["id"] for call in calls] == ["t1", "t2"]
 
 
 def test_system_comes_first_wherever_it_stands() -> None:

@@ -124,6 +124,7 @@ async def test_completion_fans_out_over_prompts(
     assert all(choice["text"] == TEXT for choice in whole["choices"])
     assert whole["usage"]["prompt_tokens"] == 2 + 3
     assert whole["usage"]["completion_tokens"] == 4 * 6
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 // 2 + 3 // 2}
     assert [request.prompt for request in backend.requests] == ["one two", (5, 6, 7)]
     assert len({request.context.request_id for request in backend.requests}) == 2
     streamed = await client.post("/v1/completions", json=body | {"stream": True})

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.errors import InvalidRequestError, UnavailableError
+from engine.core.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
+from engine.servers.files import store as file_store
+from engine.servers.files.store import FileStore, StorageFullError, hold_file
 from engine.servers.serving.storage import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS notes (text TEXT NOT NULL)"
@@ -127,3 +134,32 @@ async def test_a_file_that_is_taken_away_is_begun_anew(
     again = Database(path, SCHEMA)
     assert await again.run(read) == (["another's"] if is_replaced else []) + ["kept"]
     await again.close()
+
+
+async def test_uploads_that_arrive_together_share_the_room(tmp_path: Path) -> None:
+    database = Database(tmp_path / "files.db", file_store.SCHEMA)
+    files = FileStore(tmp_path, database, max_bytes=1000)
+    async with files.upload() as one, files.upload() as two:
+        await one.write(b"x" * 600)
+        with pytest.raises(StorageFullError):
+            await two.write(b"x" * 600)
+        await two.write(b"x" * 400)
+    assert files.num_arriving == 0
+    await database.close()
+
+
+async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
+    database = Database(tmp_path / "files.db", file_store.SCHEMA)
+    files = FileStore(tmp_path, database, max_bytes=2**20)
+    async with files.upload() as upload:
+        await upload.write(b"{}")
+        file = await upload.keep("alice", "batch", "in.jsonl", 2**40)
+    await database.run(lambda db: hold_file(db, file.id, 1))
+    with pytest.raises(ConflictError):
+        await files.delete("alice", file.id)
+    with pytest.raises(NotFoundError):
+        await files.delete("bob", file.id)
+    await database.run(lambda db: hold_file(db, file.id, -1))
+    await files.delete("alice", file.id)
+    assert not files.path_of(file.id).exists()
+    await database.close()

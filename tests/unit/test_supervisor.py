@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from engine.backends.external import supervisor as supervisor_module
 from engine.backends.external.child_logs import ChildLog
 from engine.backends.external.supervisor import Patience, Supervisor
 from engine.backends.process import RestartPolicy
@@ -200,3 +203,38 @@ async def test_stop_during_the_pause_before_a_restart() -> None:
     await stage.supervisor.stop()
     assert stage.supervisor.detail == "Toy has been stopped."
     assert len(stage.children) == 1
+
+
+def test_pauses_double_until_it_dies_too_often() -> None:
+    now = [100.0]
+    policy = RestartPolicy(
+        max_deaths=5, window_s=10, first_delay_s=1.0, max_delay_s=3.0, clock=lambda: now[0]
+    )
+    for expected in (1.0, 2.0, 3.0, 3.0):
+        delay = policy.delay_after_death()
+        assert delay is not None and 0.8 * expected <= delay <= 1.2 * expected
+    assert policy.delay_after_death() is None
+    now[0] += 11
+    again = policy.delay_after_death()
+    assert again is not None and again <= 1.2
+
+
+async def test_one_that_answers_between_its_silences_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stage = Stage(replace(QUICK, hang_after_s=10.0))
+    child = FakeChild()
+    answers = iter(["busy", None, "busy", None, "busy"])
+
+    async def problem() -> str | None:
+        now[0] += 7.0
+        answer = next(answers, "ended")
+        if answer == "ended":
+            now[0] -= 7.0
+            child.ended.set_result(0)
+        return answer
+
+    monkeypatch.setattr(stage.endpoint, "problem", problem)
+    assert "no answer" not in await stage.supervisor._until_down(child)

@@ -17,6 +17,7 @@ from engine.backends.vllm import VLLMBackend
     [
         ("0.22.9", True),
         ("0.9", True),
+        ("0.23", True),
         ("0.23.1rc2", False),
         ("0.23.1", False),
         ("0.100.0+cu130", False),

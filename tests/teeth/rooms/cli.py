@@ -1,0 +1,73 @@
+"""Mistakes in figures: metrics, `engine top`, comparisons, keys."""
+
+from tests.teeth.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "compare: an unknown gap is a tie",
+        "engine.compare.agreement",
+        "not gap.is_bound and ",
+        "",
+        "tests/unit/test_compare.py::test_a_token_that_is_no_alternative_is_never_a_tie",
+    ),
+    Mutation(
+        "compare: one side's preference is the gap",
+        "engine.compare.agreement",
+        "Gap(sum(lead.nats for lead in known)",
+        "Gap(max(lead.nats for lead in known)",
+        "tests/unit/test_compare.py"
+        "::test_a_near_tie_is_told_from_a_difference_by_what_both_preferred",
+    ),
+    Mutation(
+        "compare: every ending is the same",
+        "engine.compare.agreement",
+        "    same_finish = reference.finish_reason == other.finish_reason\n",
+        "    same_finish = True\n",
+        "tests/unit/test_compare.py"
+        "::test_equal_answers_are_identical_and_their_logprobs_are_compared",
+    ),
+    Mutation(
+        "metrics: tokens of one chunk are one",
+        "engine.core.observability.metrics",
+        "seconds / max(num_tokens, 1)",
+        "seconds",
+        "tests/unit/test_metrics.py::test_gaps_between_tokens_are_counted_under_both_names",
+    ),
+    Mutation(
+        "top: a new server goes backwards",
+        "engine.cli.ops.top_data",
+        "return max(grown, 0.0) / elapsed_s",
+        "return grown / elapsed_s",
+        "tests/unit/test_cli_top.py"
+        "::test_rates_are_those_of_the_models_own_backend_and_never_negative",
+    ),
+    Mutation(
+        "top: quantiles begin at zero in every bucket",
+        "engine.cli.ops.top_data",
+        "(share * total - below) / (count - below)",
+        "share * total / count",
+        "tests/unit/test_cli_top.py::test_values_are_spread_evenly_within_their_bucket",
+    ),
+    Mutation(
+        "top: backends of one name are one",
+        "engine.cli.ops.top_data",
+        '                if each["id"] == model and member["name"] == backend:',
+        '                if member["name"] == backend:',
+        "tests/unit/test_cli_top.py"
+        "::test_rates_are_those_of_the_models_own_backend_and_never_negative",
+    ),
+    Mutation(
+        "keys: changing a key's limits loses the others",
+        "engine.core.key_file",
+        "            _write(path, (*keys[:position], changed, *keys[position + 1 :]))",
+        "            _write(path, (*keys[:position], changed))",
+        "tests/security/test_keys.py::test_the_file_is_changed_by_name",
+    ),
+    Mutation(
+        "keys: two may have one name",
+        "engine.core.key_file",
+        '    for field in ("name", "sha256"):',
+        '    for field in ("sha256",):',
+        "tests/security/test_keys.py::test_two_keys_of_one_name_are_refused",
+    ),
+]

@@ -1,0 +1,90 @@
+"""Mistakes in files, batches and lists of them."""
+
+from tests.teeth.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "lists: a full last page has more",
+        "engine.servers.http.listing",
+        '"has_more": len(items) > limit',
+        '"has_more": len(items) >= limit',
+        "tests/unit/test_openai_format.py::test_a_page_that_ends_with_the_last_item_has_no_more",
+    ),
+    Mutation(
+        "batches: a page begins with the last one's end",
+        "engine.servers.batches.store",
+        'query += " AND seq < (',
+        'query += " AND seq <= (',
+        "tests/unit/test_server_batches.py::test_pages_and_unknown_batches",
+    ),
+    Mutation(
+        "batches: anybody reads anybody's",
+        "engine.servers.batches.store",
+        'AND owner = COALESCE(?, owner)"\n    row = db.execute(query, (batch_id, owner))',
+        '"\n    row = db.execute(query, (batch_id,))',
+        "tests/unit/test_server_tenants.py::test_a_batch_and_its_file_are_nothing_to_another",
+    ),
+    Mutation(
+        "batches: cached tokens are not summed",
+        "engine.servers.batches.run",
+        "cached_tokens=read.cached_tokens or 0,",
+        "cached_tokens=0,",
+        "tests/unit/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
+    ),
+    Mutation(
+        "batches: tokens of responses are not summed",
+        "engine.servers.batches.run",
+        "counts.completion_tokens or counts.output_tokens",
+        "counts.completion_tokens",
+        "tests/unit/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
+    ),
+    Mutation(
+        "batches: tokens of reasoning are not summed",
+        "engine.servers.batches.run",
+        "written.reasoning_tokens or 0",
+        "0",
+        "tests/unit/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
+    ),
+    Mutation(
+        "batches: lines come before people",
+        "engine.servers.batches.run",
+        '            body["priority"] = LINE_PRIORITY\n',
+        "            pass\n",
+        "tests/unit/test_server_batches.py::test_every_line_is_answered_in_order",
+    ),
+    Mutation(
+        "batches: a line is refused for lack of room",
+        "engine.servers.batches.run",
+        "answer.status not in (429, 503, ABANDONED)",
+        "answer.status not in (503, ABANDONED)",
+        "tests/unit/test_server_batches.py::test_being_refused_for_lack_of_room_is_waited_out",
+    ),
+    Mutation(
+        "files: room for uploads is never given back",
+        "engine.servers.files.store",
+        "                self.num_arriving -= draft.num_bytes\n",
+        "                pass\n",
+        "tests/unit/test_server_files.py::test_a_full_storage_refuses_and_keeps_nothing",
+    ),
+    Mutation(
+        "files: the newest are never first",
+        "engine.servers.files.store",
+        '(">", "ASC") if order == "asc" else ("<", "DESC")',
+        '(">", "ASC")',
+        "tests/unit/test_server_files.py::test_pages",
+    ),
+    Mutation(
+        "files: one that a batch reads is deleted",
+        "engine.servers.files.store",
+        "            if held:\n",
+        "            if False:\n",
+        "tests/unit/test_storage.py::test_a_file_that_a_batch_reads_stays",
+    ),
+    Mutation(
+        "files: uploads at once may fill the disk",
+        "engine.servers.files.store",
+        "self._num_used + self._store.num_arriving, len(data)",
+        "self._num_used, len(data)",
+        "tests/unit/test_storage.py::test_uploads_that_arrive_together_share_the_room",
+    ),
+]

@@ -1,0 +1,122 @@
+"""Mistakes in OpenAI's completions, chats and embeddings."""
+
+from tests.teeth.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "tenants of embeddings are not told",
+        "engine.servers.openai.embeddings",
+        "        tenant=principal_of(request).name,\n",
+        "",
+        "tests/unit/test_server_tenants.py"
+        "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
+    ),
+    Mutation(
+        "embeddings of all share one salt",
+        "engine.servers.openai.embeddings",
+        "        salt=principal_of(request).name,\n",
+        "",
+        "tests/unit/test_server_tenants.py"
+        "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
+    ),
+    Mutation(
+        "embeddings have no priority",
+        "engine.servers.openai.embeddings",
+        "        priority=body.priority or 0,\n",
+        "",
+        "tests/unit/test_server_embeddings.py::test_what_travels_with_a_request",
+    ),
+    Mutation(
+        "embeddings wait for ever",
+        "engine.servers.openai.embeddings",
+        "        queue_timeout_s=services.queue_timeout_s(request),\n",
+        "",
+        "tests/unit/test_server_tenants.py"
+        "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
+    ),
+    Mutation(
+        "chats: cached tokens are not told",
+        "engine.servers.openai.format",
+        '"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}',
+        '"prompt_tokens_details": {"cached_tokens": 0}',
+        "tests/unit/test_server_openai.py::test_whole_chat_answer",
+    ),
+    Mutation(
+        "offsets count bytes",
+        "engine.servers.openai.format",
+        "        offset += len(token.token)\n",
+        "        offset += len(token.token_bytes)\n",
+        "tests/unit/test_openai_format.py::test_offsets_count_characters_of_each_choice_by_itself",
+    ),
+    Mutation(
+        "offsets of choices are mixed",
+        "engine.servers.openai.format",
+        "        self._offsets[event.choice] += sum(",
+        "        self._offsets[0] += sum(",
+        "tests/unit/test_openai_format.py::test_offsets_count_characters_of_each_choice_by_itself",
+    ),
+    Mutation(
+        "half a character has a whole one's bytes",
+        "engine.servers.openai.format",
+        '"bytes": list(token.token_bytes)',
+        '"bytes": list(token.token.encode())',
+        "tests/unit/test_openai_format.py::test_bytes_are_the_tokens_own",
+    ),
+    Mutation(
+        "the stop string is not told",
+        "engine.servers.openai.format",
+        'return {"finish_reason": reason, "stop_reason": finish.stop_reason}',
+        'return {"finish_reason": reason, "stop_reason": None}',
+        "tests/unit/test_openai_format.py::test_what_stopped_a_choice_is_told",
+    ),
+    Mutation(
+        "a named tool's call ends with tool_calls",
+        "engine.servers.openai.format",
+        'if has_calls and not named_tool else "stop"',
+        'if has_calls else "stop"',
+        "tests/unit/test_server_tools.py::test_finish_reason_of_calls",
+    ),
+    Mutation(
+        "best_of judges the prompt",
+        "engine.servers.openai.format",
+        "                if event.num_tokens:  # an",
+        "                if True:  # an",
+        "tests/unit/test_server_parameters.py::test_best_of_does_not_judge_the_prompt",
+    ),
+    Mutation(
+        "calls are in the order of their arrival",
+        "engine.servers.openai.format",
+        "for _, call in sorted(choice.calls.items())",
+        "for _, call in choice.calls.items()",
+        "tests/unit/test_openai_format.py::test_calls_are_in_the_order_of_their_numbers",
+    ),
+    Mutation(
+        "a second prompt is refused for having waited for the first",
+        "engine.servers.openai.completions",
+        "queue_timeout_s=context.queue_timeout_s if i == 0 else None",
+        "queue_timeout_s=context.queue_timeout_s",
+        "tests/unit/test_server_tenants.py"
+        "::test_only_the_first_of_several_prompts_may_come_too_late",
+    ),
+    Mutation(
+        "negative seeds are mirrored",
+        "engine.servers.openai.schema",
+        "seed=None if self.seed is None else self.seed % 2**63",
+        "seed=None if self.seed is None else abs(self.seed)",
+        "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
+    ),
+    Mutation(
+        "top_p 0 keeps everything",
+        "engine.servers.openai.schema",
+        "top_k=1 if only_best else self.top_k or 0",
+        "top_k=self.top_k or 0",
+        "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
+    ),
+    Mutation(
+        "max_completion_tokens is ignored",
+        "engine.servers.openai.schema",
+        "limit = self.max_completion_tokens or self.max_tokens\n",
+        "limit = self.max_tokens\n",
+        "tests/unit/test_server_validation.py::test_numeric_edges",
+    ),
+]

@@ -1,0 +1,57 @@
+"""Mistakes in /v1/responses and what it stores."""
+
+from tests.teeth.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "responses: the prompt's tokens are told as the answer's",
+        "engine.servers.responses.format",
+        '"output_tokens": usage.completion_tokens,',
+        '"output_tokens": usage.prompt_tokens,',
+        "tests/unit/test_server_responses.py::test_a_whole_response",
+    ),
+    Mutation(
+        "responses: what was cut off is complete",
+        "engine.servers.responses.output",
+        'is_complete=event.reason != "length"',
+        "is_complete=True",
+        "tests/unit/test_server_responses.py::test_an_answer_that_is_cut_off_is_incomplete",
+    ),
+    Mutation(
+        "responses: two calls are one",
+        "engine.servers.responses.output",
+        "(current.kind, current.key) != (kind, key)",
+        "current.kind != kind",
+        "tests/unit/test_server_responses.py::test_text_then_calls",
+    ),
+    Mutation(
+        "responses: references are nobody's",
+        "engine.servers.responses.create",
+        "turns = await self._store.turns(wanted, owner)",
+        'turns = await self._store.turns(wanted, "")',
+        "tests/unit/test_server_tenants.py::test_a_reference_is_to_ones_own_items",
+    ),
+    Mutation(
+        "responses: what could not be stored says that it is",
+        "engine.servers.responses.create",
+        'return response | {"store": False}',
+        "return response",
+        "tests/unit/test_server_responses_store.py::test_a_disk_that_fills_up_during_the_answer",
+    ),
+    Mutation(
+        "responses: anybody reads anybody's",
+        "engine.servers.responses.store",
+        'WHERE id = ? AND owner = ? AND kept_until > ?",\n'
+        "            (response_id, owner, self._now())",
+        'WHERE id = ? AND ? = ? AND kept_until > ?",\n'
+        "            (response_id, owner, owner, self._now())",
+        "tests/unit/test_server_responses_store.py::test_only_the_owner_sees_a_response",
+    ),
+    Mutation(
+        "responses: a page begins with the last one's end",
+        "engine.servers.responses.routes",
+        "items[ids.index(after) + 1 :]",
+        "items[ids.index(after) :]",
+        "tests/unit/test_server_responses_store.py::test_input_items_by_pages",
+    ),
+]
