@@ -218,7 +218,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-29 a failing step fails all of its rows",
-        "loop",
+        "recovery",
         "            if len(granted) == 1:\n",
         "            if True:\n",
         "tests/unit/test_seam_toy.py::test_a_crashing_row_is_found_and_fails_alone",

@@ -24,7 +24,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openai import generate
 from engine.servers.serving.admission import Lifecycle
-from engine.servers.serving.event_pump import Generation, coalesce
+from engine.servers.serving.event_pump import EventPump, coalesce
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
 
@@ -149,15 +149,14 @@ async def test_the_first_failure_is_the_one_that_is_told(backend: FakeBackend) -
         await asyncio.Event().wait()
         yield None
 
-    generation = Generation(
-        [endless()], choices_per_source=1, timeout_s=None, on_tokens=lambda *_: None
-    )
+    pump = EventPump(1, choices_per_source=1, timeout_s=None, on_tokens=lambda *_: None)
+    pump.read([endless()])
     first, second = EngineError("first"), EngineError("second")
-    generation.fail(first)
-    generation.fail(second)
+    pump.fail(first)
+    pump.fail(second)
     with pytest.raises(EngineError, match="first"):
-        await generation.take()
-    await generation.close()
+        await pump.take()
+    await pump.close()
 
 
 async def test_not_ready(client: httpx.AsyncClient, backend: FakeBackend) -> None:

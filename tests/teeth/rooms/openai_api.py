@@ -93,21 +93,21 @@ MUTATIONS = [
     Mutation(
         "a second prompt is refused for having waited for the first",
         "engine.servers.openai.completions",
-        "queue_timeout_s=context.queue_timeout_s if i == 0 else None",
+        "queue_timeout_s=context.queue_timeout_s if index == 0 else None",
         "queue_timeout_s=context.queue_timeout_s",
         "tests/unit/test_server_tenants.py"
         "::test_only_the_first_of_several_prompts_may_come_too_late",
     ),
     Mutation(
         "negative seeds are mirrored",
-        "engine.servers.openai.schema",
+        "engine.servers.schema.body",
         "seed=None if self.seed is None else self.seed % 2**63",
         "seed=None if self.seed is None else abs(self.seed)",
         "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
     ),
     Mutation(
         "top_p 0 keeps everything",
-        "engine.servers.openai.schema",
+        "engine.servers.schema.body",
         "top_k=1 if only_best else self.top_k or 0",
         "top_k=self.top_k or 0",
         "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",

@@ -66,7 +66,7 @@ MUTATIONS = [
     Mutation(
         "quotas: only one prompt's answers are charged",
         "engine.servers.serving.admission",
-        "num_answers = len(sources) * num_choices",
+        "num_answers = num_prompts * num_choices",
         "num_answers = num_choices",
         "tests/unit/test_quotas.py::test_every_choice_of_every_prompt_is_charged",
     ),
@@ -80,8 +80,8 @@ MUTATIONS = [
     Mutation(
         "quotas: whoever leaves has used no prompt",
         "engine.servers.serving.admission",
-        "return self._lease.num_prompt + sum(generation.choice_tokens)",
-        "return sum(generation.choice_tokens)",
+        "return self._lease.num_prompt + sum(pump.choice_tokens)",
+        "return sum(pump.choice_tokens)",
         "tests/unit/test_quotas.py::test_who_leaves_before_the_first_token_has_used_the_prompt",
     ),
     Mutation(
@@ -101,7 +101,7 @@ MUTATIONS = [
     Mutation(
         "admission: prompts of a list are given back once",
         "engine.servers.serving.admission",
-        "            self._num_reserved = len(sources)\n",
+        "            self._num_reserved = num_prompts\n",
         "",
         "tests/unit/test_server_admission.py::test_each_prompt_of_a_list_counts",
     ),
@@ -167,7 +167,7 @@ MUTATIONS = [
     Mutation(
         "choices of several prompts are mixed",
         "engine.servers.serving.event_pump",
-        "self._pump(source, position * choices_per_source)",
+        "self._pump(source, position * self._choices_per_source)",
         "self._pump(source, position)",
         "tests/unit/test_server_openai.py::test_completion_fans_out_over_prompts",
     ),
