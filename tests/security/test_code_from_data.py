@@ -26,6 +26,7 @@ IMPORTERS = {
     "cli/dev.py",
     "cli/main.py",
     "backends/custom/frameworks/lazy.py",
+    "conformance/rules/__init__.py",
     "backends/custom/frameworks/native/execution/build.py",
     "backends/custom/frameworks/torch/kernels/base.py",
     "backends/custom/tools/inspection.py",
