@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from engine.backends.custom.ir.families.decoder import cache_name
+from engine.backends.custom.ir.decoder import cache_name
 from engine.cli.graph_facts import NodeFacts, Report, StepFacts, WeightFacts
 
 BEFORE = "(before)"  # the value that the part before ends with

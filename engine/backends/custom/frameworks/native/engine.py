@@ -37,7 +37,7 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
     from engine.backends.custom.frameworks.native.execution.profiling import NativeProfiler
     from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
     from engine.backends.custom.frameworks.native.machine import default_threads
-    from engine.backends.custom.ir.labels import step_label
+    from engine.backends.custom.ir.plan import step_label
 
     assert isinstance(runner, NativeRunner), runner
     machine = build.machine_with(config.num_threads or default_threads())

@@ -15,7 +15,7 @@ from engine.backends.custom.frameworks.native.execution.program import (
 )
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.choice import product_kernel
-from engine.backends.custom.ir.families import build_graph
+from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
     ExecutionPlan,
