@@ -100,7 +100,7 @@ def paged(lengths, counts, tile, block_size, window):
 def test_kernels_equal_plain_attention(name, counts, tile, block_size, window) -> None:
     """Later chunks, whole prompts and single queries in one step, with contexts of two chunks."""
     q, cache, work, expected = paged((40, 5, 17, 1, 200), counts, tile, block_size, window)
-    shape = AttentionShape(tile, block_size, window)
+    shape = AttentionShape(tile, block_size, window, q.shape[-1] ** -0.5)
     found = jax.jit(partial(ATTENTION[name], shape=shape))(q, cache, work)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 

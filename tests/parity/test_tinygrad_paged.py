@@ -82,7 +82,7 @@ def test_paged_attention_equals_plain_attention(window) -> None:
         Tensor(array, device="CPU").contiguous().realize() for array in (keys, values, tables)
     )
     bound = Variable("num_blocks", 1, TABLE_BLOCKS).bind(max(used))
-    work = Work(at, slots, rows, table, bound, window)
+    work = Work(at, slots, rows, table, bound, window, q.shape[-1] ** -0.5)
     found = attend(q, write(Pages(keys, values), k, v, slots), work).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
 

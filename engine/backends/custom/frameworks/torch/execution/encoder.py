@@ -40,7 +40,7 @@ class TextsStep:
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         q, k, v = attention.heads(qkv, self.rotation)
         out = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible
+            self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible, scale=attention.scale
         )  # (S, N, L, H)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.padded)
 
