@@ -128,6 +128,8 @@ def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
     [
         "gpt2",
         "llama",
+        "granite",
+        "olmo2",
         pytest.param("mistral-window", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.slow),
     ],

@@ -12,11 +12,12 @@ from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cach
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
 from engine.backends.custom.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.seam import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.profiler import Profiler
+from engine.backends.custom.runtime.seam import DeviceInfo, ModelRunner, RunnerConfig, RunnerSpec
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
 
-__all__ = ["build_runner", "find_device", "memory_needs"]
+__all__ = ["build_runner", "find_device", "memory_needs", "profiler"]
 
 DTYPES = {
     "float32": dtypes.float32,
@@ -63,6 +64,14 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
         most_step_tokens=MOST_STEP_TOKENS,
     )
     return TinygradRunner(model, cache, spec)
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """tinygrad tells the time of each program itself, when it is started so."""
+    raise ConfigError(
+        "the tinygrad backend has no profile; start it with DEBUG=2 in the environment, and "
+        "tinygrad prints every program with its time"
+    )
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:

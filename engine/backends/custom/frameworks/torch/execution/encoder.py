@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.encoder_loop import EncoderSpec, Prompt
-from engine.backends.custom.frameworks.torch.execution.build import DTYPES, find_device
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
-from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.bert import Bert
-from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
-from engine.backends.custom.weights.model import ModelSource
 
 # Tokens of a group as attention sees them, padding included.
 GROUP_TOKENS = 8192
@@ -133,17 +129,3 @@ def groups(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         group.append(row)
     if group:
         yield group
-
-
-def build_encoder(
-    source: ModelSource, device: str, dtype: str, num_threads: int | None = None
-) -> TorchEncoder:
-    """Load the model's weights; the encoder is ready when this returns."""
-    found = find_device(device, dtype)
-    place, kind = torch.device(found.name), DTYPES[found.dtype]
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    model = build_encoder_model(source.config, source.weights, place, kind)
-    if can_pack(kind, place):
-        pack_linears(model)
-    return TorchEncoder(model, place)
