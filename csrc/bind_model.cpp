@@ -119,14 +119,28 @@ void bind_memory(nb::class_<BoundModel>& model) {
 void bind_steps(nb::class_<BoundModel>& model) {
     model.def("begin_program", &BoundModel::begin_program);
     model.def("end_program", &BoundModel::end_program);
-    model.def("embed", [](BoundModel& self, int out, int table, int positions) {
+    model.def("embed", [](BoundModel& self, int out, int table, int positions, float scale) {
         Step step;
         step.kind = Step::Kind::Embed;
         step.out = out;
         step.matrix = self.matrix(table);
         step.positions = self.vector(positions);
+        step.scale = scale;
         self.add_step(step);
     });
+    model.def(
+        "add_norm",
+        [](BoundModel& self, int source, int out, int weight, float eps, bool over_logits) {
+            Step step;
+            step.kind = Step::Kind::AddNorm;
+            step.source = source;
+            step.out = out;
+            step.norm = Norm{Norm::Kind::Rms, self.vector(weight), nullptr, eps};
+            step.over_logits = over_logits;
+            self.add_step(step);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("weight"), nb::arg("eps"),
+        nb::arg("over_logits"));
     model.def("gather", [](BoundModel& self, int source, int out) {
         Step step;
         step.kind = Step::Kind::Gather;
@@ -138,7 +152,7 @@ void bind_steps(nb::class_<BoundModel>& model) {
         "linear",
         [](BoundModel& self, int source, int out, int matrix, int rounded, int norm, int norm_weight,
            int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
-           bool over_logits, int column, int grain, int generated, int prompt) {
+           bool over_logits, int column, int grain, int generated, int prompt, float scale) {
             Step step;
             step.kind = Step::Kind::Linear;
             step.source = source;
@@ -156,19 +170,21 @@ void bind_steps(nb::class_<BoundModel>& model) {
             step.grain = grain;
             step.generated = Numerics(generated);
             step.prompt = Numerics(prompt);
+            step.scale = scale;
             self.add_step(step);
         },
         nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("rounded"),
         nb::arg("norm"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"),
         nb::arg("activation"), nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"),
-        nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("generated"), nb::arg("prompt"));
+        nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("generated"), nb::arg("prompt"),
+        nb::arg("scale"));
 }
 
 void bind_attention_steps(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
         [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope_dim,
-           int query_norm, int key_norm, float eps) {
+           int query_norm, int key_norm, float eps, bool whole_norm) {
             Step step;
             step.kind = Step::Kind::RopeWrite;
             step.source = qkv;
@@ -178,10 +194,12 @@ void bind_attention_steps(nb::class_<BoundModel>& model) {
             step.query_norm = self.vector(query_norm);
             step.key_norm = self.vector(key_norm);
             step.eps = eps;
+            step.whole_norm = whole_norm;
             self.add_step(step);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
-        nb::arg("head_dim"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"));
+        nb::arg("head_dim"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"),
+        nb::arg("whole_norm"));
     model.def(
         "attention",
         [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,

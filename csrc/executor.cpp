@@ -16,6 +16,11 @@ constexpr int kClaims = 4;  // of each thread at least
 constexpr int kTokenGrain = 4;
 constexpr int kAttentionGrain = 1;
 
+// Whether the product is computed beside `out` and merged into it afterwards.
+bool is_apart(const Step& step) {
+    return step.multiply || (step.residual && step.scale != 1);
+}
+
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -72,11 +77,13 @@ void Executor::reserve_scratch() {
     for (const Step& step : programs_.back().steps) {
         if (step.kind == Step::Kind::Attention)
             scratch = std::max(scratch, kernels_.attend_scratch_bytes(step.shape));
+        if (step.kind == Step::Kind::AddNorm)
+            row = std::max(row, size_t(width(step.source)) * sizeof(float));
         if (step.kind != Step::Kind::Linear) continue;
         int columns = step.matrix->columns;
         scratch = std::max(scratch, kernels_.scratch_bytes(columns));
         row = std::max(row, size_t(round_up(columns, kGroup)) * sizeof(float));
-        if (step.multiply)
+        if (is_apart(step))
             product = std::max(product, size_t(step.matrix->panels() * kPanelRows) * sizeof(float));
         for (Numerics numerics : {step.generated, step.prompt}) {
             auto bytes = kernels_.packed_bytes[int(numerics)];
@@ -153,6 +160,9 @@ void Executor::plan_rounds(const Program& program) {
                 rounds_.push_back({batch.num_items * step.shape.kv_heads, kAttentionGrain});
                 if (batch.num_merges > 0) rounds_.push_back({batch.num_merges, kTokenGrain});
                 break;
+            case Step::Kind::AddNorm:
+                rounds_.push_back({rows_of(step), kTokenGrain});
+                break;
             case Step::Kind::Gather:
                 rounds_.push_back({batch.tokens + batch.logits, kTokenGrain});
                 break;
@@ -198,6 +208,11 @@ void Executor::work(const Program& program, int thread) {
             case Step::Kind::Attention:
                 attention(step, thread, index);
                 break;
+            case Step::Kind::AddNorm:
+                round(thread, index, [&](int begin, int end) {
+                    add_norm(step, begin, end, rows_[size_t(thread)].floats());
+                });
+                break;
             case Step::Kind::Gather:
                 round(thread, index, [&](int begin, int end) { gather(step, begin, end); });
                 break;
@@ -227,6 +242,8 @@ void Executor::embed(const Step& step, int begin, int end) {
     for (int token = begin; token < end; token++) {
         float* out = at(step.out, token);
         kernels_.embed(*step.matrix, batch_->token_ids[token], out);
+        if (step.scale != 1)
+            for (int i = 0; i < size; i++) out[i] *= step.scale;
         if (!step.positions) continue;
         const float* learned = step.positions + size_t(batch_->positions[token]) * size_t(size);
         for (int i = 0; i < size; i++) out[i] += learned[i];
@@ -281,8 +298,9 @@ void Executor::linear(const Step& step, int thread, int& index) {
 }
 
 void Executor::multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch) {
-    int stride = step.multiply ? step.matrix->panels() * kPanelRows : width(step.out);
-    float* base = step.multiply ? product_.floats() : at(step.out, 0) + step.column;
+    const bool apart = is_apart(step);
+    int stride = apart ? step.matrix->panels() * kPanelRows : width(step.out);
+    float* base = apart ? product_.floats() : at(step.out, 0) + step.column;
     for (const Part& part : parts.parts) {
         if (part.rows == 0) continue;
         Epilogue epilogue{base + size_t(part.first) * size_t(stride),
@@ -290,16 +308,29 @@ void Executor::multiply(const Step& step, const Parts& parts, int begin, int end
                           step.bias,
                           step.activation,
                           step.gated,
-                          step.residual};
+                          step.residual && !apart};
         MatmulJob job{part.matrix, part.input, part.rows, epilogue};
         kernels_.matmul[int(part.numerics)](job, begin, end, scratch);
     }
-    if (!step.multiply) return;
+    if (!apart && step.scale == 1) return;
     int from = begin * kPanelRows, to = std::min(end * kPanelRows, step.matrix->rows);
     for (int r = 0; r < parts.rows; r++) {
         float* out = at(step.out, r) + step.column;
-        for (int i = from; i < to; i++) out[i] *= base[size_t(r) * size_t(stride) + size_t(i)];
+        const float* product = base + size_t(r) * size_t(stride);
+        if (step.multiply)
+            for (int i = from; i < to; i++) out[i] *= product[i];
+        else if (apart)
+            for (int i = from; i < to; i++) out[i] += step.scale * product[i];
+        else
+            for (int i = from; i < to; i++) out[i] *= step.scale;
     }
+}
+
+void Executor::norm_heads(const Step& step, float* x, int heads, const float* weight) const {
+    if (!weight) return;
+    int size = step.shape.head_dim, total = heads * size;
+    if (step.whole_norm) size = total;
+    for (int i = 0; i < total; i += size) kernels_.rms_norm(x + i, weight, step.eps, size, x + i);
 }
 
 void Executor::rope_write(const Step& step, int begin, int end) {
@@ -309,14 +340,8 @@ void Executor::rope_write(const Step& step, int begin, int end) {
         float* queries = at(step.source, token);
         float* keys = queries + shape.heads * shape.head_dim;
         float* values = keys + shape.kv_heads * shape.head_dim;
-        for (int head = 0; step.query_norm && head < shape.heads; head++) {
-            float* x = queries + head * shape.head_dim;
-            kernels_.rms_norm(x, step.query_norm, step.eps, shape.head_dim, x);
-        }
-        for (int head = 0; step.key_norm && head < shape.kv_heads; head++) {
-            float* x = keys + head * shape.head_dim;
-            kernels_.rms_norm(x, step.key_norm, step.eps, shape.head_dim, x);
-        }
+        norm_heads(step, queries, shape.heads, step.query_norm);
+        norm_heads(step, keys, shape.kv_heads, step.key_norm);
         if (step.rope_dim > 0) {
             const float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
             // Keys follow the queries, so one call turns both.
@@ -338,6 +363,15 @@ void Executor::attention(const Step& step, int thread, int& index) {
     round(thread, index, [&](int begin, int end) {
         for (int i = begin; i < end; i++) kernels_.merge(job, i);
     });
+}
+
+void Executor::add_norm(const Step& step, int begin, int end, float* row) {
+    int size = width(step.source);
+    for (int r = begin; r < end; r++) {
+        kernels_.rms_norm(at(step.source, r), step.norm.weight, step.norm.eps, size, row);
+        float* out = at(step.out, r);
+        for (int i = 0; i < size; i++) out[i] += row[i];
+    }
 }
 
 void Executor::gather(const Step& step, int begin, int end) {

@@ -88,8 +88,10 @@ class Executor {
     void linear(const Step& step, int thread, int& index);
     void multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch);
     void pack(const Step& step, const Part& part, int begin, int end, float* row);
+    void norm_heads(const Step& step, float* x, int heads, const float* weight) const;
     void rope_write(const Step& step, int begin, int end);
     void attention(const Step& step, int thread, int& index);
+    void add_norm(const Step& step, int begin, int end, float* row);
     void gather(const Step& step, int begin, int end);
     void compute_angles(int begin, int end);
 

@@ -15,17 +15,19 @@ struct Norm {
 };
 
 struct Step {
-    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Gather };
+    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, AddNorm, Gather };
     Kind kind = Kind::Embed;
     int source = -1;  // buffers
     int out = -1;
     int layer = 0;
 
+    float scale = 1;  // Embed: of the table's rows; Linear: of the product, before it is added
+
     // Embed: the table is `matrix`; learned positions are added where there are some.
     const Matrix* matrix = nullptr;
     const float* positions = nullptr;
 
-    // Linear
+    // Linear; AddNorm has a norm, too: out += norm(source).
     const Matrix* rounded = nullptr;  // a copy of `matrix` for steps of many rows; null: there is none
     Norm norm;
     const float* bias = nullptr;
@@ -43,6 +45,7 @@ struct Step {
     int rope_dim = 0;
     const float* query_norm = nullptr;
     const float* key_norm = nullptr;
+    bool whole_norm = false;  // all heads of a token are normed together; else each by itself
     float eps = 0;
 
     int units() const { return gated ? div_up(matrix->rows / 2, kPanelRows) : matrix->panels(); }

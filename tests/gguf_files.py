@@ -16,6 +16,13 @@ UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
 F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
 
 Arrays = dict[str, NDArray[np.float32]]
+# Granite's; exact in float32.
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.375,
+    "attention_multiplier": 0.1875,
+    "logits_scaling": 4.0,
+}
 
 
 def text(value: str | bytes) -> bytes:
@@ -84,10 +91,15 @@ def tiny_config(family: str, **changes: Any) -> ModelConfig:
         "qkv_bias": family in ("gpt2", "qwen2"),
         "out_bias": layer_norm,
         "mlp_bias": layer_norm,
-        "qk_norm": family == "qwen3",
+        "qk_norm": {"qwen3": "head", "olmo2": "whole"}.get(family),
+        "norm_placement": "output" if family == "olmo2" else "input",
+        "gated_mlp": not layer_norm,
+        "fused_qkv": layer_norm,
         "bos_id": 1,
         "eos_ids": (2, 5),
     }
+    if family == "granite":
+        settings |= MULTIPLIERS
     return ModelConfig(**(settings | changes))
 
 
@@ -147,6 +159,13 @@ def write_gguf(
     }
     if config.rope is not None:
         keys[f"{prefix}.rope.freq_base"] = config.rope.theta
+    if prefix == "granite":
+        keys |= {
+            "granite.embedding_scale": config.embedding_multiplier,
+            "granite.residual_scale": config.residual_multiplier,
+            "granite.attention.scale": config.attention_multiplier,
+            "granite.logit_scale": config.logits_scaling,
+        }
     for key, value in (keys | dict(extra or {})).items():
         if isinstance(value, str):
             writer.add_string(key, value)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.registry.model_registry import architecture
+from tests.gguf_files import MULTIPLIERS
 
 Arrays = dict[str, NDArray[np.float32]]
 HF_NAMES = {
@@ -17,6 +18,8 @@ HF_NAMES = {
     "gpt2": "GPT2LMHeadModel",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 
 
@@ -78,6 +81,8 @@ def hf_config(config: ModelConfig, **changes: Any) -> dict[str, Any]:
             "hidden_act": "silu",
             "rope_theta": config.rope.theta if config.rope else None,
         }
+    if config.family == "granite":
+        sizes |= {name: getattr(config, name) for name in MULTIPLIERS}
     common = {
         "architectures": [HF_NAMES[config.family]],
         "model_type": config.family,

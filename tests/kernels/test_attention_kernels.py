@@ -105,8 +105,10 @@ def test_rows_of_several_queries(heads: tuple[int, int, int], window: int | None
     compare(config(*heads, window), step([(40, 40), (150, 3), (161, 70), (2, 2)]))
 
 
-def test_a_mixed_step() -> None:
-    compare(config(4, 2, 16), step([(40, 40), (150, 1), (1, 1), (90, 33), (140, 1)]))
+@pytest.mark.parametrize("scale", [None, 0.11])
+def test_a_mixed_step(scale: float | None) -> None:
+    model = replace(config(4, 2, 16), attention_multiplier=scale)
+    compare(model, step([(40, 40), (150, 1), (1, 1), (90, 33), (140, 1)]))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])

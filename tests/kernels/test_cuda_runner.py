@@ -128,6 +128,8 @@ def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
     [
         "gpt2",
         "llama",
+        pytest.param("granite", marks=pytest.mark.slow),
+        pytest.param("olmo2", marks=pytest.mark.slow),
         pytest.param("mistral-window", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.slow),
     ],

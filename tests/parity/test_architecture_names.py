@@ -24,6 +24,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", {}),
     ("gpt2", {"tie_word_embeddings": False}),
+    ("granite", {}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}),
+    ("olmo2", {}),
 ]
 
 
@@ -68,7 +71,7 @@ def test_what_transformers_saves_opens(
         assert np.array_equal(weight.numpy(), expected), weight.spec.name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "granite", "olmo2"])
 def test_gguf_names_are_those_of_the_package(family: str) -> None:
     kind = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family]
     config = tiny_config(family)

@@ -20,7 +20,10 @@ from tests import tokenizer_files
 from tests.parity import tiny_models
 from tests.parity.seam_driver import SeamDriver
 
-NAMES = ("gpt2", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3")
+NAMES = (
+    *("gpt2", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"),
+    *("granite", "olmo2"),
+)
 TOLERANCE = 1e-5
 NUM_NEW = 24
 

@@ -20,7 +20,10 @@ from tests.parity import tiny_models
 
 TOLERANCE = 1e-4
 # Each way through the code; rotary rules are numbers that all frameworks read from one place.
-NAMES = ("gpt2", "llama-biases", "llama-tied", "llama-yarn", "mistral-window", "qwen2", "qwen3")
+NAMES = (
+    *("gpt2", "llama-biases", "llama-tied", "llama-yarn", "mistral-window", "qwen2", "qwen3"),
+    *("granite", "olmo2"),
+)
 
 
 def load(path: Path) -> tuple[Model, Params]:

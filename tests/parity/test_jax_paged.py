@@ -100,7 +100,7 @@ def paged(lengths, counts, tile, block_size, window):
 def test_kernels_equal_plain_attention(name, counts, tile, block_size, window) -> None:
     """Later chunks, whole prompts and single queries in one step, with contexts of two chunks."""
     q, cache, work, expected = paged((40, 5, 17, 1, 200), counts, tile, block_size, window)
-    shape = AttentionShape(tile, block_size, window)
+    shape = AttentionShape(tile, block_size, window, q.shape[-1] ** -0.5)
     found = jax.jit(partial(ATTENTION[name], shape=shape))(q, cache, work)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -126,7 +126,10 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral-window", "qwen3"))],
+    [
+        *("gpt2", "granite", "olmo2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral-window", "qwen3")),
+    ],
 )
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)

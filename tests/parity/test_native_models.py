@@ -35,7 +35,9 @@ def runner_for(source: ModelSource, dtype: str = "float32", **changes) -> Native
     return build_runner(source, RunnerConfig(**settings | changes))
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
+@pytest.fixture(
+    scope="module", params=["gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"]
+)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     _, path = tiny_models.save(request.param, tmp_path_factory.mktemp("tiny"))
     source = open_model(path)

@@ -1,12 +1,12 @@
 """The runner conformance class over every framework that this machine can run."""
 
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
 
+from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
@@ -41,8 +41,7 @@ class OfFramework(RunnerConformance):
             max_seq_len=tiny_models.MAX_POSITION,
             num_threads=cls.num_threads,
         )
-        module = f"engine.backends.custom.frameworks.{cls.framework}.engine"
-        return import_module(module).build_runner(open_model(checkpoint()), config)
+        return framework_entry(cls.framework).build_runner(open_model(checkpoint()), config)
 
 
 class TestNative(OfFramework):

@@ -15,7 +15,7 @@ from tests.parity import tiny_models
 TOLERANCE = 1e-4
 # Each way through the code; rotary rules are numbers that all frameworks read from one place.
 NAMES = (
-    *("gpt2", "mistral-window", "qwen3"),
+    *("gpt2", "mistral-window", "qwen3", "granite", "olmo2"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "qwen2")),
 )
 

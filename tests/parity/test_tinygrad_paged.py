@@ -82,13 +82,15 @@ def test_paged_attention_equals_plain_attention(window) -> None:
         Tensor(array, device="CPU").contiguous().realize() for array in (keys, values, tables)
     )
     bound = Variable("num_blocks", 1, TABLE_BLOCKS).bind(max(used))
-    work = Work(at, slots, rows, table, bound, window)
+    work = Work(at, slots, rows, table, bound, window, q.shape[-1] ** -0.5)
     found = attend(q, write(Pages(keys, values), k, v, slots), work).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"]
+)
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)
     prompts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1, 33))]

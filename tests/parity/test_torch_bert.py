@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from engine.backends.custom.frameworks.torch.execution import encoder as encoder_module
+from engine.backends.custom.frameworks.torch.execution.build import build_encoder
 from engine.backends.custom.frameworks.torch.execution.encoder import (
     TorchEncoder,
-    build_encoder,
     groups,
 )
 from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-NAMES = ("gpt2", "llama", "mistral-window", "qwen3")
+NAMES = ("gpt2", "llama", "mistral-window", "qwen3", "granite", "olmo2")
 
 
 def runner_on(source: ModelSource, device: str, attention: str = "auto") -> ModelRunner:

@@ -14,7 +14,7 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.seam_driver import SeamDriver, Track
 
-NAMES = ("gpt2", "llama", "llama-yarn", "mistral-window", "qwen2", "qwen3")
+NAMES = ("gpt2", "llama", "llama-yarn", "mistral-window", "qwen2", "qwen3", "granite", "olmo2")
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4
 LENGTHS = (tiny_models.TEXT_LENGTH, 5, 17, 1, 33)

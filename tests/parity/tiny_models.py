@@ -12,10 +12,14 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -95,6 +99,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: Qwen3ForCausalLM(
         Qwen3Config(**COMMON, head_dim=12, tie_word_embeddings=False)
     ),
+    "granite": lambda: GraniteForCausalLM(
+        GraniteConfig(
+            **COMMON,
+            tie_word_embeddings=True,
+            embedding_multiplier=12,
+            residual_multiplier=0.22,
+            attention_multiplier=0.21,
+            logits_scaling=5.0,
+        )
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**COMMON, tie_word_embeddings=False)),
 }
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.export import gguf_metadata
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
-from tests.gguf_files import tiny_config
+from tests.gguf_files import MULTIPLIERS, tiny_config
 from tests.safetensors_files import hf_config
 
 LLAMA3 = {
@@ -182,18 +183,23 @@ def test_biases_follow_the_config() -> None:
     assert {f"layers.1.mlp.{part}.bias" for part in ("gate", "up", "down")} <= names
 
 
-def test_gguf_rows_are_unpermuted_for_llama_only() -> None:
+def test_gguf_rows_are_unpermuted_where_converters_permute() -> None:
     def transforms(family: str) -> dict[str, str]:
         specs = architecture(family).tensors(tiny_config(family, qkv_bias=True))
         return {spec.name: spec.gguf_transform for spec in specs if spec.gguf_transform != "none"}
 
-    assert transforms("llama") == {
-        f"layers.{layer}.attn.{part}.{kind}": f"unpermute_{part}"
-        for layer in (0, 1)
-        for part in "qk"
-        for kind in ("weight", "bias")
-    }
+    assert (
+        transforms("llama")
+        == transforms("granite")
+        == {
+            f"layers.{layer}.attn.{part}.{kind}": f"unpermute_{part}"
+            for layer in (0, 1)
+            for part in "qk"
+            for kind in ("weight", "bias")
+        }
+    )
     assert transforms("qwen2") == transforms("qwen3") == transforms("gpt2") == {}
+    assert transforms("olmo2") == {}
 
 
 def test_defaults_of_keys_that_old_configs_leave_out() -> None:
@@ -201,6 +207,34 @@ def test_defaults_of_keys_that_old_configs_leave_out() -> None:
     assert (llama.num_kv_heads, llama.head_dim, llama.tie_embeddings) == (4, 16, False)
     gpt2 = from_hf("gpt2", n_inner=None, tie_word_embeddings=None)
     assert (gpt2.intermediate_size, gpt2.tie_embeddings) == (4 * 64, True)
+
+
+def test_granites_multipliers() -> None:
+    """Transformers scales scores by 1 where nothing is stated, llama.cpp by the usual root."""
+    tiny = tiny_config("granite")
+    assert tiny.attention_scale == MULTIPLIERS["attention_multiplier"] != tiny.head_dim**-0.5
+    bare = from_hf("granite", **dict.fromkeys(MULTIPLIERS))
+    assert (bare.embedding_multiplier, bare.residual_multiplier) == (1.0, 1.0)
+    assert (bare.attention_scale, bare.logits_scaling) == (1.0, 1.0)
+    stated = gguf_metadata(tiny)
+    scales = [key for key in stated if key.endswith("scale")]
+    assert len(scales) == len(MULTIPLIERS)
+    for key in scales:
+        del stated[key]
+    read = architecture("granite").config_from_gguf(stated)
+    assert (read.attention_multiplier, read.attention_scale) == (None, 0.25)
+    with pytest.raises(ModelFormatError, match="without rotation is not supported"):
+        architecture("granite").config_from_gguf(stated | {"granite.rope.scaling.finetuned": False})
+
+
+def test_olmo2_norms_what_the_halves_give() -> None:
+    config = from_hf("olmo2", attention_bias=True)
+    assert (config.norm_placement, config.qk_norm) == ("output", "whole")
+    shapes = {spec.gguf: spec.shape for spec in architecture("olmo2").tensors(config)}
+    assert shapes["blk.1.attn_q_norm.weight"] == (64,)
+    assert shapes["blk.1.attn_k_norm.weight"] == (32,)
+    assert shapes["blk.1.post_attention_norm.weight"] == (64,)
+    assert shapes["blk.1.post_ffw_norm.weight"] == (64,)
 
 
 def test_ids_beyond_the_vocabulary_are_dropped() -> None:
@@ -245,6 +279,8 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
             "'max_window_layers': a sliding window in some layers only",
         ),
+        ("granite", {"residual_multiplier": 0}, "multipliers > 0"),
+        ("granite", {"logits_scaling": "8"}, "'logits_scaling' must be float, found str"),
         ("gpt2", {"activation_function": "relu"}, "'activation_function': activation 'relu'"),
         ("gpt2", {"scale_attn_weights": False}, "'scale_attn_weights': False is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "'scale_attn_by_inverse_layer_idx'"),

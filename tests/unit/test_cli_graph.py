@@ -313,12 +313,12 @@ def test_models_without_a_graph_are_refused_by_name(source: ModelSource) -> None
     encoder = replace(source, config=replace(source.config, encoder=EncoderConfig(2, 64)))
     with pytest.raises(ConfigError, match=r"text encoder.*leave out --graph"):
         describe_graph(encoder, ONE)
-    other = replace(source, config=replace(source.config, family="mamba"))
+    other = replace(source, config=replace(source.config, norm_placement="sum", family="mamba"))
     with pytest.raises(ModelFormatError, match=r"'mamba'; leave out --graph"):
         describe_graph(other, ONE)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3", "granite", "olmo2"])
 def test_every_family_folds_and_draws(family: str, tmp_path: Path) -> None:
     config = tiny_config(family, num_layers=3)
     weights = random_weights(config)

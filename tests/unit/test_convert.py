@@ -21,7 +21,7 @@ from engine.core.text.tokenizer import Tokenizer
 from tests import gguf_files, tokenizer_files
 from tests.checkpoint_folders import write_hf, write_llama2c
 
-FAMILIES = ("llama", "gpt2", "qwen2", "qwen3")
+FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "granite", "olmo2")
 TEXT = "The quick brown fox's 1234 tests:\n  naïve 你好 🙂 camelCase"
 
 

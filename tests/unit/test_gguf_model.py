@@ -28,6 +28,8 @@ def stored_tiny(family: str = "llama", **changes: Any) -> Arrays:
         ("qwen3", {"head_dim": 32}),
         ("gpt2", {}),
         ("gpt2", {"tie_embeddings": True}),
+        ("granite", {}),
+        ("olmo2", {}),
     ],
 )
 def test_config_and_weights_come_back(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:

@@ -70,7 +70,8 @@ def test_help_of_every_command_works_and_loads_no_framework() -> None:
 
 def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
     frontend = (HEAVY - {"numpy"}) | {"asyncio", "jinja2", "psutil", "pydantic", "tokenizers"}
-    modules = "engine.backends.custom.worker.main, engine.backends.custom.frameworks.native.engine"
+    frameworks = "engine.backends.custom.frameworks"
+    modules = f"engine.backends.custom.worker.main, {frameworks}.native.execution.build"
     assert not loaded_by(f"import {modules}") & frontend
 
 

@@ -1,34 +1,21 @@
-"""Families: their graphs need the weights of `architectures/`, and a new one is one file."""
+"""Families: their graphs need the weights of `architectures/`, and any mix of parts is a graph."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.ir import families
+from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
+from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import Batch, State, run_graph, run_plan
-from engine.backends.custom.ir.families import build_graph
+from engine.backends.custom.ir.graph import GraphError
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.reference import F32
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 from tests.ir_driver import CONFIGS, Driver, new_state, random_weights, text
-
-# Norms with biases before gated halves whose activation is exact gelu: nobody's model.
-MADE_UP = """
-from engine.backends.custom.ir.families.decoder import DecoderBuilder, pre_norm_decoder
-
-
-def attend(builder, x, layer):
-    return builder.fused_qkv(x, layer)
-
-
-def build(config):
-    return pre_norm_decoder(config, attend, DecoderBuilder.gated_mlp)
-"""
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -39,12 +26,18 @@ def test_graphs_need_the_weights_of_the_architecture(config: ModelConfig) -> Non
     assert {name: value.shape for name, value in graph.weights.items()} == wanted
 
 
-def test_a_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "madeup.py").write_text(MADE_UP)
-    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
-    config = replace(
-        CONFIGS["qwen3"], family="madeup", norm="layer", activation="gelu", qkv_bias=True
-    )
+# Nobody's models: parts of several families in one.
+MIXES = {
+    "gelu": {"norm": "layer", "activation": "gelu", "qkv_bias": True, "fused_qkv": True},
+    "scaled": {"norm": "layer", "gated_mlp": False, "residual_multiplier": 0.3},
+    "outputs": {"norm_placement": "output", "qk_norm": "head", "logits_scaling": 3.0},
+    "positions": {"rope": None, "embedding_multiplier": 2.0, "qk_norm": "whole"},
+}
+
+
+@pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
+def test_parts_of_families_can_be_mixed(changes: dict[str, Any]) -> None:
+    config = replace(CONFIGS["qwen3"], family="madeup", **changes)
     graph = build_graph(config)
     weights = random_weights(graph)
     made = plan(graph, Capacity(16, 16), Machine(threads=2))
@@ -64,7 +57,14 @@ def test_a_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["nobody", "bert", "..os", ""])
-def test_a_family_without_a_graph_is_refused_by_name(family: str) -> None:
-    with pytest.raises(ModelFormatError, match=f"'{family}'"):
-        build_graph(replace(CONFIGS["llama"], family=family))
+def test_encoders_have_no_graph() -> None:
+    encoder = EncoderConfig(num_token_types=2, max_tokens=8)
+    with pytest.raises(ModelFormatError, match="no graph for models of the family 'bert'"):
+        build_graph(replace(CONFIGS["gpt2"], family="bert", encoder=encoder))
+
+
+def test_what_no_step_does_is_refused_by_its_node() -> None:
+    """A multiplier on a normed output: no family has it."""
+    config = replace(CONFIGS["olmo2"], residual_multiplier=0.5)
+    with pytest.raises(GraphError, match="layers.0.attn_norm: rms_norm: is part of no fusion"):
+        plan(build_graph(config), Capacity(16, 16), Machine(threads=2))

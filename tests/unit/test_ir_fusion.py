@@ -9,12 +9,11 @@ import pytest
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir import fusion
 from engine.backends.custom.ir.attributes import NoAttributes, Normalize
+from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import Batch, State, run_graph
-from engine.backends.custom.ir.families import build_graph
-from engine.backends.custom.ir.graph import Graph, GraphBuilder
+from engine.backends.custom.ir.graph import Graph, GraphBuilder, verify
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.reference import F32
-from engine.backends.custom.ir.verify import verify
 from tests.ir_driver import CONFIGS, Driver, new_state, random_weights, text
 
 Pass = Callable[[Graph], Graph]
@@ -68,6 +67,9 @@ def test_results_are_unchanged(each: Pass, name: str) -> None:
         (fusion.fuse_activations, "gpt2", {"gelu_tanh": 2, "projection": 2}, 2),
         (fusion.fuse_gates, "llama", {"mul": 2, "projection": 4}, 2),
         (fusion.fuse_rope_writes, "qwen3", {"rope": 4, "head_norm": 4, "kv_write": 2}, 2),
+        (fusion.fuse_rope_writes, "olmo2", {"rope": 4, "rms_norm": 4, "kv_write": 2}, 2),
+        (fusion.fuse_scales, "granite", {"scale": 5, "linear": 4, "projection": 1}, 5),
+        (fusion.fuse_output_norms, "olmo2", {"add": 4, "rms_norm": 4}, 4),
         (fusion.fuse_rope_writes, "gpt2", {"columns": 6, "kv_write": 2}, 2),
         (fusion.fuse_residuals, "llama", {"add": 4, "linear": 4}, 4),
     ],
@@ -90,6 +92,7 @@ def test_every_node_is_done_by_exactly_one(name: str) -> None:
     fused = fusion.fuse(graph)
     assert set(ops(fused)) <= {
         *("embed", "embed_positions", "projection", "rope_write", "attention", "gather_rows"),
+        *("linear", "add_norm"),
     }
     norms = {node.name for node in graph.nodes if node.op.endswith("_norm")}
     done = [each for node in fused.nodes for each in node.origin if each not in norms]

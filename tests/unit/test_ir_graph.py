@@ -7,10 +7,9 @@ import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import HeadNorm, NoAttributes, Normalize
-from engine.backends.custom.ir.families import build_graph
-from engine.backends.custom.ir.graph import Graph, GraphBuilder, GraphError, Node
+from engine.backends.custom.ir.decoder import build_graph
+from engine.backends.custom.ir.graph import Graph, GraphBuilder, GraphError, Node, verify
 from engine.backends.custom.ir.types import Value
-from engine.backends.custom.ir.verify import verify
 from tests.ir_driver import CONFIGS, VOCAB
 
 BROKEN = "layers.1.mlp.down"

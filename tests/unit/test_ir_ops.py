@@ -14,6 +14,7 @@ KINDS = {"float32": "f32", "int32": "i32", "int64": "i64"}
 PROMISED = {
     *("embed", "position_embed", "add", "linear", "rms_norm", "layer_norm", "head_norm", "rope"),
     *("kv_write", "attention", "silu", "gelu", "gelu_tanh", "mul", "gather_rows"),
+    *("scale", "add_norm"),
 }
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.ir.buckets import token_buckets
 from engine.backends.custom.ir.cost import PlanCost
+from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import Batch, State, run_graph, run_plan
-from engine.backends.custom.ir.families import build_graph
 from engine.backends.custom.ir.graph import Graph, GraphError
 from engine.backends.custom.ir.liveness import Life, Room, assign_places, lives, touched
 from engine.backends.custom.ir.plan import (
@@ -23,7 +22,7 @@ from engine.backends.custom.ir.plan import (
     Machine,
     RopeWriteStep,
 )
-from engine.backends.custom.ir.planner import plan, plan_cache
+from engine.backends.custom.ir.planner import plan, plan_cache, token_buckets
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.ir.types import Counts
 from tests.ir_driver import CONFIGS, Driver, Forward, new_state, random_weights, text

@@ -17,8 +17,8 @@ from engine.core.registry.model_registry import (
 from engine.core.registry.registry import Registry
 
 PLUGIN = """
-HF_NAMES = ("ParrotForCausalLM",)
-GGUF_NAMES = ("parrot",)
+hf_names = ("ParrotForCausalLM",)
+gguf_names = ("parrot",)
 
 class ParrotBackend:
     pass
@@ -59,13 +59,15 @@ def test_nothing_is_imported_until_asked_for() -> None:
 
 
 def test_every_builtin_family_is_found_by_all_its_names() -> None:
-    assert architecture_names()[:4] == ("llama", "gpt2", "qwen2", "qwen3")
-    for family in ("llama", "gpt2", "qwen2", "qwen3"):
-        module = architecture(family)
-        for name in module.HF_NAMES:
-            assert architecture_for_hf([name]) is module
-        for name in module.GGUF_NAMES:
-            assert architecture_for_gguf(name) is module
+    names = ("llama", "gpt2", "qwen2", "qwen3", "granite", "olmo2", "bert")
+    assert architecture_names()[: len(names)] == names
+    for name in names:
+        family = architecture(name)
+        assert family.name == name
+        for stated in family.hf_names:
+            assert architecture_for_hf([stated]) is family
+        for stated in family.gguf_names:
+            assert architecture_for_gguf(stated) is family
 
 
 @pytest.mark.usefixtures("installed")
@@ -82,7 +84,7 @@ def test_a_package_adds_an_architecture_and_a_backend() -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_package_cannot_take_a_builtin_name() -> None:
     assert architecture_names().count("llama") == 1
-    assert architecture("llama").__name__ == "engine.backends.custom.architectures.llama"
+    assert architecture("llama").name == "llama"
 
 
 @pytest.mark.usefixtures("installed")

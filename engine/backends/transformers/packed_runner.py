@@ -5,7 +5,6 @@ the model sees tokens with positions and asks our attention for the rest.
 """
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,7 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
+    attention_scale: float
 
 
 class Attentions:
@@ -63,9 +63,9 @@ class Attentions:
 
     def _make(self, scoring: Scoring, num_heads: int) -> AttentionBackend:
         size, shape = self._block_size, self._shape
-        usual = scoring.scale is None or math.isclose(scoring.scale, shape.head_dim**-0.5)
-        if self._device.type == "cuda" and usual:
-            heads = Heads(num_heads, shape.num_kv_heads, shape.head_dim, scoring.window)
+        if self._device.type == "cuda":
+            scale = shape.head_dim**-0.5 if scoring.scale is None else scoring.scale
+            heads = Heads(num_heads, shape.num_kv_heads, shape.head_dim, scoring.window, scale)
             return TritonAttention(heads, block_size=size, dtype=self._dtype)
         return SdpaAttention(
             scoring.window, block_size=size, dtype=self._dtype, scale=scoring.scale

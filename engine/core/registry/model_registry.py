@@ -1,8 +1,9 @@
 """Model families by name, by what `config.json` calls them and by what GGUF calls them.
 
-A family is a module with the functions of `Architecture` (backends/custom/architectures/base.py).
-A package adds one with an entry point in the group `engine.architectures`: its name is the
-family's, its value the module. Built-in families are asked first.
+A family is a row of `backends/custom/architectures`, or anything else with the names of
+`Architecture` (its base.py). A package adds one with an entry point in the group
+`engine.architectures`: its name is the family's, its value "module:ROW", or a module that has those
+names itself. Built-in families are asked first.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,15 @@ from engine.core.registry.registry import Registry
 _FOLDER = "engine.backends.custom.architectures"
 _ARCHITECTURES = Registry(
     kind="architecture",
-    builtin={name: f"{_FOLDER}.{name}" for name in ("llama", "gpt2", "qwen2", "qwen3", "bert")},
+    builtin={
+        "llama": f"{_FOLDER}.llama:LLAMA",
+        "gpt2": f"{_FOLDER}.gpt2:GPT2",
+        "qwen2": f"{_FOLDER}.llama:QWEN2",
+        "qwen3": f"{_FOLDER}.llama:QWEN3",
+        "granite": f"{_FOLDER}.llama:GRANITE",
+        "olmo2": f"{_FOLDER}.llama:OLMO2",
+        "bert": f"{_FOLDER}.bert:BERT",
+    },
     group="engine.architectures",
 )
 
@@ -24,16 +33,16 @@ def architecture_names() -> tuple[str, ...]:
 
 
 def architecture(name: str) -> Any:
-    """The family's module, by its registry name (`ModelConfig.family`)."""
+    """The family, by its registry name (`ModelConfig.family`)."""
     return _ARCHITECTURES.load(name)
 
 
 def architecture_for_hf(names: Sequence[str]) -> Any:
     """The family of a checkpoint whose config.json lists `names` under "architectures"."""
-    for _, module in _ARCHITECTURES.load_all():
-        if not set(names).isdisjoint(module.HF_NAMES):
-            return module
-    supported = [name for _, module in _ARCHITECTURES.load_all() for name in module.HF_NAMES]
+    for _, family in _ARCHITECTURES.load_all():
+        if not set(names).isdisjoint(family.hf_names):
+            return family
+    supported = [name for _, family in _ARCHITECTURES.load_all() for name in family.hf_names]
     raise ModelFormatError(
         f"config.json: architecture {', '.join(names) or 'not stated'} is not supported "
         f"(supported: {', '.join(supported)})"
@@ -42,10 +51,10 @@ def architecture_for_hf(names: Sequence[str]) -> Any:
 
 def architecture_for_gguf(name: str) -> Any:
     """The family of a GGUF file whose general.architecture is `name`."""
-    for _, module in _ARCHITECTURES.load_all():
-        if name in module.GGUF_NAMES:
-            return module
-    supported = [known for _, module in _ARCHITECTURES.load_all() for known in module.GGUF_NAMES]
+    for _, family in _ARCHITECTURES.load_all():
+        if name in family.gguf_names:
+            return family
+    supported = [known for _, family in _ARCHITECTURES.load_all() for known in family.gguf_names]
     raise ModelFormatError(
         f"GGUF architecture '{name}' is not supported (supported: {', '.join(supported)})"
     )

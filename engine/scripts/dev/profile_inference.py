@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.inspection import framework_engine, frameworks
+from engine.backends.custom.tools.inspection import frameworks
 from engine.backends.custom.tools.profiling import Profile, profile_model
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.memory import MIB, plan_memory
@@ -61,7 +62,7 @@ def profile_framework(
     options = EngineOptions(
         model_path=str(source.path), framework=framework, device="cpu", dtype="float32"
     )
-    engine = framework_engine(framework)
+    engine = framework_entry(framework)
     device = engine.find_device("cpu", "float32")
     needs = engine.memory_needs(source, options, device)
     plan = plan_memory(source.config.max_position, options, device, needs)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "granite", "olmo2")
 _COMMON: dict[str, Any] = {
     "vocab_size": 211,
     "max_position_embeddings": 128,
@@ -31,6 +31,14 @@ _SIZES: dict[str, dict[str, Any]] = {
     "llama": _GATED,
     "qwen2": _GATED | {"tie_word_embeddings": True},
     "qwen3": _GATED | {"head_dim": 12},
+    "granite": _GATED
+    | {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.21,
+        "logits_scaling": 5.0,
+    },
+    "olmo2": _GATED,
 }
 
 

@@ -1,4 +1,5 @@
-"""Model families as data: one module each, no tensors; `core.registry.model_registry` finds them.
+"""Model families as data: one row each, grouped by lineage, no tensors. They are found through
+`core.registry.model_registry`.
 
 Every family lists its weights under the same names, all that a framework needs to know. Matrices
 are (out, in); {i} is a layer; D hidden, F feed-forward, V vocabulary, N heads, K kv heads, H head
@@ -14,10 +15,10 @@ dim, P positions. A bias exists where the named setting of the config says so.
     layers.{i}.attn.q.weight     .bias   (N * H, D)  bias: config.qkv_bias
     layers.{i}.attn.k.weight     .bias   (K * H, D)
     layers.{i}.attn.v.weight     .bias   (K * H, D)
-    layers.{i}.attn.qkv.weight   .bias   (3 * D, D)  gpt2: rows of q, then k, then v
+    layers.{i}.attn.qkv.weight   .bias   (3 * D, D)  config.fused_qkv: rows of q, then k, then v
     layers.{i}.attn.o.weight     .bias   (D, N * H)  bias: config.out_bias
-    layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm
-    layers.{i}.attn.k_norm.weight        (H,)
+    layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm == "head";
+    layers.{i}.attn.k_norm.weight        (H,)        "whole": (N * H,) and (K * H,)
     layers.{i}.mlp_norm.weight   .bias   (D,)        bias: config.norm == "layer"
     layers.{i}.mlp.gate.weight   .bias   (F, D)      config.gated_mlp; bias: config.mlp_bias
     layers.{i}.mlp.up.weight     .bias   (F, D)
@@ -25,5 +26,6 @@ dim, P positions. A bias exists where the named setting of the config says so.
     norm.weight                  .bias   (D,)        bias: config.norm == "layer"; no encoder has it
     head.weight                          (V, D)      absent with config.tie_embeddings
 
-An encoder's norms stand behind the half of a block that they are named after, not before it.
+`config.norm_placement` says where attn_norm and mlp_norm stand: before attention and MLP, on what
+they give, or on the sum with the residual stream.
 """

@@ -1,7 +1,8 @@
 """What a model family is, as data: its hyperparameters and where each weight lies in a checkpoint.
 
-One file per family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata
-and lists the weights it needs. Frameworks read these and nothing else; no tensor is touched here.
+A family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
+the weights it needs (`family.py` has the row that families are). Frameworks read these and nothing
+else; no tensor is touched here.
 """
 
 import sys
@@ -52,7 +53,7 @@ class ModelConfig:
     feed-forward.
     """
 
-    family: str  # registry name: "llama", "gpt2", "qwen2", "qwen3", "bert"
+    family: str  # registry name: "llama", "gpt2", "olmo2", ...
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -65,14 +66,23 @@ class ModelConfig:
     tie_embeddings: bool
     rope: RopeConfig | None  # None: learned absolute positions
     norm: Literal["rms", "layer"] = "rms"
+    # Of attention and MLP: before each, on what each gives before it is added to the residual
+    # stream, or on the sum.
+    norm_placement: Literal["input", "output", "sum"] = "input"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    gated_mlp: bool = True
+    fused_qkv: bool = False  # checkpoints hold q, k and v as one matrix
+    qk_norm: Literal["head", "whole"] | None = None  # RMS of each head, or of all heads together
     sliding_window: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0  # of the looked up rows
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    attention_multiplier: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    logits_scaling: float = 1.0  # logits are divided by it
     encoder: EncoderConfig | None = None  # None: a decoder, which writes text
 
     @property
@@ -84,8 +94,19 @@ class ModelConfig:
         return self.num_layers * (attention + mlp) + tables
 
     @property
-    def gated_mlp(self) -> bool:
-        return self.norm == "rms"
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        stated = self.attention_multiplier
+        return self.head_dim**-0.5 if stated is None else stated
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.norm == "layer"
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head is a matrix of its own."""
+        return not self.tie_embeddings
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         if self.encoder is not None:
@@ -111,19 +132,23 @@ class TensorSpec:
 
 
 class Architecture(Protocol):
-    """A model family. Modules of this folder satisfy it with plain functions."""
+    """A model family. A row (`family.Family`) is one; so is a module with these names."""
 
-    HF_NAMES: tuple[str, ...]  # config.json "architectures" entries
-    GGUF_NAMES: tuple[str, ...]  # general.architecture values
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """config.json "architectures" entries"""
+        ...
 
-    @staticmethod
-    def config_from_hf(config: Mapping[str, Any]) -> ModelConfig: ...
+    @property
+    def gguf_names(self) -> tuple[str, ...]:
+        """general.architecture values"""
+        ...
 
-    @staticmethod
-    def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig: ...
+    def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig: ...
 
-    @staticmethod
-    def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]: ...
+    def config_from_gguf(self, metadata: Mapping[str, Any]) -> ModelConfig: ...
+
+    def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]: ...
 
 
 Value = TypeVar("Value")
@@ -136,6 +161,10 @@ class Reader:
     def __init__(self, source: Mapping[str, Any], where: str) -> None:
         self._source = source
         self._where = where
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, even as null."""
+        return key in self._source
 
     def read(self, kind: type[Value], key: str, default: Any = _MISSING) -> Value:
         value = self._source.get(key)
@@ -177,6 +206,15 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "rope dim even and within head_dim": config.rope is None
         or (config.rope.dim % 2 == 0 and 0 < config.rope.dim <= config.head_dim),
         "rope factor > 0": config.rope is None or config.rope.factor > 0,
+        "multipliers > 0": all(
+            each is None or each > 0
+            for each in (
+                config.embedding_multiplier,
+                config.residual_multiplier,
+                config.attention_multiplier,
+                config.logits_scaling,
+            )
+        ),
         "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
         "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
         "1 <= encoder tokens <= max_position": config.encoder is None

@@ -1,16 +1,16 @@
 """A model's configuration as others write it: the readers of this folder, turned round.
 
-Families name the keys of their fields (`HF_KEYS`, `GGUF_KEYS`); what is no plain field (rotary
+Families name the keys of their fields (`hf_keys`, `gguf_keys`); what is no plain field (rotary
 rules, windows, activations) is spelled here. What is written is read again before it is given out,
 so a format that cannot say something of a model is found out: one that loads and computes something
 else is worse than none.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.family import Family, Keys
 from engine.backends.custom.architectures.rope import yarn_magnitude
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
@@ -28,13 +28,13 @@ KNOWN_LLAMA3_RULES = (
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The content of a config.json; `dtype` as PyTorch calls it."""
-    family = _exporting(config, "HF_KEYS")
+    family = _exporting(config)
     windowed = config.family == "llama" and config.sliding_window is not None
     stated: dict[str, Any] = {
-        "architectures": ["MistralForCausalLM" if windowed else family.HF_NAMES[0]],
+        "architectures": ["MistralForCausalLM" if windowed else family.hf_names[0]],
         "model_type": "mistral" if windowed else config.family,
-        **_fields(config, family.HF_KEYS),
-        family.HF_ACTIVATION: _HF_ACTIVATIONS[config.activation],
+        **_fields(config, family.hf_keys),
+        family.hf_activation[0]: _HF_ACTIVATIONS[config.activation],
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) if len(config.eos_ids) > 1 else _first(config.eos_ids),
         "dtype": dtype,
@@ -57,10 +57,11 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     """The keys of a GGUF file that describe the model, tokenizer and name apart."""
-    family = _exporting(config, "GGUF_KEYS")
-    prefix = family.GGUF_NAMES[0]
+    family = _exporting(config)
+    prefix = family.gguf_names[0]
     stated: dict[str, Any] = {"general.architecture": prefix}
-    stated |= {f"{prefix}.{key}": value for key, value in _fields(config, family.GGUF_KEYS).items()}
+    keys = {f"{prefix}.{key}": name for key, name in (family.gguf_keys or {}).items()}
+    stated |= _fields(config, keys)
     if config.rope is not None:
         stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
     if config.sliding_window is not None:
@@ -81,18 +82,22 @@ def _check_same(
             )
 
 
-def _exporting(config: ModelConfig, table: str) -> Any:
+def _exporting(config: ModelConfig) -> Family:
     family = architecture(config.family)
-    if not hasattr(family, table):
+    if not isinstance(family, Family) or family.gguf_keys is None:
         raise ModelFormatError(
             f"models of the family '{config.family}' cannot be converted: it has no table of keys"
         )
     return family
 
 
-def _fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Key -> value of the field; a key may stand for a field that others hold as well."""
-    return {key: getattr(config, name) for key, name in keys.items()}
+def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
+    """Key -> value of the field, the first of those that it stands for; None is not written."""
+    values = {
+        key: getattr(config, name if isinstance(name, str) else name[0])
+        for key, name in keys.items()
+    }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:

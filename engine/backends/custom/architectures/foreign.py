@@ -21,6 +21,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+def known_activation(name: str) -> Activation:
+    """By its name in a config.json."""
+    return _ACTIVATIONS[name]
+
+
 def hf_activation(reader: Reader, key: str, default: str) -> Activation:
     name = reader.read(str, key, default=default)
     if name not in _ACTIVATIONS:
@@ -103,9 +108,8 @@ def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
 _QWEN_FULL_LAYERS = 28
 
 
-def uniform_window(config: Mapping[str, Any], num_layers: int) -> int | None:
+def uniform_window(reader: Reader, num_layers: int) -> int | None:
     """Qwen's sliding window, which here must hold for every layer or for none."""
-    reader = Reader(config, "config.json")
     if not reader.read(bool, "use_sliding_window", default=False):
         return None
     num_full = reader.read(int, "max_window_layers", default=_QWEN_FULL_LAYERS)

@@ -1,54 +1,204 @@
-"""Llama 1 to 3, Mistral, SmolLM and everything else published under those names."""
+"""Llama and its descendants: RMS norms, rotary attention, a gated MLP. A row says what differs."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from engine.backends.custom.architectures import gated_decoder
-from engine.backends.custom.architectures.base import ModelConfig, Reader, TensorSpec
+from engine.backends.custom.architectures.base import Reader, Transform
+from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings, WeightRow
+from engine.backends.custom.architectures.foreign import uniform_window
 from engine.core.errors import ModelFormatError
 
-HF_NAMES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
-GGUF_NAMES = ("llama",)
-HF_KEYS = gated_decoder.HF_KEYS | {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"}
-HF_ACTIVATION = gated_decoder.HF_ACTIVATION
-GGUF_KEYS = gated_decoder.GGUF_KEYS
+_HF_KEYS: Keys = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_ATTENTION_BIAS: Keys = {"attention_bias": ("qkv_bias", "out_bias")}
+_MLP_BIAS: Keys = {"mlp_bias": "mlp_bias"}
+_GGUF_KEYS: Keys = {
+    "vocab_size": "vocab_size",
+    "embedding_length": "hidden_size",
+    "block_count": "num_layers",
+    "attention.head_count": "num_heads",
+    "attention.head_count_kv": "num_kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+}
+
+
+def _row(
+    name: str,
+    shape: str,
+    hf: str,
+    gguf: str,
+    bias: str | None = None,
+    gguf_transform: Transform = "none",
+) -> WeightRow:
+    """Of a layer."""
+    return WeightRow(
+        f"layers.{{i}}.{name}.weight",
+        shape,
+        f"model.layers.{{i}}.{hf}.weight",
+        f"blk.{{i}}.{gguf}.weight",
+        bias,
+        gguf_transform=gguf_transform,
+    )
+
+
+def _weights(
+    norms: tuple[WeightRow, ...], heads: tuple[WeightRow, ...] = (), interleaved: bool = False
+) -> tuple[WeightRow, ...]:
+    """`norms` of a layer; `heads`: norms of queries and keys. `interleaved`: GGUF stores rotary
+    pairs of q and k side by side.
+    """
+    q: Transform = "unpermute_q" if interleaved else "none"
+    k: Transform = "unpermute_k" if interleaved else "none"
+    rows = (
+        WeightRow("embed.weight", "VD", "model.embed_tokens.weight", "token_embd.weight"),
+        _row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", q),
+        _row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", k),
+        _row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias"),
+        _row("attn.o", "Dq", "self_attn.o_proj", "attn_output", "out_bias"),
+        _row("mlp.gate", "FD", "mlp.gate_proj", "ffn_gate", "mlp_bias"),
+        _row("mlp.up", "FD", "mlp.up_proj", "ffn_up", "mlp_bias"),
+        _row("mlp.down", "DF", "mlp.down_proj", "ffn_down", "mlp_bias"),
+        *norms,
+        *heads,
+        WeightRow("norm.weight", "D", "model.norm.weight", "output_norm.weight"),
+        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when="has_head"),
+    )
+    if interleaved:  # those that converters give a vector of frequency factors
+        rows += (WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True),)
+    return rows
+
+
+_INPUT_NORMS = (
+    _row("attn_norm", "D", "input_layernorm", "attn_norm"),
+    _row("mlp_norm", "D", "post_attention_layernorm", "ffn_norm"),
+)
+_OUTPUT_NORMS = (
+    _row("attn_norm", "D", "post_attention_layernorm", "post_attention_norm"),
+    _row("mlp_norm", "D", "post_feedforward_layernorm", "post_ffw_norm"),
+)
+
+
+def _head_norms(q: str, k: str) -> tuple[WeightRow, ...]:
+    return (
+        _row("attn.q_norm", q, "self_attn.q_norm", "attn_q_norm"),
+        _row("attn.k_norm", k, "self_attn.k_norm", "attn_k_norm"),
+    )
+
 
 # What Transformers assumes when a Mistral config leaves the key out; null switches the window off.
 _MISTRAL_WINDOW = 4096
 
 
-def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    reader = Reader(config, "config.json")
-    attention_bias = reader.read(bool, "attention_bias", default=False)
-    window = None
-    if config.get("model_type") == "mistral" and "sliding_window" not in config:
-        window = _MISTRAL_WINDOW
-    elif config.get("model_type") == "mistral":
-        window = reader.read(int, "sliding_window", default=None)
-    return gated_decoder.config_from_hf(
-        config,
-        "llama",
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=reader.read(bool, "mlp_bias", default=False),
-        sliding_window=window,
-    )
+def _mistral_window(reader: Reader, found: Settings) -> Settings:
+    if reader.read(str, "model_type", default=None) != "mistral":
+        return {}
+    if not reader.has("sliding_window"):
+        return {"sliding_window": _MISTRAL_WINDOW}
+    return {"sliding_window": reader.read(int, "sliding_window", default=None)}
 
 
-def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    config = gated_decoder.config_from_gguf(metadata, "llama")
-    if config.rope is None or config.rope.dim != config.head_dim:
-        # Converters interleave whole heads, so a part of a head can't be told apart again.
+def _qwen_window(reader: Reader, found: Settings) -> Settings:
+    return {"sliding_window": uniform_window(reader, found["num_layers"])}
+
+
+def _whole_rotation(reader: Reader, found: Settings) -> Settings:
+    """Converters interleave whole heads, so a part of a head can't be told apart again."""
+    prefix, size = reader.read(str, "general.architecture"), found["head_dim"]
+    if found["rope"].dim != size:
         raise ModelFormatError(
-            "GGUF metadata: key 'llama.rope.dimension_count' must equal the head size "
-            f"({config.head_dim}): partial rotation is not supported"
+            f"GGUF metadata: key '{prefix}.rope.dimension_count' must equal the head size "
+            f"({size}): partial rotation is not supported"
         )
-    return config
+    return {}
 
 
-def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
-    specs = gated_decoder.tensors(config, gguf_interleaved=True)
-    factors = TensorSpec(
-        "rope.factors", (config.head_dim // 2,), None, "rope_freqs.weight", optional=True
-    )
-    return (*specs, factors)
+def _granite_rotation(reader: Reader, found: Settings) -> Settings:
+    """Granite's files use this key to say that there are no positions at all."""
+    if not reader.read(bool, "granite.rope.scaling.finetuned", default=True):
+        raise ModelFormatError(
+            "GGUF metadata: key 'granite.rope.scaling.finetuned': attention without rotation is "
+            "not supported"
+        )
+    return _whole_rotation(reader, found)
+
+
+# Llama 1 to 3, Mistral, SmolLM and everything else published under those names.
+LLAMA = Family(
+    name="llama",
+    hf_names=("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM"),
+    gguf_names=("llama",),
+    weights=_weights(_INPUT_NORMS, interleaved=True),
+    hf_keys=_HF_KEYS | _ATTENTION_BIAS | _MLP_BIAS,
+    gguf_keys=_GGUF_KEYS,
+    hf_more=_mistral_window,
+    gguf_more=_whole_rotation,
+)
+# Qwen2 and Qwen2.5: biases on queries, keys and values.
+QWEN2 = Family(
+    name="qwen2",
+    hf_names=("Qwen2ForCausalLM",),
+    gguf_names=("qwen2",),
+    weights=_weights(_INPUT_NORMS),
+    hf_keys=_HF_KEYS,
+    gguf_keys=_GGUF_KEYS,
+    always={"qkv_bias": True},
+    hf_more=_qwen_window,
+)
+# Qwen3, dense: a norm on each query and key head, and a head size of its own.
+QWEN3 = Family(
+    name="qwen3",
+    hf_names=("Qwen3ForCausalLM",),
+    gguf_names=("qwen3",),
+    weights=_weights(_INPUT_NORMS, _head_norms("H", "H")),
+    hf_keys=_HF_KEYS | _ATTENTION_BIAS,
+    gguf_keys=_GGUF_KEYS,
+    always={"qk_norm": "head"},
+    defaults={"head_dim": REQUIRED},
+    hf_more=_qwen_window,
+)
+# Granite 3, dense: Llama with four multipliers.
+GRANITE = Family(
+    name="granite",
+    hf_names=("GraniteForCausalLM",),
+    gguf_names=("granite",),
+    weights=_weights(_INPUT_NORMS, interleaved=True),
+    hf_keys=_HF_KEYS
+    | _ATTENTION_BIAS
+    | _MLP_BIAS
+    | {
+        "embedding_multiplier": "embedding_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "attention_multiplier": "attention_multiplier",
+        "logits_scaling": "logits_scaling",
+    },
+    gguf_keys=_GGUF_KEYS
+    | {
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "attention.scale": "attention_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    hf_defaults={"attention_multiplier": 1.0},
+    gguf_more=_granite_rotation,
+)
+# OLMo 2: norms on what attention and MLP give, and on queries and keys before they are heads.
+OLMO2 = Family(
+    name="olmo2",
+    hf_names=("Olmo2ForCausalLM",),
+    gguf_names=("olmo2",),
+    weights=_weights(_OUTPUT_NORMS, _head_norms("q", "k")),
+    hf_keys=_HF_KEYS | _ATTENTION_BIAS,
+    gguf_keys=_GGUF_KEYS,
+    always={"norm_placement": "output", "qk_norm": "whole"},
+)

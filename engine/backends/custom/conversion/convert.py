@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
+from engine.backends.custom.architectures.family import FLOATS
 from engine.backends.custom.conversion.llama2c import llama2c_bytes, llama2c_size, open_llama2c
 from engine.backends.custom.conversion.stored import (
     PLAIN_TYPES,
@@ -220,16 +221,18 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
 
 
 def _as_published(model: ModelSource) -> ModelConfig:
-    """The configuration before GGUF had it: an epsilon's short decimal behind its float32, and the
-    rule behind stored frequency factors, if one is known.
+    """The configuration before GGUF had it: short decimals behind float32 numbers, and the rule
+    behind stored frequency factors, if one is known.
     """
     config = model.config
-    config = replace(config, norm_eps=float(str(np.float32(config.norm_eps))))
+    stored = {name: getattr(config, name) for name in FLOATS}
+    short: dict[str, Any] = {name: x and float(str(np.float32(x))) for name, x in stored.items()}
+    config = replace(config, **short)
     if config.rope is None or config.rope.kind != "factors":
         return config
-    stored = model.weights["rope.factors"].numpy()
+    factors = model.weights["rope.factors"].numpy()
     for rule in llama3_rules(config.rope):
-        if np.allclose(_factors(rule), stored, rtol=1e-4):
+        if np.allclose(_factors(rule), factors, rtol=1e-4):
             return replace(config, rope=rule)
     return config
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.architectures import llama
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig, TensorSpec
 from engine.backends.custom.architectures.export import gguf_metadata
+from engine.backends.custom.architectures.llama import LLAMA
 from engine.backends.custom.conversion.stored import Bytes, StoredTensor, stored_weight
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.files import FileBytes
@@ -106,7 +106,7 @@ def llama2c_size(source: ModelSource) -> int:
 
 
 def file_order(config: ModelConfig) -> Sequence[TensorSpec]:
-    specs = {spec.name: spec for spec in llama.tensors(config)}
+    specs = {spec.name: spec for spec in LLAMA.tensors(config)}
     layers = [f"layers.{i}.{name}" for name in _LAYERS for i in range(config.num_layers)]
     head = () if config.tie_embeddings else ("head.weight",)
     return [specs[name] for name in (*_TABLES, *layers, "norm.weight", *head)]

@@ -6,7 +6,7 @@ one is read, so the host holds one float32 tensor at most.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ from engine.core.errors import ModelFormatError
 ROPE_FACTORS = "rope.factors"
 FUSED = ".attn.qkv."  # a matrix whose rows are those of q, then k, then v
 
-Family = TypeVar("Family")
-
 
 class Weight(Protocol):
     def numpy(self) -> NDArray[np.float32]:
@@ -26,13 +24,12 @@ class Weight(Protocol):
         ...
 
 
-def family_of(families: Mapping[str, Family], config: ModelConfig, framework: str) -> Family:
-    if config.family not in families:
+def check_decoder(config: ModelConfig, framework: str) -> None:
+    """Refuse what is none: a framework's one model is a decoder."""
+    if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(
-            f"the {framework} framework has no model for family '{config.family}'; "
-            f"it has {', '.join(sorted(families))}"
+            f"the {framework} framework has no decoder for family '{config.family}'"
         )
-    return families[config.family]
 
 
 def rope_factors(weights: Mapping[str, Weight]) -> NDArray[np.float32] | None:

@@ -14,6 +14,16 @@ class NoAttributes:
 
 
 @dataclass(frozen=True, slots=True)
+class Lookup:
+    scale: float = 1.0  # of the table's rows
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Normalize:
     eps: float
 
@@ -71,6 +81,7 @@ class Projection:
     activation: Activation = "none"
     gated: bool = False
     residual: bool = False
+    scale: float = 1.0  # of the product, before it is added
 
     @property
     def norm_weights(self) -> int:
@@ -89,6 +100,7 @@ class RopeWrite:
     q_norm: bool
     k_norm: bool
     eps: float
+    whole_norm: bool = False  # all heads of a token together; else each by itself
 
 
 def attribute_fault(attributes: Any, kind: type) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.backends.custom.ir.plan import (
+    AddNormStep,
     AttentionStep,
     EmbedStep,
     ExecutionPlan,
@@ -67,6 +68,8 @@ class PlanCost:
                 return self._rope_write(step, counts)
             case AttentionStep():
                 return self._attention(step, counts)
+            case AddNormStep():
+                return self._add_norm(step, counts)
             case GatherStep():
                 size = counts.logits * self._plan.buffers[step.out].width
                 return StepCost(activation_bytes=2 * _FLOAT * size)
@@ -97,6 +100,15 @@ class PlanCost:
             flops=2 * rows * matrix.rows * matrix.columns,
             weight_bytes=sum(map(self._stored_bytes, self.weights(step))) if rows else 0,
             activation_bytes=_FLOAT * rows * touched,
+        )
+
+    def _add_norm(self, step: AddNormStep, counts: Counts) -> StepCost:
+        out = self._plan.buffers[step.out]
+        size = (counts.tokens if out.per == "token" else counts.logits) * out.width
+        return StepCost(
+            flops=5 * size,
+            weight_bytes=self._stored_bytes(step.weight) if size else 0,
+            activation_bytes=3 * _FLOAT * size,
         )
 
     def _rope_write(self, step: RopeWriteStep, counts: Counts) -> StepCost:

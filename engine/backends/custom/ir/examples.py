@@ -9,11 +9,13 @@ from engine.backends.custom.ir.attributes import (
     Columns,
     HeadNorm,
     KvWrite,
+    Lookup,
     NoAttributes,
     Normalize,
     Projection,
     Rope,
     RopeWrite,
+    Scale,
 )
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.ir.types import Array, Example, Examples
@@ -28,15 +30,22 @@ BLOCK = 16
 def embed(rng: np.random.Generator) -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, rows).astype(np.int32)
+        for scale in (1.0, 0.3):
+            yield Example(Lookup(scale), (ids,), (_normal(rng, 50, width),))
+
+
+def position_embed(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        ids = rng.integers(0, 50, rows).astype(np.int32)
         yield Example(NoAttributes(), (ids,), (_normal(rng, 50, width),))
 
 
 def embed_positions(rng: np.random.Generator) -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, (2, rows)).astype(np.int32)
-        yield Example(
-            NoAttributes(), (ids[0], ids[1]), (_normal(rng, 50, width), _normal(rng, 60, width))
-        )
+        tables = (_normal(rng, 50, width), _normal(rng, 60, width))
+        for scale in (1.0, 0.3):
+            yield Example(Lookup(scale), (ids[0], ids[1]), tables)
 
 
 def elementwise(inputs: int) -> Examples:
@@ -46,6 +55,11 @@ def elementwise(inputs: int) -> Examples:
             yield Example(NoAttributes(), values)
 
     return examples
+
+
+def scale(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        yield Example(Scale(0.22), (_normal(rng, rows, width),))
 
 
 def linear(rng: np.random.Generator) -> Iterator[Example]:
@@ -59,6 +73,12 @@ def linear(rng: np.random.Generator) -> Iterator[Example]:
 def rms_norm(rng: np.random.Generator) -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         yield Example(Normalize(1e-5), (_normal(rng, rows, width),), (_normal(rng, width),))
+
+
+def add_norm(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        pair = (_normal(rng, rows, width), _normal(rng, rows, width))
+        yield Example(Normalize(1e-5), pair, (_normal(rng, width),))
 
 
 def layer_norm(rng: np.random.Generator) -> Iterator[Example]:
@@ -122,6 +142,8 @@ def projection(rng: np.random.Generator) -> Iterator[Example]:
         (plain, (33,)),
         (gate, (24, 24)),
         (everything, (16, 8, 8)),
+        (Projection(scale=0.22, residual=True), (40,)),
+        (Projection(scale=0.22), (40,)),
         (Projection(norm="rms", eps=1e-6, activation="gelu_tanh"), (40,)),
     ):
         for rows in ROWS:
@@ -137,12 +159,18 @@ def projection(rng: np.random.Generator) -> Iterator[Example]:
 
 def rope_write(rng: np.random.Generator) -> Iterator[Example]:
     for rows, (heads, kv_heads, size) in zip(ROWS, HEADS, strict=True):
-        for dim, normed in ((size, True), (size // 2, False), (0, False)):
+        for dim, normed, whole in (
+            (size, True, False),
+            (size, True, True),
+            (size // 2, False, False),
+            (0, False, False),
+        ):
             qkv = _normal(rng, rows, (heads + 2 * kv_heads) * size)
             cache = np.zeros((4, BLOCK, 2, kv_heads, size), np.float32)
             turns = _turns(rng, rows, dim) if dim else ()
-            norms = (_normal(rng, size), _normal(rng, size)) if normed else ()
-            attributes = RopeWrite(0, heads, kv_heads, size, dim, normed, normed, 1e-6)
+            sizes = (heads * size, kv_heads * size) if whole else (size, size)
+            norms = tuple(_normal(rng, each) for each in sizes if normed)
+            attributes = RopeWrite(0, heads, kv_heads, size, dim, normed, normed, 1e-6, whole)
             yield Example(attributes, (qkv, *turns, cache, _slots(rng, rows)), norms)
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.custom.ir import reference
-from engine.backends.custom.ir.families import decoder
+from engine.backends.custom.ir import decoder, reference
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import (
+    AddNormStep,
     AttentionStep,
     EmbedStep,
     ExecutionPlan,
@@ -94,6 +94,8 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) 
                 run.rope_write(step)
             case AttentionStep():
                 run.attention(step)
+            case AddNormStep():
+                run.add_norm(step)
             case GatherStep():
                 run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
     return run.buffers[plan.output].copy()
@@ -120,6 +122,7 @@ class _Run:
     def embed(self, step: EmbedStep) -> None:
         (table,) = self._matrices[step.table].parts
         rows = reference.embed(self._weights[table], self._batch.token_ids)
+        rows = rows * np.float32(step.scale)
         if step.positions is not None:
             rows = rows + reference.embed(self._weights[step.positions], self._batch.positions)
         self.buffers[step.out][:] = rows
@@ -130,6 +133,7 @@ class _Run:
         parts = [self._weights[name] for name in matrix.parts]
         biases = [self._weights[name] for name in matrix.biases] if step.has_bias else []
         product = reference.projection(x, parts, biases, step.activation, step.gated)
+        product = product * np.float32(step.scale)
         out = self.buffers[step.out][:, step.column : step.column + product.shape[1]]
         if step.residual:
             out += product
@@ -137,6 +141,11 @@ class _Run:
             out *= product
         else:
             out[:] = product
+
+    def add_norm(self, step: AddNormStep) -> None:
+        weight = self._weights[step.weight]
+        out, source = self.buffers[step.out], self.buffers[step.source]
+        out += reference.rms_norm(source, weight, step.eps)
 
     def rope_write(self, step: RopeWriteStep) -> None:
         norms = [

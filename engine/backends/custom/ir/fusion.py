@@ -6,17 +6,16 @@ from dataclasses import replace
 from engine.backends.custom.ir.attributes import (
     Attention,
     Columns,
-    NoAttributes,
     Normalize,
     Projection,
     RopeWrite,
 )
-from engine.backends.custom.ir.graph import Graph, Node
+from engine.backends.custom.ir.graph import Graph, Node, Rewrite
 from engine.backends.custom.ir.plan import Activation
-from engine.backends.custom.ir.rewrite import Rewrite
 
 _PRODUCTS = ("linear", "projection")
 _NORMS = ("rms_norm", "layer_norm")
+_HEAD_NORMS = ("head_norm", "rms_norm")  # of each head of q and k, or of all together
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -47,7 +46,7 @@ def fuse_positions(graph: Graph) -> Graph:
             inputs = tokens.inputs + places.inputs
             weights = tokens.weights + places.weights
             fused = edit.node(
-                "embed_positions", node.name, inputs, weights, NoAttributes(), (*parts, node)
+                "embed_positions", node.name, inputs, weights, tokens.attributes, (*parts, node)
             )
             edit.drop(parts)
             edit.put(node, fused)
@@ -145,8 +144,26 @@ def fuse_gates(graph: Graph) -> Graph:
     return edit.done()
 
 
+def fuse_scales(graph: Graph) -> Graph:
+    """product * factor -> product"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "scale":
+            continue
+        product = edit.maker(node.inputs[0], *_PRODUCTS)
+        if product is None or not edit.private(product.name) or not _is_bare(product):
+            continue
+        attributes = replace(as_projection(product), scale=node.attributes.factor)
+        fused = edit.node(
+            "projection", node.name, product.inputs, product.weights, attributes, (product, node)
+        )
+        edit.drop([product])
+        edit.put(node, fused)
+    return edit.done()
+
+
 def fuse_rope_writes(graph: Graph) -> Graph:
-    """Norm and turn of the heads of q and k, and the write of k and v -> rope_write"""
+    """Norm and rotation of the heads of q and k, and the write of k and v -> rope_write"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "attention":
@@ -161,7 +178,7 @@ def fuse_rope_writes(graph: Graph) -> Graph:
         turn = next((each for each in chains[0] if each.op == "rope"), None)
         inputs = chains[0][-1].inputs + (turn.inputs[1:] if turn else ())
         inputs += (write.inputs[0], write.inputs[3])
-        norms = [each.weights[0] for chain in chains for each in chain if each.op == "head_norm"]
+        norms = [each.weights[0] for chain in chains for each in chain if each.op in _HEAD_NORMS]
         replaced = [each for chain in chains for each in chain]
         name = f"{write.name}_rope"
         fused = edit.node("rope_write", name, inputs, norms, attributes, (*replaced, write))
@@ -196,14 +213,38 @@ def fuse_residuals(graph: Graph) -> Graph:
     return edit.done()
 
 
+def fuse_output_norms(graph: Graph) -> Graph:
+    """x + norm(y) -> a norm that is added to x in place, where nothing reads x afterwards"""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "add":
+            continue
+        for kept, name in (node.inputs, node.inputs[::-1]):
+            norm = edit.maker(name, "rms_norm")
+            if norm is None or not edit.private(name):
+                continue
+            if kept in graph.inputs or edit.last_user(kept) is not node:
+                continue
+            inputs = (*norm.inputs, kept)
+            fused = edit.node(
+                "add_norm", node.name, inputs, norm.weights, norm.attributes, (norm, node)
+            )
+            edit.drop([norm])
+            edit.put(node, fused)
+            break
+    return edit.done()
+
+
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     fuse_positions,
     fuse_norms,
     fuse_qkv,
     fuse_activations,
     fuse_gates,
+    fuse_scales,
     fuse_rope_writes,
     fuse_residuals,
+    fuse_output_norms,
 )
 
 
@@ -269,7 +310,8 @@ def _stack(
 def _chain(edit: Rewrite, name: str) -> list[Node]:
     """The nodes that make a head's value, last first, down to a product or a part of one."""
     chain: list[Node] = []
-    while (node := edit.maker(name, "rope", "head_norm", "columns", *_PRODUCTS)) is not None:
+    ops = ("rope", *_HEAD_NORMS, "columns", *_PRODUCTS)
+    while (node := edit.maker(name, *ops)) is not None:
         if not edit.private(name):
             return []
         chain.append(node)
@@ -290,16 +332,17 @@ def _rope_write(attend: Attention, chains: Sequence[list[Node]]) -> RopeWrite | 
         return None
     if len({chain[-1].inputs for chain in chains}) != 1:
         return None
-    orders = [[each.op for each in chain[:-1]] for chain in chains]
-    allowed: tuple[list[str], ...] = ([], ["rope"], ["head_norm"], ["rope", "head_norm"])
+    norms = [each for chain in chains for each in chain if each.op in _HEAD_NORMS]
+    orders = [["norm" if each in norms else each.op for each in chain[:-1]] for chain in chains]
+    allowed: tuple[list[str], ...] = ([], ["rope"], ["norm"], ["rope", "norm"])
     turns = {each.inputs[1:] for chain in chains for each in chain if each.op == "rope"}
     if any(order not in allowed for order in orders) or orders[2] or len(turns) > 1:
         return None
     if ("rope" in orders[0]) != ("rope" in orders[1]):
         return None
     dims = {each.attributes.dim for chain in chains for each in chain if each.op == "rope"}
-    eps = {each.attributes.eps for chain in chains for each in chain if each.op == "head_norm"}
-    if len(dims) > 1 or len(eps) > 1:
+    kinds = {(each.op, each.attributes.eps) for each in norms}
+    if len(dims) > 1 or len(kinds) > 1:
         return None
     return RopeWrite(
         attend.layer,
@@ -307,7 +350,8 @@ def _rope_write(attend: Attention, chains: Sequence[list[Node]]) -> RopeWrite | 
         attend.kv_heads,
         attend.head_dim,
         rope_dim=dims.pop() if dims else 0,
-        q_norm="head_norm" in orders[0],
-        k_norm="head_norm" in orders[1],
-        eps=eps.pop() if eps else 0.0,
+        q_norm="norm" in orders[0],
+        k_norm="norm" in orders[1],
+        eps=norms[0].attributes.eps if norms else 0.0,
+        whole_norm=bool(norms) and norms[0].op == "rms_norm",
     )

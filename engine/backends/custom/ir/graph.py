@@ -1,10 +1,12 @@
-"""A model as a graph: nodes in the order of their computation, each the one value that it makes."""
+"""A model as a graph: nodes in the order of their computation, each the one value that it makes;
+the rules of a graph, and replacing some of its nodes by others.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.backends.custom.ir.attributes import NoAttributes
+from engine.backends.custom.ir.attributes import NoAttributes, attribute_fault
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.types import Dim, DType, ShapeError, Value
 
@@ -110,3 +112,136 @@ def make_node(
     except ShapeError as error:
         raise GraphError(name, f"{op}: {error}") from error
     return Node(name, op, tuple(inputs), tuple(weights), attributes, value, fused)
+
+
+def verify(graph: Graph) -> None:
+    """Raises `GraphError` for the first rule that does not hold."""
+    values: dict[str, Value] = dict(graph.inputs)
+    names = {node.name for node in graph.nodes}
+    for node in graph.nodes:
+        if node.name in values or node.name in graph.weights:
+            raise GraphError(node.name, "the name is taken already")
+        _check_op(node)
+        _check_uses(node, graph, values, names)
+        _check_shape(node, graph, values)
+        values[node.name] = node.value
+    _check_outputs(graph, values)
+    _check_used(graph)
+
+
+def _check_op(node: Node) -> None:
+    if node.op not in OPS:
+        raise GraphError(node.name, f"unknown op '{node.op}' (known: {', '.join(OPS)})")
+    fault = attribute_fault(node.attributes, OPS[node.op].attributes)
+    if fault is not None:
+        raise GraphError(node.name, f"{node.op}: {fault}")
+
+
+def _check_uses(node: Node, graph: Graph, values: dict[str, Value], names: set[str]) -> None:
+    for name in node.inputs:
+        if name in values:
+            continue
+        when = "used before its definition" if name in names else "not defined anywhere"
+        raise GraphError(node.name, f"{node.op}: the value '{name}' is {when}")
+    for name in node.weights:
+        if name not in graph.weights:
+            raise GraphError(node.name, f"{node.op}: there is no weight '{name}'")
+
+
+def _check_shape(node: Node, graph: Graph, values: dict[str, Value]) -> None:
+    inputs = [values[name] for name in node.inputs]
+    weights = [graph.weights[name] for name in node.weights]
+    try:
+        inferred = OPS[node.op].infer(node.attributes, inputs, weights)
+    except ShapeError as error:
+        raise GraphError(node.name, f"{node.op}: {error}") from error
+    if inferred != node.value:
+        raise GraphError(node.name, f"{node.op}: makes {inferred}, but is said to be {node.value}")
+
+
+def _check_outputs(graph: Graph, values: dict[str, Value]) -> None:
+    if not graph.outputs:
+        raise GraphError("graph", "has no output")
+    for name in graph.outputs:
+        if name not in values:
+            raise GraphError(name, "is an output that no node makes")
+
+
+def _check_used(graph: Graph) -> None:
+    used = {name for node in graph.nodes for name in (*node.inputs, *node.weights)}
+    used.update(graph.outputs)
+    for node in graph.nodes:
+        if node.name not in used:
+            raise GraphError(node.name, f"{node.op}: nothing uses its value")
+    for name in (*graph.inputs, *graph.weights):
+        if name not in used:
+            raise GraphError(name, "is declared but nothing uses it")
+
+
+class Rewrite:
+    """A graph and the changes to it; `done()` gives the new graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.made_by = {node.name: node for node in graph.nodes}
+        self.users: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            for name in node.inputs:
+                self.users.setdefault(name, []).append(node)
+        self._order = {node.name: index for index, node in enumerate(graph.nodes)}
+        self._dropped: set[str] = set()
+        self._added: dict[str, list[Node]] = {}
+        self._values: dict[str, Value] = {**graph.inputs, **graph.weights}
+        self._values.update((node.name, node.value) for node in graph.nodes)
+
+    def maker(self, name: str, *ops: str) -> Node | None:
+        """The node that makes the value, if it is one of `ops`."""
+        node = self.made_by.get(name)
+        return node if node is not None and node.op in ops else None
+
+    def private(self, name: str) -> bool:
+        """Whether one node alone uses the value."""
+        return len(self.users.get(name, ())) == 1 and name not in self.graph.outputs
+
+    def last_user(self, name: str) -> Node | None:
+        """The last node that uses the value, unless the value is an output."""
+        if name in self.graph.outputs or name not in self.users:
+            return None
+        return max(self.users[name], key=lambda node: self._order[node.name])
+
+    def node(
+        self,
+        op: str,
+        name: str,
+        inputs: Iterable[str],
+        weights: Iterable[str],
+        attributes: object,
+        replaces: Iterable[Node],
+    ) -> Node:
+        """A new node that does the work of others."""
+        ordered = sorted(replaces, key=lambda each: self._order.get(each.name, -1))
+        origin = tuple(dict.fromkeys(name for each in ordered for name in each.origin))
+        node = make_node(op, name, list(inputs), list(weights), attributes, self._values, origin)
+        self._values[name] = node.value
+        return node
+
+    def drop(self, nodes: Iterable[Node]) -> None:
+        self._dropped.update(node.name for node in nodes)
+
+    def put(self, at: Node, *nodes: Node) -> None:
+        """New nodes in the place of `at`, which goes."""
+        self._dropped.add(at.name)
+        self._added[at.name] = list(nodes)
+
+    def first(self, nodes: Iterable[Node]) -> Node:
+        return min(nodes, key=lambda node: self._order[node.name])
+
+    def done(self) -> Graph:
+        kept: list[Node] = []
+        for node in self.graph.nodes:
+            kept.extend(self._added.get(node.name, ()))
+            if node.name not in self._dropped:
+                kept.append(node)
+        used = {name for node in kept for name in node.inputs}
+        kept_inputs = {name: value for name, value in self.graph.inputs.items() if name in used}
+        return Graph(kept_inputs, self.graph.weights, tuple(kept), self.graph.outputs)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.backends.custom.ir.plan import (
+    AddNormStep,
     AttentionStep,
     EmbedStep,
     GatherStep,
@@ -39,7 +40,7 @@ def touched(step: Step) -> tuple[int, ...]:
     match step:
         case EmbedStep():
             return (step.out,)
-        case LinearStep() | GatherStep():
+        case LinearStep() | AddNormStep() | GatherStep():
             return (step.source, step.out)
         case RopeWriteStep():
             return (step.qkv,)

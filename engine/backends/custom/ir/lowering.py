@@ -10,6 +10,7 @@ from engine.backends.custom.ir.fusion import as_projection, joined_name
 from engine.backends.custom.ir.graph import Graph, GraphError, Node
 from engine.backends.custom.ir.liveness import Room
 from engine.backends.custom.ir.plan import (
+    AddNormStep,
     AttentionStep,
     Capacity,
     EmbedStep,
@@ -53,6 +54,7 @@ class Lowering:
             "projection": self._product,
             "rope_write": self._rope_write,
             "attention": self._attention,
+            "add_norm": self._add_norm,
             "gather_rows": self._gather,
         }
         for node in self.graph.nodes:
@@ -63,11 +65,19 @@ class Lowering:
     def _embed(self, node: Node) -> None:
         table = self._matrix(node.weights[:1], (), interleaved=False)
         positions = self._vector(node.weights[1]) if len(node.weights) > 1 else None
-        self.steps.append(EmbedStep(node.origin, self._new_buffer(node), table.name, positions))
+        scale: float = node.attributes.scale
+        out = self._new_buffer(node)
+        self.steps.append(EmbedStep(node.origin, out, table.name, positions, scale))
 
     def _gather(self, node: Node) -> None:
         source = self._buffer(node, 0)
         self.steps.append(GatherStep(node.origin, source, self._new_buffer(node)))
+
+    def _add_norm(self, node: Node) -> None:
+        source, out = self._buffer(node, 0), self._buffer(node, 1)
+        self.buffer_of[node.name] = out
+        weight = self._vector(node.weights[0])
+        self.steps.append(AddNormStep(node.origin, source, out, weight, node.attributes.eps))
 
     def _rope_write(self, node: Node) -> None:
         attributes: RopeWrite = node.attributes
@@ -85,6 +95,7 @@ class Lowering:
                 q_norm=norms[0] if attributes.q_norm else None,
                 k_norm=norms[-1] if attributes.k_norm else None,
                 eps=attributes.eps,
+                whole_norm=attributes.whole_norm,
             )
         )
 
@@ -171,6 +182,7 @@ class Lowering:
                 split(matrix, attributes.gated, rows, self.machine),
                 column,
                 multiply,
+                attributes.scale,
             )
         )
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from engine.backends.custom.ir import attributes as attrs
 from engine.backends.custom.ir import examples, reference, shapes
 from engine.backends.custom.ir.types import (
@@ -114,7 +116,13 @@ def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) ->
         x = reference.layer_norm(x, weights[0], bias, attributes.eps)
     matrices, biases = weights[norms : norms + parts], weights[norms + parts :]
     out = reference.projection(x, matrices, biases, attributes.activation, attributes.gated)
+    out = out if attributes.scale == 1 else out * np.float32(attributes.scale)
     return out + inputs[1] if attributes.residual else out
+
+
+def _embedded(attributes: attrs.Lookup, inputs: Arrays, weights: Arrays) -> Array:
+    rows = reference.embed(weights[0], inputs[0]) * np.float32(attributes.scale)
+    return rows if len(weights) == 1 else rows + reference.embed(weights[1], inputs[1])
 
 
 def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) -> Array:
@@ -165,12 +173,14 @@ def _row(
 
 # fmt: off
 _ROWS = (
-    _row("embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
-         examples.embed, _lookup(shapes.embed)),
+    _row("embed", shapes.embed, _embedded, examples.embed, _lookup(shapes.embed),
+         kind=attrs.Lookup),
     _row("position_embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
-         examples.embed, _lookup(shapes.embed)),
+         examples.position_embed, _lookup(shapes.embed)),
     _plain("add", shapes.pair, lambda _, x, w: x[0] + x[1], examples.elementwise(2), 1),
     _plain("mul", shapes.pair, lambda _, x, w: x[0] * x[1], examples.elementwise(2), 1),
+    _plain("scale", shapes.same, lambda a, x, w: x[0] * np.float32(a.factor), examples.scale, 1,
+           attrs.Scale),
     _activation("silu", 4),
     _activation("gelu", 4),
     _activation("gelu_tanh", 8),
@@ -195,11 +205,13 @@ _ROWS = (
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
     # Made by fusion alone; see fusion.py.
-    _row("embed_positions", shapes.embed_positions,
-         lambda _, x, w: reference.embed(w[0], x[0]) + reference.embed(w[1], x[1]),
-         examples.embed_positions, _lookup(shapes.embed_positions)),
+    _row("embed_positions", shapes.embed_positions, _embedded, examples.embed_positions,
+         _lookup(shapes.embed_positions), kind=attrs.Lookup),
     _row("projection", shapes.projection, _projected, examples.projection,
          _product(shapes.projection), _PRODUCT, attrs.Projection),
+    _plain("add_norm", shapes.add_norm,
+           lambda a, x, w: x[1] + reference.rms_norm(x[0], w[0], a.eps),
+           examples.add_norm, 5, attrs.Normalize),
     _row("rope_write", shapes.rope_write, _rope_wrote, examples.rope_write, _rope_written,
          kind=attrs.RopeWrite),
 )

@@ -5,6 +5,7 @@ Buffers that are never alive together share a place of the arena; all buffers of
 same kind of rows. A step's `nodes` are the graph's nodes that it does the work of.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -98,12 +99,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class EmbedStep:
-    """out = table[token], plus positions[position] where there is such a table."""
+    """out = scale * table[token], plus positions[position] where there is such a table."""
 
     nodes: tuple[str, ...]
     out: int
     table: str  # a matrix
     positions: str | None  # a vector: (max positions, width) floats
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class LinearStep:
 
     gated     the matrix interleaves gate and up: activation(gate) * up
     residual  the product is added to what `out` holds
+    scale     the product is multiplied by it, before it is added
     multiply  what `out` holds is multiplied by the product
     """
 
@@ -128,11 +131,12 @@ class LinearStep:
     split: Split
     column: int = 0
     multiply: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RopeWriteStep:
-    """Norms and turns the heads of q and k in place, then writes k and v to the cache.
+    """Norms and rotates the heads of q and k in place, then writes k and v to the cache.
 
     Columns of `qkv`: `heads` heads of q, `kv_heads` of k, `kv_heads` of v.
     """
@@ -143,10 +147,11 @@ class RopeWriteStep:
     heads: int
     kv_heads: int
     head_dim: int
-    rope_dim: int  # values of a head that are turned; 0: none
+    rope_dim: int  # values of a head that are rotated; 0: none
     q_norm: str | None
     k_norm: str | None
     eps: float  # of those norms
+    whole_norm: bool = False  # they take all heads of a token together; else each by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,17 @@ class AttentionStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AddNormStep:
+    """out += rms_norm(source)"""
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+    weight: str
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class GatherStep:
     """Rows of the tokens whose logits are wanted."""
 
@@ -174,7 +190,7 @@ class GatherStep:
     out: int
 
 
-Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | GatherStep
+Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | AddNormStep | GatherStep
 
 
 def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, ...]:
@@ -189,6 +205,8 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
             names = [*norm, *matrix.parts, *matrix.biases]
         case RopeWriteStep():
             names = [step.q_norm, step.k_norm]
+        case AddNormStep():
+            names = [step.weight]
     return tuple(name for name in names if name is not None)
 
 
@@ -215,3 +233,34 @@ class ExecutionPlan:
         """The arena's size when every row that the plan has room for is used."""
         tokens = self.capacity.tokens * self.floats_per("token")
         return tokens + self.capacity.logits * self.floats_per("logit")
+
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_KINDS: Mapping[type, str] = {
+    EmbedStep: "embed",
+    LinearStep: "linear",
+    RopeWriteStep: "rope + write",
+    AttentionStep: "attention",
+    AddNormStep: "norm + add",
+    GatherStep: "gather",
+}
+
+
+def step_kind(step: Step) -> str:
+    return _KINDS[type(step)]
+
+
+def step_label(step: Step) -> str:
+    """linear attn.q_k_v, attention, ...: the same in every layer, for tables of times."""
+    kind = step_kind(step)
+    if not isinstance(step, LinearStep):
+        return kind
+    inside = _LAYER.match(step.matrix)
+    name = step.matrix[inside.end() :].removesuffix(".weight") if inside else step.nodes[-1]
+    return f"{kind} {name}"
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a node or a weight belongs to."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None

@@ -165,13 +165,13 @@ def rope_write(
     norms: tuple[F32 | None, F32 | None],
     eps: float,
 ) -> F32:
-    """Norms and turns the heads of q and k, writes k and v to the cache, gives all three."""
+    """Norms and rotates the heads of q and k, writes k and v to the cache, gives all three."""
     kv_heads, head_dim = cache.shape[3:]
     middle, last = heads * head_dim, (heads + kv_heads) * head_dim
     turned = []
     for x, norm in zip((qkv[:, :middle], qkv[:, middle:last]), norms, strict=True):
-        if norm is not None:
-            x = head_norm(x, norm, eps, head_dim)
+        if norm is not None:  # as long as a head, or as all of them
+            x = head_norm(x, norm, eps, len(norm))
         turned.append(x if turns is None else rope_rows(x, *turns, head_dim))
     kv_write(cache, turned[1], qkv[:, last:], slots)
     return np.concatenate((*turned, qkv[:, last:]), axis=1)

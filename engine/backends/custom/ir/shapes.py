@@ -7,31 +7,33 @@ from engine.backends.custom.ir.attributes import (
     Columns,
     HeadNorm,
     KvWrite,
+    Lookup,
     NoAttributes,
     Normalize,
     Projection,
     Rope,
     RopeWrite,
+    Scale,
 )
 from engine.backends.custom.ir.types import Dim, ShapeError, Value
 
 Values = Sequence[Value]
 
 
-def embed(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+def embed(_: Lookup | NoAttributes, inputs: Values, weights: Values) -> Value:
     (ids,), (table,) = _take(inputs, 1), _take(weights, 1, "weights")
     _need_integers(ids, 1, "ids")
     return Value((ids.shape[0], _table_width(table)))
 
 
-def embed_positions(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+def embed_positions(_: Lookup, inputs: Values, weights: Values) -> Value:
     (ids, positions), (table, places) = _take(inputs, 2), _take(weights, 2, "weights")
     out = embed(NoAttributes(), (ids,), (table,))
     _need_same(out, embed(NoAttributes(), (positions,), (places,)))
     return out
 
 
-def same(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+def same(_: NoAttributes | Scale, inputs: Values, weights: Values) -> Value:
     (value,) = _take(inputs, 1)
     _take(weights, 0, "weights")
     _rows(value)
@@ -70,6 +72,12 @@ def normalize(_: Normalize, inputs: Values, weights: Values) -> Value:
 def rms_norm(attributes: Normalize, inputs: Values, weights: Values) -> Value:
     _take(weights, 1, "weights")
     return normalize(attributes, inputs, weights)
+
+
+def add_norm(attributes: Normalize, inputs: Values, weights: Values) -> Value:
+    source, stream = _take(inputs, 2)
+    _need_same(source, stream)
+    return rms_norm(attributes, (source,), weights)
 
 
 def head_norm(attributes: HeadNorm, inputs: Values, weights: Values) -> Value:
@@ -161,8 +169,10 @@ def rope_write(attributes: RopeWrite, inputs: Values, weights: Values) -> Value:
     _need_slots(slots, qkv)
     if attributes.rope_dim:
         _need_turns(qkv, inputs[1], inputs[2], attributes.rope_dim, attributes.head_dim)
-    for weight in weights:
-        _need_vector(weight, attributes.head_dim, "norm")
+    counts = [attributes.heads] * attributes.q_norm + [attributes.kv_heads] * attributes.k_norm
+    for weight, heads in zip(weights, counts, strict=True):
+        together = heads if attributes.whole_norm else 1
+        _need_vector(weight, together * attributes.head_dim, "norm")
     return qkv
 
 

@@ -21,6 +21,8 @@ DRAW = -1  # in forced: nothing is
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
 # `target_step_s` on a GPU: large steps use it best, and it soon has no prompt left to compute.
 GPU_STEP_S = 0.2
+# Prompt tokens scored in one step: each needs a row of logits as wide as the vocabulary.
+MAX_SCORED = 128
 PROMPT_TOKENS = 64  # fewer in a step cost hardly less where weights are decoded for them
 
 I32 = NDArray[np.int32]

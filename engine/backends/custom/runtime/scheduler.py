@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.model_runner import StepOutput
+from engine.backends.custom.runtime.model_runner import MAX_SCORED, StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
 from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 # After this many preemptions a sequence is re-admitted only with all the blocks it can ever need.
 MAX_PREEMPTIONS = 4
-# Prompt tokens scored in one step: each needs a row of logits as wide as the vocabulary.
-MAX_SCORED = 128
 
 
 class SequenceFaultError(Exception):

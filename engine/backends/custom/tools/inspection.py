@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.engine_settings import FRAMEWORKS, has_engine
+from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
     ModelRunner,
@@ -79,7 +80,7 @@ def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, 
         raise ConfigError(f"no framework: {', '.join(unknown)}; there are {', '.join(known)}")
     for name in known if only is None else only:
         try:
-            framework_engine(name).find_device("cpu", "float32")
+            framework_entry(name).find_device("cpu", "float32")
         except (EngineError, ImportError) as error:
             missing[name] = str(error)
         else:
@@ -158,11 +159,6 @@ def first_layers(source: ModelSource, num_layers: int) -> ModelSource:
     )
 
 
-def framework_engine(framework: str) -> Any:
-    """The entry of a framework, which its name leads to."""
-    return import_module(f"{FRAMEWORKS}.{framework}.engine")
-
-
 def _own(framework: str, function: str) -> Callable[..., Any] | None:
     name = f"{FRAMEWORKS}.{framework}.inspection"
     if find_spec(name) is None:
@@ -182,7 +178,7 @@ def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner
         num_threads=None,
         max_batch_tokens=num_tokens,
     )
-    runner: ModelRunner = framework_engine(framework).build_runner(source, config)
+    runner: ModelRunner = framework_entry(framework).build_runner(source, config)
     return runner
 
 

@@ -7,11 +7,10 @@ a cache namespace of its own, so that none finds the work of another.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
-from engine.backends.custom.engine_settings import FRAMEWORKS
+from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import KernelTime, Profiler
 from engine.backends.custom.tools.driver import DrivenEngine, Run
@@ -57,7 +56,7 @@ def profile_model(
 ) -> Profile:
     """Load the model and run the prompts, `num_new` tokens each, greedily."""
     engine = DrivenEngine(source, options)
-    framework = import_module(f"{FRAMEWORKS}.{options.framework}.engine")
+    framework = framework_entry(options.framework)
     try:
         profiler: Profiler = framework.profiler(engine.runner, source, engine.config)
         engine.generate(_requests(prompts, num_new, "warm-up"))

@@ -8,7 +8,6 @@ engine runs in a thread.
 import faulthandler
 import functools
 import gc
-import importlib
 import logging
 import signal
 import socket
@@ -17,8 +16,9 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
@@ -50,7 +50,6 @@ from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 
 log = logging.getLogger("engine.backends.custom.worker.main")  # run as a module, it is __main__
 
-FRAMEWORKS = "engine.backends.custom.frameworks"
 ENCODER_FRAMEWORK = "torch"
 OPTIONS_TIMEOUT_S = 30.0
 GARBAGE_OBJECTS = 50_000  # new ones before a collection
@@ -63,7 +62,7 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
             f"{source.path.name} is a text encoder, which runs on PyTorch: "
             "pip install 'engine[torch]'"
         )
-    framework = _framework(ENCODER_FRAMEWORK)
+    framework = framework_entry(ENCODER_FRAMEWORK)
     device = framework.find_device(options.device, options.dtype)
     encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
     return encoder, device
@@ -73,7 +72,7 @@ def load_runner(
     source: ModelSource, options: EngineOptions
 ) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
     """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
-    framework = _framework(options.framework)
+    framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
     needs = framework.memory_needs(source, options, device)
     plan = plan_memory(source.config.max_position, options, device, needs)
@@ -147,12 +146,6 @@ def _vocabulary(options: EngineOptions) -> Vocabulary:
     )
 
     return load_text(Path(options.model_path)).vocabulary()
-
-
-def _framework(name: str) -> Any:
-    if name != "native" and find_spec(name) is None:
-        raise ConfigError(f"--backend {name} needs a package: pip install 'engine[{name}]'")
-    return importlib.import_module(f"{FRAMEWORKS}.{name}.engine")
 
 
 def run_engine(

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.execution.timing import runner_config, time_steps
 from engine.backends.custom.frameworks.native.machine import default_threads
+from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import Batch, State, graph_values
-from engine.backends.custom.ir.families import build_graph
-from engine.backends.custom.ir.labels import layer_of
 from engine.backends.custom.ir.plan import (
+    AddNormStep,
     AttentionStep,
     EmbedStep,
     LinearStep,
     RopeWriteStep,
     Step,
+    layer_of,
 )
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
@@ -81,5 +82,7 @@ def _layer(step: Step) -> str:
             return "attn"
         case LinearStep() if layer_of(step.matrix) is not None:
             return "mlp" if ".mlp." in step.matrix else "attn"
+        case AddNormStep():
+            return "mlp" if ".mlp" in step.weight else "attn"
         case _:
             return "head"

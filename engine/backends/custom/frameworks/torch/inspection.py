@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.models.base import Decoder, PreNormBlock
+from engine.backends.custom.frameworks.torch.models.base import Block, Decoder
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.tools.inspection import timed
 from engine.backends.custom.weights.model import ModelSource
@@ -24,10 +24,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     x = model.embed_tokens(ids, step)
     found = {"embed": x}
     for index, block in enumerate(model.layers):
-        assert isinstance(block, PreNormBlock)
-        attended = block.attn(block.attn_norm(x), step)
-        fed = block.mlp(block.mlp_norm(x + attended))
-        x = block(x, step)
+        assert isinstance(block, Block)
+        attended, fed, x = block.halves(x, step)
         found |= {
             f"layers.{index}.attn": attended,
             f"layers.{index}.mlp": fed,
@@ -44,7 +42,7 @@ def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str,
     step = model.sequence_step(ids)
     x = model.embed_tokens(ids, step)
     block, last = model.layers[0], x[-1:]
-    assert isinstance(block, PreNormBlock)
+    assert isinstance(block, Block)
     calls: dict[str, Callable[[], Tensor]] = {
         "embed": lambda: model.embed_tokens(ids, step),
         "attn_norm": lambda: block.attn_norm(x),

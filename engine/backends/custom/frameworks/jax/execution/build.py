@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,12 +10,20 @@ import jax.numpy as jnp
 import psutil
 from jax.typing import ArrayLike
 
+from engine.backends.custom.frameworks.jax.execution.profiling import JAXProfiler
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
 from engine.backends.custom.frameworks.jax.execution.sharding import home, make_mesh, param_spec
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
 from engine.backends.custom.frameworks.refusals import check_plain
-from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    Profiler,
+    RunnerConfig,
+)
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs, on_gpu
 from engine.core.errors import ConfigError
 from engine.core.store.model_store import store_directory
 
@@ -41,6 +50,14 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
 
 
+def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
+    """What the weights and a token's keys and values take."""
+    needs = dense_needs(source.config, device)
+    if not device.name.startswith("cuda"):
+        return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
+    return on_gpu(needs, source.config, options, device)
+
+
 def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
     """Load the model's weights and allocate its cache; programs are compiled when first used."""
     _check(source, config)
@@ -54,6 +71,12 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
 
     params = load_params(source.weights, DTYPES[config.dtype], place)
     return JAXRunner(model, params, config, devices[0], mesh)
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """What XLA's profiler sees of a runner's calls."""
+    assert isinstance(runner, JAXRunner), runner
+    return JAXProfiler(runner)
 
 
 def keep_compiled(folder: Path) -> None:

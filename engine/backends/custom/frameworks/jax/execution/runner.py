@@ -189,7 +189,7 @@ def sample_step(
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)
     hidden = final_norm(model, params, states)
-    logits = head_logits(params, hidden)
+    logits = head_logits(model, params, hidden)
     of_rows = None if counts is None else counts[settings["slots"]]
     sampled = sample(logits, settings, traits, words, of_rows, mask)
     last_token = last_token.at[settings[KEEPS]].set(sampled.tokens, mode="drop")

@@ -47,7 +47,8 @@ def forward(
     step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
     token_ids, positions = step["token_ids"], step["positions"]
     token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
-    shape = AttentionShape(bucket.tile, block_size, model.config.sliding_window)
+    window, scale = model.config.sliding_window, model.config.attention_scale
+    shape = AttentionShape(bucket.tile, block_size, window, scale)
     items = (step[name] for name in ("token", "length", "row"))
     work = Work(positions, step["tables"], *items, *step["num_items"])
     write = partial(write_and_attend, attention, shape)

@@ -66,7 +66,7 @@ def _attend(
         dims = jnp.arange(head_dim)[None, :]
         query = q_ref.at[(*places, dims)]
         mask = jnp.broadcast_to(is_own[:, None], (num_queries, head_dim))
-        scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(head_dim**-0.5, q_ref.dtype)
+        scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(shape.scale, q_ref.dtype)
         positions = first + index // group
         end = first + count  # of what the row may see
 

@@ -69,8 +69,7 @@ def _attend(
     blocks = cache.reshape(-1, shape.block_size, *cache.shape[1:])
     width = max(1, CHUNK // shape.block_size)  # blocks of a chunk
     chunk = width * shape.block_size
-    scale = head_dim**-0.5
-    grouped = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    grouped = (q.astype(jnp.float32) * shape.scale).astype(q.dtype)
     grouped = grouped.reshape(rows, queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
     last = positions.max(axis=1)  # (G,)
 

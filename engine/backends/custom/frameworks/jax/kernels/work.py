@@ -34,3 +34,4 @@ class AttentionShape:
     tile: int  # queries of an item, at most
     block_size: int
     window: int | None
+    scale: float  # of scores

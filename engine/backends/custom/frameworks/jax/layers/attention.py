@@ -15,10 +15,12 @@ def heads(
     params: Params, config: ModelConfig, x: Array, turn: Rotation | None
 ) -> tuple[Array, Array, Array]:
     """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
-    q, k, v = (
-        linear(params[name], x).reshape(len(x), -1, config.head_dim) for name in ("q", "k", "v")
-    )
-    if config.qk_norm:
+    q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
+    if config.qk_norm == "whole":
+        q = rms_norm(params["q_norm"], q, config.norm_eps)
+        k = rms_norm(params["k_norm"], k, config.norm_eps)
+    q, k, v = (part.reshape(len(x), -1, config.head_dim) for part in (q, k, v))
+    if config.qk_norm == "head":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)
     if turn is not None:
@@ -26,12 +28,12 @@ def heads(
     return q, k, v
 
 
-def causal_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
+def causal_attention(q: Array, k: Array, v: Array, window: int | None, scale: float) -> Array:
     """One whole sequence attends to itself: (T, N, H). Differentiable."""
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
     scores = einsum("tkgh,skh->kgts", grouped, k)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    scores = jnp.where(is_visible(distance, window), scores * q.shape[-1] ** -0.5, -jnp.inf)
+    scores = jnp.where(is_visible(distance, window), scores * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return einsum("kgts,skh->tkgh", weights, v).astype(v.dtype).reshape(q.shape)

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import psutil
-
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.execution.program import (
     LAYOUTS,
@@ -15,24 +13,27 @@ from engine.backends.custom.frameworks.native.execution.program import (
 )
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.choice import product_kernel
-from engine.backends.custom.ir.families import build_graph
+from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
     ExecutionPlan,
     LinearStep,
     Machine,
     Precision,
+    step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
+    MAX_SCORED,
     PROMPT_TOKENS,
     DeviceInfo,
+    ModelRunner,
+    Profiler,
     RunnerConfig,
     RunnerSpec,
 )
-from engine.backends.custom.runtime.scheduler import MAX_SCORED
 from engine.backends.custom.weights.model import ModelSource, Weight
 from engine.backends.custom.worker.memory import MIB, MemoryNeeds
 from engine.core.errors import ConfigError
@@ -75,6 +76,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
             f"the native backend takes weights as they are stored; --dtype {dtype} needs "
             "--backend torch, and --dtype float32 means float arithmetic throughout"
         )
+    import psutil  # which an engine process that is started ahead can wait for
+
     kernels()
     free_bytes = psutil.virtual_memory().available
     return DeviceInfo("cpu", STORED if dtype == "auto" else dtype, free_bytes)
@@ -203,6 +206,16 @@ def _check(model: ModelConfig, config: RunnerConfig) -> None:
             f"max_seq_len {config.max_seq_len} is beyond the model's {model.max_position} "
             "learned positions; lower it"
         )
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """Seconds of a runner's calls by the steps of its plan."""
+    from engine.backends.custom.frameworks.native.execution.profiling import NativeProfiler
+    from engine.backends.custom.frameworks.native.machine import default_threads
+
+    assert isinstance(runner, NativeRunner), runner
+    plan = plans_for(source, config, machine_with(config.num_threads or default_threads()))[0]
+    return NativeProfiler(runner, [step_label(step) for step in plan.steps])
 
 
 def machine_with(threads: int) -> Machine:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.backends.custom.ir.plan import (
+    AddNormStep,
     AttentionStep,
     EmbedStep,
     ExecutionPlan,
@@ -37,7 +38,8 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
     model.begin_program(plan.capacity.tokens)
     for step in plan.steps:
         if isinstance(step, EmbedStep):
-            model.embed(step.out, weights.matrices[step.table], weights.vector(step.positions))
+            table, positions = weights.matrices[step.table], weights.vector(step.positions)
+            model.embed(step.out, table, positions, step.scale)
         elif isinstance(step, LinearStep):
             _add_linear(model, plan, step, weights)
         elif isinstance(step, RopeWriteStep):
@@ -51,6 +53,7 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 query_norm=weights.vector(step.q_norm),
                 key_norm=weights.vector(step.k_norm),
                 eps=step.eps,
+                whole_norm=step.whole_norm,
             )
         elif isinstance(step, AttentionStep):
             model.attention(
@@ -62,6 +65,14 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 head_dim=step.head_dim,
                 scale=step.scale,
                 window=step.window or 0,
+            )
+        elif isinstance(step, AddNormStep):
+            model.add_norm(
+                source=step.source,
+                out=step.out,
+                weight=weights.vector(step.weight),
+                eps=step.eps,
+                over_logits=plan.buffers[step.out].per == "logit",
             )
         else:
             assert isinstance(step, GatherStep)
@@ -90,4 +101,5 @@ def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numb
         grain=step.split.grain,
         generated=NUMERICS.index(step.kernel.generated),
         prompt=NUMERICS.index(step.kernel.prompt),
+        scale=step.scale,
     )

@@ -14,7 +14,13 @@ from engine.backends.custom.frameworks.tinygrad.execution.runner import Tinygrad
 from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cache, padded_size
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    Profiler,
+    RunnerConfig,
+    RunnerSpec,
+)
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs
 from engine.core.errors import ConfigError
@@ -64,7 +70,7 @@ def _free_cuda_bytes() -> int:
     return free.value
 
 
-__all__ = ["build_runner", "find_device", "memory_needs"]
+__all__ = ["build_runner", "find_device", "memory_needs", "profiler"]
 
 DTYPES = {
     "float32": dtypes.float32,
@@ -111,6 +117,14 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
         most_step_tokens=MOST_STEP_TOKENS,
     )
     return TinygradRunner(model, cache, spec)
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """tinygrad tells the time of each program itself, when it is started so."""
+    raise ConfigError(
+        "the tinygrad backend has no profile; start it with DEBUG=2 in the environment, and "
+        "tinygrad prints every program with its time"
+    )
 
 
 def _check(source: ModelSource, config: RunnerConfig) -> None:

@@ -144,6 +144,7 @@ class ForwardStep:
             self._tables.tensor,
             num_blocks,
             self._model.config.sliding_window,
+            self._model.config.attention_scale,
         )
 
         def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class Work:
     tables: Tensor  # (S, B)
     num_blocks: UOp  # variable: of the longest table in use
     window: int | None
+    scale: float  # of scores
 
 
 def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
@@ -62,7 +63,7 @@ def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
     where = (work.tables, work.rows, work.positions)
     scores, *_ = launch(
         "score",
-        lambda *of: _score(*of, bound=inside(bound), window=work.window),
+        lambda *of: _score(*of, bound=inside(bound), window=work.window, scale=work.scale),
         *(room(*places), q, pages.keys, *where),
         bound=bound,
         as_written=on_cpu,
@@ -109,6 +110,7 @@ def _score(
     *,
     bound: UOp,
     window: int | None,
+    scale: float,
 ) -> Stored:
     """Each query's product with each key of its table; hidden where it may not look."""
     num_tokens, num_heads, head_dim = q.shape
@@ -118,7 +120,7 @@ def _score(
     h = reduction(head_dim, 5)
     block = index(tables[index(rows[t]), b])
     product = q[t, n, h].load() * keys[block, n // group, h, p].load()
-    score = product.cast(dtypes.float32).reduce(h, arg=Ops.ADD) * head_dim**-0.5
+    score = product.cast(dtypes.float32).reduce(h, arg=Ops.ADD) * scale
     distance = index(positions[t]) - (b * block_size + p)
     visible = distance >= 0
     if window is not None:

@@ -12,10 +12,12 @@ def heads(
     params: Params, config: ModelConfig, x: Tensor, turn: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
-    q, k, v = (
-        linear(params[name], x).reshape(x.shape[0], -1, config.head_dim) for name in ("q", "k", "v")
-    )
-    if config.qk_norm:
+    q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
+    if config.qk_norm == "whole":
+        q = rms_norm(params["q_norm"], q.contiguous(), config.norm_eps)
+        k = rms_norm(params["k_norm"], k.contiguous(), config.norm_eps)
+    q, k, v = (part.reshape(x.shape[0], -1, config.head_dim) for part in (q, k, v))
+    if config.qk_norm == "head":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)
     if turn is not None:
@@ -23,12 +25,12 @@ def heads(
     return q, k, v
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
     """One whole sequence attends to itself: (T, N, H)"""
     length, num_kv_heads = q.shape[0], k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # (K, G, T, H)
     keys, values = (x.permute(1, 0, 2).unsqueeze(1) for x in (k, v))  # (K, 1, T, H)
-    scores = (grouped @ keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    scores = (grouped @ keys.transpose(-1, -2)).float() * scale
     distance = Tensor.arange(length).unsqueeze(1) - Tensor.arange(length)
     visible = distance >= 0
     if window is not None:

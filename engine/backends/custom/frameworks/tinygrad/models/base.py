@@ -1,4 +1,4 @@
-"""What every decoder shares, as functions of its parameters.
+"""The decoder of every family, as functions of its parameters.
 
 Serving runs `decode` with an `attend` that reads and writes the paged cache; parity tests call
 `forward_sequence`.
@@ -11,41 +11,59 @@ import numpy as np
 from tinygrad import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.tinygrad.kernels.rows import take_rows
 from engine.backends.custom.frameworks.tinygrad.layers.attention import causal_attention, heads
 from engine.backends.custom.frameworks.tinygrad.layers.linear import Params, linear
+from engine.backends.custom.frameworks.tinygrad.layers.mlp import gated_mlp, mlp
+from engine.backends.custom.frameworks.tinygrad.layers.norm import layer_norm, rms_norm
 from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
+from engine.backends.custom.frameworks.tinygrad.models.gpt2 import add_positions
 from engine.backends.custom.runtime.model_runner import F32
 
 # From a layer's number, queries (T, N, H), keys and values (T, K, H): (T, N, H)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Where families differ."""
-
-    embed: Callable[[Params, Tensor, Tensor], Tensor]  # parameters, token ids, positions: (T, D)
-    norm: Callable[[Params, Tensor, float], Tensor]
-    mlp: Callable[[Params, Tensor, str], Tensor]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
     config: ModelConfig
-    family: Family
     params: Params
     # Cosines and sines of every position, (max_seq_len, dim / 2) each; None: learned positions.
     rotary: tuple[F32, F32] | None
 
 
 def block(model: Model, layer: int, x: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
-    """Attention, then feed-forward, each on a normalised copy of the stream."""
-    config, family, params = model.config, model.family, model.params["layers"][layer]
-    normed = family.norm(params["attn_norm"], x, config.norm_eps)
-    attended = attend(layer, *heads(params["attn"], config, normed, turn))
-    x = (x + linear(params["attn"]["o"], attended.reshape(x.shape[0], -1))).contiguous()
-    normed = family.norm(params["mlp_norm"], x, config.norm_eps)
-    return (x + family.mlp(params["mlp"], normed, config.activation)).contiguous()
+    """Attention, then MLP, each of which adds to the stream."""
+    config, params = model.config, model.params["layers"][layer]
+    read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
+    attended = attend(layer, *heads(params["attn"], config, read, turn))
+    half = linear(params["attn"]["o"], attended.reshape(x.shape[0], -1))
+    x = merged(config, params["attn_norm"], x, half)
+    read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
+    half = (gated_mlp if config.gated_mlp else mlp)(params["mlp"], read, config.activation)
+    return merged(config, params["mlp_norm"], x, half)
+
+
+def merged(config: ModelConfig, params: Params, x: Tensor, half: Tensor) -> Tensor:
+    """The stream with what attention or the MLP gave; `params` are of that half's norm."""
+    if config.norm_placement == "output":
+        half = norm(config, params, half.contiguous())
+    if config.residual_multiplier != 1:
+        half = half * config.residual_multiplier
+    return (x + half).contiguous()
+
+
+def norm(config: ModelConfig, params: Params, x: Tensor) -> Tensor:
+    return (rms_norm if config.norm == "rms" else layer_norm)(params, x, config.norm_eps)
+
+
+def embed(model: Model, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """(T,) twice -> (T, D)"""
+    config, params = model.config, model.params
+    x = take_rows(params["embed"]["weight"], token_ids)
+    if config.embedding_multiplier != 1:
+        x = x * config.embedding_multiplier
+    return x if config.rope is not None else add_positions(params, x, positions)
 
 
 def decode(
@@ -56,20 +74,21 @@ def decode(
     attend: Attend,
 ) -> list[Tensor]:
     """The residual stream before the first block and after each, (T, D)."""
-    states = [model.family.embed(model.params, token_ids, positions)]
+    states = [embed(model, token_ids, positions)]
     for layer in range(model.config.num_layers):
         states.append(block(model, layer, states[-1], turn, attend))
     return states
 
 
 def final_norm(model: Model, x: Tensor) -> Tensor:
-    return model.family.norm(model.params["norm"], x, model.config.norm_eps)
+    return norm(model.config, model.params["norm"], x)
 
 
 def head_logits(model: Model, hidden: Tensor) -> Tensor:
     """Of normed states: (R, D) -> (R, V) float32"""
-    params = model.params
-    return linear(params["head" if "head" in params else "embed"], hidden).float()
+    params, scaling = model.params, model.config.logits_scaling
+    logits = linear(params["head" if "head" in params else "embed"], hidden).float()
+    return logits if scaling == 1 else logits / scaling
 
 
 def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[Tensor]]:
@@ -81,8 +100,10 @@ def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[T
     if model.rotary is not None:
         turn = Rotation(*(Tensor(table[positions], device=device) for table in model.rotary))
 
+    config = model.config
+
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, model.config.sliding_window)
+        return causal_attention(q, k, v, config.sliding_window, config.attention_scale)
 
     states = decode(model, ids, places, turn, attend)
     return head_logits(model, final_norm(model, states[-1])), states

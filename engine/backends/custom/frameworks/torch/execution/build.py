@@ -1,15 +1,28 @@
 """From a model source and a configuration to a loaded runner, and what device there is for it."""
 
+from dataclasses import replace
+
 import psutil
 import torch
 
 from engine.backends.custom.frameworks.refusals import check_config, check_dtype
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
+from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
+from engine.backends.custom.frameworks.torch.execution.profiling import TorchProfiler
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
-from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.model_runner import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model, build_model
+from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    Profiler,
+    RunnerConfig,
+)
 from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.encoder_loop import Encoder
+from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, dense_needs, on_gpu
 from engine.core.errors import ConfigError
 
 DTYPES = {
@@ -36,6 +49,21 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(torch_dtype(name), found))
 
 
+def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
+    """What the weights and a token's keys and values take."""
+    needs = dense_needs(source.config, device)
+    if not device.name.startswith("cuda"):
+        return needs
+    needs = on_gpu(needs, source.config, options, device)
+    if source.quantization is None and options.quantization == "auto":
+        return needs
+    shrinks = options.quantization != "auto"
+    weight_bytes = placed_bytes(source.weights, DTYPE_BYTES[device.dtype], shrinks)
+    if shrinks and source.config.tie_embeddings:  # the head is a smaller copy of the table
+        weight_bytes += source.config.vocab_size * source.config.hidden_size
+    return replace(needs, weight_bytes=weight_bytes)
+
+
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Load the model's weights and allocate its cache; the runner is ready when this returns."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
@@ -52,6 +80,25 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     if device.type == "cuda" and config.attention in ("auto", "triton"):
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
+
+
+def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
+    """What PyTorch's profiler sees of a runner's calls."""
+    return TorchProfiler(torch.device(config.device))
+
+
+def build_encoder(
+    source: ModelSource, device: str, dtype: str, num_threads: int | None = None
+) -> Encoder:
+    """Load the weights of a text encoder; it is ready when this returns."""
+    found = find_device(device, dtype)
+    place, kind = torch.device(found.name), DTYPES[found.dtype]
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    model = build_encoder_model(source.config, source.weights, place, kind)
+    if can_pack(kind, place):
+        pack_linears(model)
+    return TorchEncoder(model, place)
 
 
 def torch_dtype(name: str) -> torch.dtype:

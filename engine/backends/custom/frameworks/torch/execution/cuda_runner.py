@@ -77,7 +77,7 @@ class CachedStep:
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         layer = self.cache.layers[attention.layer]
-        q_norm, k_norm = attention.q_norm, attention.k_norm
+        q_norm, k_norm = attention.head_norms
         if self.angles is None:
             q, k, v = attention.heads(qkv, None)
             self.cache.write(attention.layer, self.write_slots.long(), k, v)

@@ -14,13 +14,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.build import DTYPES, find_device
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
-from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.bert import Bert
-from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
-from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt
 
 # Tokens of a group as attention sees them, padding included.
@@ -40,7 +36,7 @@ class TextsStep:
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         q, k, v = attention.heads(qkv, self.rotation)
         out = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible
+            self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible, scale=attention.scale
         )  # (S, N, L, H)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.padded)
 
@@ -133,17 +129,3 @@ def groups(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         group.append(row)
     if group:
         yield group
-
-
-def build_encoder(
-    source: ModelSource, device: str, dtype: str, num_threads: int | None = None
-) -> TorchEncoder:
-    """Load the model's weights; the encoder is ready when this returns."""
-    found = find_device(device, dtype)
-    place, kind = torch.device(found.name), DTYPES[found.dtype]
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    model = build_encoder_model(source.config, source.weights, place, kind)
-    if can_pack(kind, place):
-        pack_linears(model)
-    return TorchEncoder(model, place)

@@ -39,7 +39,8 @@ class AttentionFactory(Protocol):
 
 
 def _sdpa(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> SdpaAttention:
-    return SdpaAttention(config.sliding_window, block_size=block_size, dtype=dtype)
+    window, scale = config.sliding_window, config.attention_scale
+    return SdpaAttention(window, block_size=block_size, dtype=dtype, scale=scale)
 
 
 ATTENTION: dict[str, AttentionFactory] = {

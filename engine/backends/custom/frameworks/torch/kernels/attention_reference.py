@@ -16,6 +16,7 @@ class ReferencePlan:
     tables: Tensor  # inputs.block_tables on the device
     block_size: int
     window: int | None
+    scale: float
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         out = torch.empty_like(q)
@@ -34,7 +35,7 @@ class ReferencePlan:
         group = q.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)
         values = values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("tnh,lnh->ntl", q.float(), keys.float()) * q.shape[-1] ** -0.5
+        scores = torch.einsum("tnh,lnh->ntl", q.float(), keys.float()) * self.scale
         distance = position[-q.shape[0] :, None] - position  # (T, L)
         hidden = distance < 0
         if self.window is not None:
@@ -47,7 +48,8 @@ class ReferenceAttention:
     def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
         self._block_size = block_size
         self._window = config.sliding_window
+        self._scale = config.attention_scale
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
         tables = to_device(inputs.block_tables, positions.device)
-        return ReferencePlan(inputs, tables, self._block_size, self._window)
+        return ReferencePlan(inputs, tables, self._block_size, self._window, self._scale)

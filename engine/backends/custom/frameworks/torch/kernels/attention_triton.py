@@ -80,6 +80,7 @@ class TritonPlan:
     room: Room
     scratch: "Scratch | None"
     window: int
+    scale: float
     tiles: Tiles
     on_hopper: bool
 
@@ -103,6 +104,7 @@ class TritonPlan:
                 self.arrays,
                 self.scratch,
                 window=self.window,
+                scale=self.scale,
                 shares="shared" in self.arrays and self.room.shared > 0,
                 span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
                 shared_tile=Tile(*tiles.shared),
@@ -116,10 +118,17 @@ class TritonPlan:
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         if self.on_hopper:
-            hopper.prefill(q, cache, out, self.arrays, window=self.window)
+            hopper.prefill(q, cache, out, self.arrays, window=self.window, scale=self.scale)
             return
-        tile = Tile(*self.tiles.chunk)
-        attention_prefill.prefill(q, cache, out, self.arrays, window=self.window, tile=tile)
+        attention_prefill.prefill(
+            q,
+            cache,
+            out,
+            self.arrays,
+            window=self.window,
+            scale=self.scale,
+            tile=Tile(*self.tiles.chunk),
+        )
 
 
 class Heads(Protocol):
@@ -137,12 +146,16 @@ class Heads(Protocol):
     @property
     def sliding_window(self) -> int | None: ...
 
+    @property
+    def attention_scale(self) -> float: ...
+
 
 class TritonAttention:
     def __init__(self, config: Heads, *, block_size: int, dtype: torch.dtype) -> None:
         self._config = config
         self._block_size = block_size
         self._window = config.sliding_window or 0
+        self._scale = config.attention_scale
         self._group = config.num_heads // config.num_kv_heads
         self._tiles_of = tiles_for(config.head_dim, dtype)
         hopper_lines = hopper.lines_of_tile(config.head_dim, self._group, block_size, dtype)
@@ -166,7 +179,13 @@ class TritonAttention:
     def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
         """Over arrays that are on the device already, or will be when the plan is applied."""
         return TritonPlan(
-            arrays, room, self._scratch, self._window, self._tiles_of, self._on_hopper
+            arrays,
+            room,
+            self._scratch,
+            self._window,
+            self._scale,
+            self._tiles_of,
+            self._on_hopper,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:

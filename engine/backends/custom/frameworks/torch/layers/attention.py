@@ -35,40 +35,59 @@ class Step(Protocol):
 
 
 class Attention(nn.Module):
-    """`fused`: the checkpoint holds q, k and v as one matrix already."""
-
-    def __init__(self, config: ModelConfig, layer: int, fused: bool = False) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = () if fused else (("q", queries), ("k", keys), ("v", keys))
+        parts = () if config.fused_qkv else (("q", queries), ("k", keys), ("v", keys))
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.qkv_bias, parts)
         self.o = Linear(queries, config.hidden_size, config.out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.scale = config.attention_scale
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.norms_whole = config.qk_norm == "whole"  # all heads of a token together
+        if config.qk_norm is not None:
+            whole = self.norms_whole
+            self.q_norm = RMSNorm(queries if whole else config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(keys if whole else config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.o(self.attended(x, step))
 
     def attended(self, x: Tensor, step: Step) -> Tensor:
         """All but the last product: (T, N H)"""
-        return step.attend(self, self.qkv(x)).flatten(1)
+        return step.attend(self, self._normed(self.qkv(x))).flatten(1)
 
     def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
         """x and what the half adds to it, for a few rows."""
-        attended = step.attend(self, self.qkv.fused(x, norm=norm)).flatten(1)
+        qkv = self._normed(self.qkv.fused(x, norm=norm))
+        attended = step.attend(self, qkv).flatten(1)
         return self.o.fused(attended, residual=x)
 
+    @property
+    def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """Of each query and key head by itself."""
+        return (None, None) if self.norms_whole else (self.q_norm, self.k_norm)
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """With queries and keys normalised, where the model takes all their heads together."""
+        if not self.norms_whole or self.q_norm is None or self.k_norm is None:
+            return qkv
+        keys = self.num_kv_heads * self.head_dim
+        q, k, v = qkv.split((self.num_heads * self.head_dim, keys, keys), dim=-1)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+
     def heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
+        """Queries (T, N, H), keys and values (T, K, H), normalised each and rotated."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)  # (T, N + K, H), (T, K, H)
-        if self.q_norm is not None and self.k_norm is not None:
+        q_norm, k_norm = self.head_norms
+        if q_norm is not None and k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+            qk = torch.cat((q_norm(q), k_norm(k)), dim=1)
         if rotation is not None:
             qk = rotate(qk, rotation)
         q, k = qk.split((heads, kv_heads), dim=1)

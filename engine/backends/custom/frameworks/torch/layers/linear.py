@@ -35,9 +35,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, stream: Tensor, x: Tensor) -> Tensor:
-        """stream + W x in the stream's own memory: the product adds as it writes."""
-        return torch.addmm(stream, x, self.weight.t(), out=stream)
+    def add_to(self, stream: Tensor, x: Tensor, multiplier: float = 1.0) -> Tensor:
+        """stream + multiplier W x in the stream's own memory: the product adds as it writes."""
+        return torch.addmm(stream, x, self.weight.t(), alpha=multiplier, out=stream)
 
     def fused(
         self,

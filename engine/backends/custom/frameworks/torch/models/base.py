@@ -1,4 +1,4 @@
-"""What every decoder shares: tables at both ends, a list of blocks, and its two uses.
+"""The decoder of every family: tables at both ends, a list of blocks, and its two uses.
 
 Serving calls `forward` with a step that reads and writes the paged cache; parity tests and training
 call `forward_sequence`, which is plain differentiable PyTorch over the same modules.
@@ -34,38 +34,34 @@ class SequenceStep:
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         heads = attention.heads(qkv, self.rotation)
         q, k, v = (x.transpose(0, 1)[None] for x in heads)  # (1, N or K, T, H)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.visible, scale=attention.scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1)
 
 
-class PreNormBlock(nn.Module):
-    """One layer: attention, then feed-forward, each on a normalised copy of the stream."""
+class Block(nn.Module):
+    """One layer: attention, then MLP, each of which adds to the residual stream."""
 
-    def __init__(
-        self, attn_norm: Norm, attn: Attention, mlp_norm: Norm, mlp: GatedMLP | MLP
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm, self.attn = attn_norm, attn
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.attn_norm, self.mlp_norm = make_norm(config), make_norm(config)
+        self.attn = Attention(config, layer)
+        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        x, delta = self._apart(x, None, step)
-        return x + delta
+        return self.halves(x, step)[2]
+
+    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention gives, what the MLP gives, and the stream after both."""
+        raise NotImplementedError
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """The stream, and what is still to be added to it: the next norm adds as it reads. Where
         matrix products can add, nothing is left, and x itself may have become the stream.
         """
-        attn, attn_norm, mlp, mlp_norm = self.attn, self.attn_norm, self.mlp, self.mlp_norm
-        if is_few(x) and isinstance(mlp, GatedMLP):
-            assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
-            assert delta is None, "all blocks are alike"
-            return mlp.fused(attn.fused(x, attn_norm, step), mlp_norm), None
-        if can_add(attn.o, x) and can_add(mlp.down, x):
-            assert delta is None, "all blocks are alike"
-            x = attn.o.add_to(x, attn.attended(attn_norm(x), step))
-            return mlp.down.add_to(x, mlp.activated(mlp_norm(x))), None
-        return self._apart(x, delta, step)
+        raise NotImplementedError
 
     def last(
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
@@ -73,44 +69,110 @@ class PreNormBlock(nn.Module):
         """The stream after it of the given tokens only, (R, D), as nothing reads the others'; and
         what attention gave all of them, (T, N H), which is finite if what they cached is.
         """
+        raise NotImplementedError
+
+    def _scaled(self, half: Tensor) -> Tensor:
+        return half if self.multiplier == 1 else half * self.multiplier
+
+
+class InputNormBlock(Block):
+    """Attention and MLP read a normalised copy of the stream."""
+
+    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        attended = self.attn(self.attn_norm(x), step)
+        normed, x = self.mlp_norm.add(self._scaled(attended), x)
+        fed = self.mlp(normed)
+        return attended, fed, x + self._scaled(fed)
+
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        attn, attn_norm, mlp, mlp_norm = self.attn, self.attn_norm, self.mlp, self.mlp_norm
+        if self._is_few(x):
+            assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
+            assert delta is None, "all blocks are alike"
+            assert isinstance(mlp, GatedMLP)
+            return mlp.fused(attn.fused(x, attn_norm, step), mlp_norm), None
+        if can_add(attn.o, x) and can_add(mlp.down, x):
+            assert delta is None, "all blocks are alike"
+            x = attn.o.add_to(x, attn.attended(attn_norm(x), step), self.multiplier)
+            return mlp.down.add_to(x, mlp.activated(mlp_norm(x)), self.multiplier), None
+        normed, x = self._normed(x, delta)
+        normed, x = mlp_norm.add(self._scaled(attn(normed, step)), x)
+        return x, self._scaled(mlp(normed))
+
+    def last(
+        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         normed, x = self._normed(x, delta)
         attended = self.attn.attended(normed, step)
         x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
         if not len(rows):
             return x, attended
-        if is_few(x) and isinstance(self.mlp, GatedMLP):
-            assert isinstance(self.mlp_norm, RMSNorm)
+        if self._is_few(x):
+            assert isinstance(self.mlp, GatedMLP) and isinstance(self.mlp_norm, RMSNorm)
             return self.mlp.fused(self.attn.o.fused(chosen, residual=x), self.mlp_norm), attended
-        normed, x = self.mlp_norm.add(self.attn.o(chosen), x)
-        return x + self.mlp(normed), attended
+        normed, x = self.mlp_norm.add(self._scaled(self.attn.o(chosen)), x)
+        return x + self._scaled(self.mlp(normed)), attended
 
-    def _apart(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        normed, x = self._normed(x, delta)
-        normed, x = self.mlp_norm.add(self.attn(normed, step), x)
-        return x, self.mlp(normed)
+    def _is_few(self, x: Tensor) -> bool:
+        """Whether a half is two launches: they add what it gives as it is."""
+        return is_few(x) and isinstance(self.mlp, GatedMLP) and self.multiplier == 1
 
     def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """What attention reads, and the stream."""
         return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
 
 
-class Decoder(nn.Module):
-    """Subclasses set `layers` and `norm`; names of parameters are the names of weights."""
+class OutputNormBlock(Block):
+    """Attention and MLP read the stream itself; what they give is normalised before it is added."""
 
-    layers: nn.ModuleList
-    norm: Norm
+    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        attended = self.attn(x, step)
+        x = x + self._scaled(self.attn_norm(attended))
+        fed = self.mlp(x)
+        return attended, fed, x + self._scaled(self.mlp_norm(fed))
+
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        assert delta is None, "all blocks are alike"
+        return self.halves(x, step)[2], None
+
+    def last(
+        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        attended = self.attn.attended(x, step)
+        x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
+        if not len(rows):
+            return x, attended
+        x = x + self._scaled(self.attn_norm(self.attn.o(chosen)))
+        return x + self._scaled(self.mlp_norm(self.mlp(x))), attended
+
+
+BLOCKS: dict[str, type[Block]] = {"input": InputNormBlock, "output": OutputNormBlock}
+
+
+def make_norm(config: ModelConfig) -> Norm:
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """Names of parameters are the names of weights."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
         self.config = config
         self.rotary = rotary
         self.embed = Embedding(config.vocab_size, config.hidden_size)
+        block = BLOCKS[config.norm_placement]
+        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_layers))
+        self.norm = make_norm(config)
         self.head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
     def embed_tokens(self, token_ids: Tensor, step: Step) -> Tensor:
-        return self.embed(token_ids)  # (T, D)
+        x = self.embed(token_ids)  # (T, D)
+        multiplier = self.config.embedding_multiplier
+        return x if multiplier == 1 else x * multiplier
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
@@ -118,17 +180,17 @@ class Decoder(nn.Module):
         return x if delta is None else x + delta
 
     def forward_rows(self, token_ids: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward`, of some tokens only: see `PreNormBlock.last`."""
+        """`forward`, of some tokens only: see `Block.last`."""
         before = len(self.layers) - 1
         block = self.layers[before]
-        assert isinstance(block, PreNormBlock)
+        assert isinstance(block, Block)
         return block.last(*self._through(before, token_ids, step), step, rows)
 
     def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """The stream after the first blocks, and what is still to be added to it."""
         x, delta = self.embed_tokens(ids, step), None
         for block in self.layers[:count]:
-            assert isinstance(block, PreNormBlock)
+            assert isinstance(block, Block)
             x, delta = block.parts(x, delta, step)
         return x, delta
 
@@ -139,12 +201,16 @@ class Decoder(nn.Module):
     def stream_logits(self, x: Tensor) -> Tensor:
         """Of the residual stream: (R, D) -> (R, V) in the model's dtype"""
         if is_few(x) and isinstance(self.norm, RMSNorm):
-            return self.head.fused(x, norm=self.norm)
-        return self.head(self.norm(x))
+            return self._divided(self.head.fused(x, norm=self.norm))
+        return self._divided(self.head(self.norm(x)))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Of normed states: (R, D) -> (R, V) float32"""
-        return self.head(hidden).to(torch.float32)
+        return self._divided(self.head(hidden).to(torch.float32))
+
+    def _divided(self, logits: Tensor) -> Tensor:
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1 else logits / scaling
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         if self.rotary is None:

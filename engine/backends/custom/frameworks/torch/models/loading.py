@@ -1,4 +1,4 @@
-"""Builds a family's model and fills it from a checkpoint, one tensor at a time.
+"""Builds a model and fills it from a checkpoint, one tensor at a time.
 
 Parameters are allocated empty in their final dtype and place; each weight is decoded, cast into its
 parameter (or its rows of a fused one) and dropped, so the peak is the model plus one float32
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, family_of
+from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, check_decoder
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
@@ -26,19 +26,13 @@ from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
-from engine.backends.custom.frameworks.torch.models.llama import Llama
 from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     EMBED,
     keeps_quantized,
     place_quantized,
 )
-from engine.backends.custom.frameworks.torch.models.qwen2 import Qwen2
-from engine.backends.custom.frameworks.torch.models.qwen3 import Qwen3
 from engine.backends.custom.weights.random import RandomWeight
 from engine.core.errors import ModelFormatError
-
-MODELS: dict[str, type[Decoder]] = {"gpt2": GPT2, "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
-ENCODERS: dict[str, type[Bert]] = {"bert": Bert}
 
 
 def build_model(
@@ -50,7 +44,8 @@ def build_model(
     quantization: str = "auto",
 ) -> Decoder:
     """`quantization`: "fp8" or "int8" for matrices that the checkpoint holds in more bits."""
-    family = family_of(MODELS, config, "torch")
+    check_decoder(config, "torch")
+    kind = GPT2 if config.rope is None else Decoder
     rotary = None
     if config.rope is not None:
         factors = weights.get(ROPE_FACTORS)
@@ -59,7 +54,7 @@ def build_model(
         )
     keeps, shrinks = keeps_quantized(weights, device), quantization != "auto"
     with _factory_defaults(torch.device("meta") if keeps or shrinks else device, dtype):
-        model = family(config, rotary)
+        model = kind(config, rotary)
     taken = place_quantized(model, weights, device, dtype) if keeps else set()
     rest = {name: weight for name, weight in weights.items() if name not in taken}
     _check_names(model, rest)
@@ -98,13 +93,10 @@ def _shrink(
 def build_encoder_model(
     config: ModelConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
 ) -> Bert:
-    if config.family not in ENCODERS:
-        raise ModelFormatError(
-            f"the torch framework has no encoder for family '{config.family}'; "
-            f"it has {', '.join(sorted(ENCODERS))}"
-        )
+    if config.encoder is None or config.norm_placement != "sum":
+        raise ModelFormatError(f"the torch framework has no encoder for family '{config.family}'")
     with _factory_defaults(device, dtype):
-        model = ENCODERS[config.family](config)
+        model = Bert(config)
     _check_names(model, weights)
     _fill(model, weights)
     return model

@@ -74,7 +74,13 @@ def lines_of_tile(head_dim: int, heads: int, block_size: int, dtype: torch.dtype
 
 
 def prefill(
-    q: Tensor, cache: Tensor, out: Tensor, arrays: Mapping[str, Tensor], *, window: int
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    arrays: Mapping[str, Tensor],
+    *,
+    window: int,
+    scale: float,
 ) -> None:
     """Rows of several queries, as the arrays' tiles say. q (T, N, H)"""
     blocks, block_size, _, kv_heads, head_dim = cache.shape
@@ -88,7 +94,7 @@ def prefill(
             tensor_map(cache.view(blocks * block_size, -1), (block_size, DEPTH)),
             ctypes.c_void_p(out.data_ptr()),
             *(ctypes.c_void_p(arrays[name].data_ptr()) for name in _LISTS),
-            ctypes.c_float(head_dim**-0.5 * _LOG2_E),
+            ctypes.c_float(scale * _LOG2_E),
             ctypes.c_int(blocks * block_size),
         ),
     )

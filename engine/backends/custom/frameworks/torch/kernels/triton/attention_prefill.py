@@ -129,6 +129,7 @@ def prefill(
     arrays: Mapping[str, Tensor],
     *,
     window: int,
+    scale: float,
     tile: Tile,
 ) -> None:
     """Rows of several queries, as the arrays' tiles say."""
@@ -141,7 +142,7 @@ def prefill(
         arrays["query_start"],
         arrays["seq_lens"],
         arrays["tables"],
-        *paging(cache),
+        *paging(cache, scale),
         **sizes(q, cache),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,

@@ -26,9 +26,10 @@ NOTHING_SEEN = tl.constexpr(-1.0e30)
 _LOG2_E = 1.4426950408889634
 
 
-def paging(cache: Tensor) -> tuple[float, int, int, int, int]:
+def paging(cache: Tensor, scale: float) -> tuple[float, int, int, int, int]:
     """The factor of scores, and how far apart blocks, positions, values and heads lie."""
-    return cache.shape[4] ** -0.5 * _LOG2_E, *cache.stride()[:4]
+    block, position, value, head, _ = cache.stride()
+    return scale * _LOG2_E, block, position, value, head
 
 
 def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:

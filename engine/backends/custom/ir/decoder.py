@@ -1,6 +1,4 @@
-"""What the decoders share: the names of their weights and the pieces of a block."""
-
-from collections.abc import Callable
+"""The graph of a decoder, by its `ModelConfig`: one for every family."""
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import (
@@ -8,10 +6,13 @@ from engine.backends.custom.ir.attributes import (
     Columns,
     HeadNorm,
     KvWrite,
+    Lookup,
     Normalize,
     Rope,
+    Scale,
 )
 from engine.backends.custom.ir.graph import Graph, GraphBuilder
+from engine.core.errors import ModelFormatError
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
@@ -46,7 +47,8 @@ class DecoderBuilder:
     def embed(self) -> str:
         config = self.config
         table = self.graph.weight("embed.weight", config.vocab_size, config.hidden_size)
-        tokens = self.graph.add("embed", "embed", [TOKEN_IDS], [table])
+        lookup = Lookup(config.embedding_multiplier)
+        tokens = self.graph.add("embed", "embed", [TOKEN_IDS], [table], lookup)
         if config.rope is not None:
             return tokens
         table = self.graph.weight("position.weight", config.max_position, config.hidden_size)
@@ -54,6 +56,7 @@ class DecoderBuilder:
         return self.add("embed_sum", tokens, places)
 
     def norm(self, x: str, name: str) -> str:
+        """Over the hidden size, of the model's kind."""
         size, kind = self.config.hidden_size, self.config.norm
         weights = [self.graph.weight(f"{name}.weight", size)]
         if kind == "layer":
@@ -70,10 +73,13 @@ class DecoderBuilder:
     def add(self, name: str, first: str, second: str) -> str:
         return self.graph.add("add", name, [first, second])
 
-    def split_qkv(self, x: str, layer: int) -> str:
-        """Attention with a matrix each for queries, keys and values; gives the heads' outputs."""
-        config, name = self.config, f"layers.{layer}.attn"
-        q, k, v = (
+    def scale(self, x: str, name: str, factor: float) -> str:
+        return self.graph.add("scale", name, [x], (), Scale(factor))
+
+    def split_qkv(self, x: str, name: str) -> tuple[str, ...]:
+        """A matrix each for queries, keys and values."""
+        config = self.config
+        return tuple(
             self.linear(
                 x, f"{name}.{part}", heads * config.head_dim, config.hidden_size, config.qkv_bias
             )
@@ -83,23 +89,23 @@ class DecoderBuilder:
                 ("v", config.num_kv_heads),
             )
         )
-        return self.attention(layer, q, k, v)
 
-    def fused_qkv(self, x: str, layer: int) -> str:
-        """Attention whose queries, keys and values are the rows of one matrix."""
-        config, name = self.config, f"layers.{layer}.attn"
+    def fused_qkv(self, x: str, name: str) -> tuple[str, ...]:
+        """Queries, keys and values are the rows of one matrix."""
+        config = self.config
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         bounds = (0, sizes[0], sum(sizes), sum(sizes) + sizes[1])
         qkv = self.linear(x, f"{name}.qkv", bounds[-1], config.hidden_size, config.qkv_bias)
-        q, k, v = (
+        return tuple(
             self.graph.add("columns", f"{name}.{part}", [qkv], (), Columns(*bounds[i : i + 2]))
             for i, part in enumerate("qkv")
         )
-        return self.attention(layer, q, k, v)
 
-    def attention(self, layer: int, q: str, k: str, v: str) -> str:
+    def attention(self, x: str, layer: int) -> str:
+        """The heads' outputs, before the product that leads back to the hidden size."""
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
+        q, k, v = self.fused_qkv(x, name) if config.fused_qkv else self.split_qkv(x, name)
         q = self._heads(q, f"{name}.q", config.num_heads)
         k = self._heads(k, f"{name}.k", kv_heads)
         cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
@@ -111,13 +117,24 @@ class DecoderBuilder:
             f"{name}.heads",
             [q, written, POSITIONS, ROW_OF, TABLES],
             (),
-            Attention(layer, config.num_heads, kv_heads, size, size**-0.5, config.sliding_window),
+            Attention(
+                layer,
+                config.num_heads,
+                kv_heads,
+                size,
+                config.attention_scale,
+                config.sliding_window,
+            ),
         )
 
     def _heads(self, x: str, name: str, heads: int) -> str:
-        """Queries or keys as attention wants them: normed and turned where the model does so."""
+        """Queries or keys as attention wants them: normed and rotated where the model does so."""
         config = self.config
-        if config.qk_norm:
+        if config.qk_norm == "whole":
+            weight = self.graph.weight(f"{name}_norm.weight", heads * config.head_dim)
+            whole = Normalize(config.norm_eps)
+            x = self.graph.add("rms_norm", f"{name}_norm", [x], [weight], whole)
+        elif config.qk_norm == "head":
             weight = self.graph.weight(f"{name}_norm.weight", config.head_dim)
             attributes = HeadNorm(heads, config.head_dim, config.norm_eps)
             x = self.graph.add("head_norm", f"{name}_norm", [x], [weight], attributes)
@@ -126,21 +143,30 @@ class DecoderBuilder:
             x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), turn)
         return x
 
-    def gated_mlp(self, x: str, layer: int) -> str:
-        """activation(gate) * up, without the product that leads back."""
+    def mlp(self, x: str, layer: int) -> str:
+        """activation(up), or activation(gate) * up, before the product that leads back."""
         config, name = self.config, f"layers.{layer}.mlp"
         inner, hidden = config.intermediate_size, config.hidden_size
-        gate = self.linear(x, f"{name}.gate", inner, hidden, config.mlp_bias)
-        gate = self.graph.add(config.activation, f"{name}.activation", [gate])
+        first = "gate" if config.gated_mlp else "up"
+        y = self.linear(x, f"{name}.{first}", inner, hidden, config.mlp_bias)
+        y = self.graph.add(config.activation, f"{name}.activation", [y])
+        if not config.gated_mlp:
+            return y
         up = self.linear(x, f"{name}.up", inner, hidden, config.mlp_bias)
-        return self.graph.add("mul", f"{name}.gated", [gate, up])
+        return self.graph.add("mul", f"{name}.gated", [y, up])
 
-    def plain_mlp(self, x: str, layer: int) -> str:
-        config, name = self.config, f"layers.{layer}.mlp"
-        up = self.linear(
-            x, f"{name}.up", config.intermediate_size, config.hidden_size, config.mlp_bias
-        )
-        return self.graph.add(config.activation, f"{name}.activation", [up])
+    def read(self, x: str, name: str) -> str:
+        """What a half of a block reads of the residual stream."""
+        return self.norm(x, name) if self.config.norm_placement == "input" else x
+
+    def merge(self, x: str, half: str, name: str) -> str:
+        """The stream with what a half gave; `name` is its own: layers.0.attn"""
+        config = self.config
+        if config.norm_placement == "output":
+            half = self.norm(half, f"{name}_norm")
+        if config.residual_multiplier != 1:
+            half = self.scale(half, f"{name}_scaled", config.residual_multiplier)
+        return self.add(f"{name}_sum", x, half)
 
     def wanted(self, x: str, name: str) -> str:
         """Of the tokens whose logits are read."""
@@ -152,30 +178,31 @@ class DecoderBuilder:
         x = self.norm(x, "norm")
         name = "embed.weight" if config.tie_embeddings else "head.weight"
         head = self.graph.weight(name, config.vocab_size, config.hidden_size)
-        return self.graph.build(self.graph.add("linear", "logits", [x], [head]))
+        if config.logits_scaling == 1:
+            return self.graph.build(self.graph.add("linear", "logits", [x], [head]))
+        x = self.graph.add("linear", "head", [x], [head])
+        return self.graph.build(self.scale(x, "logits", 1 / config.logits_scaling))
 
 
-# Half of a block without its norm and without the product that leads back to the hidden size.
-Half = Callable[[DecoderBuilder, str, int], str]
-
-
-def pre_norm_decoder(config: ModelConfig, attend: Half, feed: Half) -> Graph:
-    """Blocks of two halves, each of which norms what it reads and adds what it makes. What follows
-    the last attention is computed of the wanted tokens only: nothing reads the others.
+def build_graph(config: ModelConfig) -> Graph:
+    """Blocks of two halves, attention and MLP, each of which adds to the residual stream. What
+    follows the last attention is computed of the wanted tokens only: nothing reads the others.
     """
+    if config.encoder is not None or config.norm_placement == "sum":
+        raise ModelFormatError(f"there is no graph for models of the family '{config.family}'")
     builder, hidden = DecoderBuilder(config), config.hidden_size
     x = builder.embed()
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
-        heads = attend(builder, builder.norm(x, f"{name}.attn_norm"), layer)
+        heads = builder.attention(builder.read(x, f"{name}.attn_norm"), layer)
         if layer == config.num_layers - 1:
             heads = builder.wanted(heads, f"{name}.attn.wanted")
             x = builder.wanted(x, f"{name}.wanted")
         width = config.num_heads * config.head_dim
-        out = builder.linear(heads, f"{name}.attn.o", hidden, width, config.out_bias)
-        x = builder.add(f"{name}.attn_sum", x, out)
-        inner = feed(builder, builder.norm(x, f"{name}.mlp_norm"), layer)
+        half = builder.linear(heads, f"{name}.attn.o", hidden, width, config.out_bias)
+        x = builder.merge(x, half, f"{name}.attn")
+        inner = builder.mlp(builder.read(x, f"{name}.mlp_norm"), layer)
         width = config.intermediate_size
-        out = builder.linear(inner, f"{name}.mlp.down", hidden, width, config.mlp_bias)
-        x = builder.add(f"{name}.mlp_sum", x, out)
+        half = builder.linear(inner, f"{name}.mlp.down", hidden, width, config.mlp_bias)
+        x = builder.merge(x, half, f"{name}.mlp")
     return builder.logits(x)

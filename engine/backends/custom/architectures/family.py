@@ -1,0 +1,223 @@
+"""A family as one row: what files call it, the keys of its settings, and where its weights lie.
+
+A setting is read by its key, or has the family's default, or holds for all models of the family.
+What is no plain key (rotary rules, windows) is read by functions that the row names. GGUF metadata
+leaves some facts to the presence of tensors (tied head, biases, frequency factors);
+`weights.model` settles those once the file is open.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from engine.backends.custom.architectures.base import (
+    ModelConfig,
+    Reader,
+    TensorSpec,
+    Transform,
+    check_config,
+)
+from engine.backends.custom.architectures.foreign import (
+    gguf_bos_id,
+    gguf_eos_ids,
+    gguf_vocab_size,
+    heads_split,
+    hf_activation,
+    hf_bos_id,
+    hf_eos_ids,
+    known_activation,
+    refuse_unsupported_gguf,
+    refuse_unsupported_hf,
+    refuse_values,
+)
+from engine.backends.custom.architectures.rope import (
+    rope_from_gguf,
+    rope_from_hf,
+    stretched_position,
+)
+from engine.core.errors import ModelFormatError
+
+Keys = dict[str, str | tuple[str, ...]]  # of a file -> the field that each holds, or several
+Settings = Mapping[str, Any]  # fields of `ModelConfig` by name
+# What a row reads besides plain keys: the file and the fields read so far -> more fields.
+More = Callable[[Reader, Settings], Settings]
+
+REQUIRED: Any = object()
+_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"})
+FLOATS = frozenset(
+    {
+        "norm_eps",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+    }
+)
+# Of fields that a file may leave out, in every family.
+_DEFAULTS: Mapping[str, Any] = {
+    "num_kv_heads": lambda found: found["num_heads"],
+    "head_dim": lambda found: heads_split(found["hidden_size"], found["num_heads"]),
+    "tie_embeddings": False,
+    "qkv_bias": False,
+    "out_bias": False,
+    "mlp_bias": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRow:
+    """A weight under our name and the files'; "{i}" is a layer.
+
+    `shape` has a letter for each size: D hidden, F feed-forward, V vocabulary, P positions, Y token
+    types, H head; q all query heads, k all key heads, a both and the values, c half a head.
+    `bias` and `when` name fields of the config that say whether there is a bias, and the weight.
+    """
+
+    name: str
+    shape: str
+    hf: str | None
+    gguf: str | None
+    bias: str | None = None
+    when: str | None = None
+    hf_transform: Transform = "none"
+    gguf_transform: Transform = "none"
+    optional: bool = False
+
+    def specs(self, config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+        if self.when is not None and not getattr(config, self.when):
+            return
+        sizes = _sizes(config)
+        shape = tuple(sizes[letter] for letter in self.shape)
+        name, hf, gguf = (
+            None if each is None else each.replace("{i}", str(layer))
+            for each in (self.name, self.hf, self.gguf)
+        )
+        assert name is not None, self
+        yield TensorSpec(
+            name, shape, hf, gguf, self.hf_transform, self.gguf_transform, self.optional
+        )
+        if self.bias is not None and getattr(config, self.bias):
+            name, hf, gguf = (
+                each and each.removesuffix("weight") + "bias" for each in (name, hf, gguf)
+            )
+            assert name is not None, self
+            yield TensorSpec(name, shape[:1], hf, gguf, gguf_transform=self.gguf_transform)
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "D": config.hidden_size,
+        "F": config.intermediate_size,
+        "V": config.vocab_size,
+        "P": config.max_position,
+        "Y": 0 if config.encoder is None else config.encoder.num_token_types,
+        "H": config.head_dim,
+        "q": queries,
+        "k": keys,
+        "a": queries + 2 * keys,
+        "c": config.head_dim // 2,
+    }
+
+
+def _nothing_more(reader: Reader, found: Settings) -> Settings:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row. `engine convert` writes with its tables of keys, too."""
+
+    name: str
+    hf_names: tuple[str, ...]
+    gguf_names: tuple[str, ...]
+    weights: tuple[WeightRow, ...]
+    hf_keys: Keys
+    gguf_keys: Keys | None  # without the prefix; None: read from safetensors only
+    hf_activation: tuple[str, str] = ("hidden_act", "silu")  # its key and its default
+    always: Settings = field(default_factory=dict)  # of all models of the family
+    defaults: Settings = field(default_factory=dict)  # REQUIRED: a file must say it
+    hf_defaults: Settings = field(default_factory=dict)  # where Transformers has others than GGUF
+    hf_refused: Mapping[str, Any] = field(default_factory=dict)  # values that are not implemented
+    hf_more: More = _nothing_more
+    gguf_more: More = _nothing_more
+
+    def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
+        refuse_unsupported_hf(config)
+        refuse_values(config, self.hf_refused)
+        reader = Reader(config, "config.json")
+        found = self._read(reader, self.hf_keys, dict(self.always), self.hf_defaults)
+        found["activation"] = hf_activation(reader, *self.hf_activation)
+        if "rope" not in found:
+            length = found["max_position"]
+            found["rope"] = rope_from_hf(config, found["head_dim"], length)
+            found["max_position"] = stretched_position(found["rope"], length)
+        found["bos_id"] = hf_bos_id(config, found["vocab_size"])
+        found["eos_ids"] = hf_eos_ids(config, found["vocab_size"])
+        found |= self.hf_more(reader, found)
+        return check_config(ModelConfig(family=self.name, **found))
+
+    def config_from_gguf(self, metadata: Mapping[str, Any]) -> ModelConfig:
+        if self.gguf_keys is None:
+            raise ModelFormatError(
+                f"{self.name} models are read from safetensors only; use the model's Hugging Face "
+                "directory"
+            )
+        refuse_unsupported_gguf(metadata)
+        reader = Reader(metadata, "GGUF metadata")
+        prefix = reader.read(str, "general.architecture")
+        keys = {f"{prefix}.{key}": name for key, name in self.gguf_keys.items()}
+        known = {**self.always, "vocab_size": gguf_vocab_size(metadata)}
+        found = self._read(reader, keys, known, {})
+        found["activation"] = known_activation(self.hf_activation[1])
+        if "rope" not in found:
+            length = found["max_position"]
+            found["rope"] = rope_from_gguf(metadata, found["head_dim"], length)
+            found["max_position"] = stretched_position(found["rope"], length)
+        # 0 is how GGUF writers say "no window".
+        window = reader.read(int, f"{prefix}.attention.sliding_window", default=0)
+        found["sliding_window"] = window or None
+        found["bos_id"] = gguf_bos_id(metadata, found["vocab_size"])
+        found["eos_ids"] = gguf_eos_ids(metadata, found["vocab_size"])
+        found |= self.gguf_more(reader, found)
+        return check_config(ModelConfig(family=self.name, **found))
+
+    def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Every weight, layer after layer."""
+        specs: list[TensorSpec] = []
+        for in_layer, group in groupby(self.weights, key=lambda row: "{i}" in row.name):
+            rows = list(group)
+            for layer in range(config.num_layers if in_layer else 1):
+                for row in rows:
+                    specs.extend(row.specs(config, layer))
+        return tuple(specs)
+
+    def _read(
+        self,
+        reader: Reader,
+        keys: Keys,
+        found: dict[str, Any],
+        defaults: Settings,
+    ) -> dict[str, Any]:
+        """`found` and what the keys say; a field with several keys is read from the first."""
+        defaults = {**_DEFAULTS, **self.defaults, **defaults}
+        for key, fields in keys.items():
+            names = (fields,) if isinstance(fields, str) else fields
+            if names[0] in found:
+                continue
+            kind = bool if names[0] in _BOOLS else float if names[0] in FLOATS else int
+            if defaults.get(names[0], REQUIRED) is REQUIRED:
+                value: Any = reader.read(kind, key)
+            else:
+                value = reader.read(kind, key, default=None)
+            if value is not None:
+                found |= dict.fromkeys(names, value)
+        for name, default in defaults.items():
+            if name not in found:
+                found[name] = default(found) if callable(default) else default
+        return found
