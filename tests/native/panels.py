@@ -1,4 +1,4 @@
-"""Weights in the kernels' panel layouts (csrc/layout.h), random, beside what they decode to."""
+"""Weights in the kernels' panel layouts (csrc/base/layout.h), random, beside what they decode to."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -13,7 +13,7 @@ from engine.backends.custom.ir.plan import (
     RopeWriteStep,
 )
 
-# Codes of csrc/layout.h and csrc/kernels.h.
+# Codes of csrc/base/layout.h and csrc/base/kernels.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
 NUMERICS = ("f32", "int8", "bf16")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")

@@ -1,0 +1,26 @@
+// The parts of the Python module, one file each.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include "base/kernels.h"
+
+namespace engine {
+
+namespace nb = nanobind;
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+// The table of that name; raises ValueError when this CPU has none.
+const Kernels& kernels_named(const std::string& name);
+
+void bind_matmul(nb::module_& module);
+void bind_vector(nb::module_& module);
+void bind_attention(nb::module_& module);
+void bind_repack(nb::module_& module);
+void bind_sampler(nb::module_& module);
+void bind_model(nb::module_& module);
+
+}  // namespace engine

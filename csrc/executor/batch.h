@@ -1,0 +1,35 @@
+// One step's tokens, as the executor and the kernels see them.
+#pragma once
+#include "base/common.h"
+
+namespace engine {
+
+// Tokens are in the executor's order: generated ones first, then those of prompts, each in the order of
+// their sequences. Arrays are borrowed for the step.
+struct Batch {
+    int tokens = 0;
+    int generated = 0;                     // tokens [0, generated) are not a prompt's
+    int rows = 0;                          // sequences
+    const int32_t* token_ids = nullptr;    // (tokens)
+    const int32_t* positions = nullptr;    // (tokens)
+    const int64_t* write_slots = nullptr;  // (tokens) block * block_size + offset
+    const int32_t* row_of = nullptr;       // (tokens) whose token it is
+    const int32_t* tables = nullptr;       // (rows, table_width) block ids
+    int table_width = 0;
+    const int32_t* prefix_groups = nullptr;  // (rows) rows of one number share their leading blocks; -1: none
+    const int32_t* prefix_blocks = nullptr;  // (groups) how many they share
+    const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are wanted, ascending
+    int logits = 0;
+    int generated_logits = 0;  // of these, how many are of generated tokens
+    // The attention schedule, see attention.h.
+    const struct AttentionItem* items = nullptr;
+    int num_items = 0;
+    const int32_t* item_tokens = nullptr;
+    const struct AttentionMerge* merges = nullptr;
+    int num_merges = 0;
+    const int32_t* merge_parts = nullptr;
+
+    const int32_t* table(int row) const { return tables + size_t(row) * size_t(table_width); }
+};
+
+}  // namespace engine

@@ -1,0 +1,116 @@
+// Runs a program for one mixed batch, on all threads together, step after step.
+//
+// A step is one or two rounds of work; the pieces of a round are independent and threads take them from
+// a queue. Every thread goes through the same rounds, with a barrier after each.
+#pragma once
+#include <memory>
+
+#include "attention/attention.h"
+#include "base/memory.h"
+#include "base/threads.h"
+#include "executor/program.h"
+
+namespace engine {
+
+struct ArenaShape {
+    struct Place {
+        int width;  // floats per row
+        bool over_logits;
+    };
+    struct Buffer {
+        int place;
+        int width;
+    };
+    std::vector<Place> places;
+    std::vector<Buffer> buffers;
+    int max_tokens = 0;
+    int max_logits = 0;
+};
+
+class Executor {
+  public:
+    Executor(const Kernels& kernels, int threads, const std::vector<int>& cpus);
+
+    void set_arena(ArenaShape shape);
+    void set_cache(const KvCache& shape);
+    void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
+    void add_program(Program program);
+    // Steps of many rows compute all tokens from rounded weights or, with no such weights, generated tokens
+    // like those of prompts: quicker, but then a token's rounding depends on how many rows share its step.
+    void set_fast(bool on) { fast_ = on; }
+
+    // Computes the batch; its attention fields are filled here. `finite[t]` tells which tokens are sound.
+    void run(Batch& batch, std::vector<uint8_t>& finite);
+
+    ThreadPool& pool() { return pool_; }
+    const Kernels& kernels() const { return kernels_; }
+    const KvCache& cache() const { return cache_; }
+    // Row `row` of a buffer.
+    float* at(int buffer, int row) const {
+        return buffers_[size_t(buffer)] + size_t(row) * size_t(width(buffer));
+    }
+    int width(int buffer) const { return arena_.buffers[size_t(buffer)].width; }
+    int max_logits() const { return arena_.max_logits; }
+    uint8_t* scratch(int thread) { return scratch_[size_t(thread)].data(); }
+    const Program& program(int tokens) const;
+
+    void set_timing(bool on) { timing_ = on; }
+    const std::vector<double>& step_seconds() const { return step_seconds_; }
+
+  private:
+    struct Round {
+        int count;
+        int grain;
+    };
+    void reserve_scratch();
+    void plan_rounds(const Program& program);
+    int rows_of(const Step& step) const;      // of a product
+    bool is_rounded(const Step& step) const;  // computed from rounded weights
+    int grain_of(const Step& step) const;
+    void work(const Program& program, int thread);
+    template <class F>
+    void round(int thread, int& index, const F& piece);
+
+    void embed(const Step& step, int begin, int end);
+    // Rows of a product that are computed alike.
+    struct Part {
+        Numerics numerics;
+        const Matrix* matrix;
+        int first, rows;
+        uint8_t* input;  // where they are packed
+    };
+    struct Parts {
+        Part parts[2];  // one may be empty
+        int rows;       // of both
+        bool is_private;
+    };
+    Parts split(const Step& step, int thread);
+    void linear(const Step& step, int thread, int& index);
+    void multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch);
+    void pack(const Step& step, const Part& part, int begin, int end, float* row);
+    void rope_write(const Step& step, int begin, int end);
+    void attention(const Step& step, int thread, int& index);
+    void gather(const Step& step, int begin, int end);
+    void compute_angles(int begin, int end);
+
+    const Kernels& kernels_;
+    ThreadPool pool_;
+    WorkQueue queues_[2];
+    ArenaShape arena_;
+    KvCache cache_{};
+    Block cache_memory_, arena_memory_, parts_, shared_input_, angles_, product_;
+    std::vector<Block> scratch_, private_input_, rows_;
+    std::vector<float*> buffers_;
+    std::vector<float> frequencies_;
+    float angle_scale_ = 1;
+    std::vector<Program> programs_;
+    std::vector<Round> rounds_;
+    AttentionSchedule schedule_;
+    Batch* batch_ = nullptr;
+    uint8_t* finite_ = nullptr;
+    bool fast_ = false;
+    bool timing_ = false;
+    std::vector<double> step_seconds_;
+};
+
+}  // namespace engine

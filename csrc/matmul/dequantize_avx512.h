@@ -1,0 +1,134 @@
+// Weights of any layout as bfloat16: one group of one panel becomes [16 pairs][16 rows][2] = 1024 B, the
+// form that both vdpbf16ps and the tile multiply take.
+//
+// A quantized value is set into the mantissa of a float between 1 and 2, where it may stand at any of a
+// few places: 1 + q * 2^(place - 23). One fused multiply-add then gives scale * q + minimum, so most values
+// need no shift of their own.
+#pragma once
+#include <immintrin.h>
+
+#include "base/with_layout.h"
+
+namespace engine {
+namespace {
+
+constexpr size_t kDecodedGroupBytes = 1024;
+
+ENGINE_INLINE __m512 load_halves(const uint8_t* from) {
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// What takes numbers whose value stands at bit `place` of the mantissa to the weights of 16 rows.
+struct Placed {
+    __m512 scale, offset;
+};
+
+ENGINE_INLINE Placed placed_at(int place, __m512 scale, __m512 minimum) {
+    __m512 wide = _mm512_mul_ps(scale, _mm512_set1_ps(float(1 << (23 - place))));
+    return {wide, _mm512_sub_ps(minimum, wide)};
+}
+
+// `mask`: where the values stand in `bits`.
+ENGINE_INLINE __m512 weights_of(const Placed& placed, __m512i bits, int mask) {
+    const __m512i one = _mm512_set1_epi32(0x3f800000);
+    __m512i number = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(mask), one, 0xea);  // a & b | c
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), placed.scale, placed.offset);
+}
+
+// Rounded to nearest (halves away from zero, which takes fewer instructions than to even), interleaved.
+ENGINE_INLINE void store_pair(uint8_t* out, __m512 first, __m512 second) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
+    __m512i high = _mm512_add_epi32(_mm512_castps_si512(second), half);
+    _mm512_store_si512(out, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
+}
+
+// 256 B of nibbles; `low` and `high` give scale and minimum of values 0-15 and 16-31.
+ENGINE_INLINE void decode_nibbles(const uint8_t* from, const Placed& low, const Placed& high, uint8_t* out) {
+    constexpr int kLow = 0xf0000, kHigh = 0xf000;  // places 16 and 12
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++, out += 128) {
+        __m512i bits = _mm512_load_si512(from + 64 * j);
+        __m512i left = _mm512_slli_epi32(bits, 8), right = _mm512_srli_epi32(bits, 8);
+        __m512i first = _mm512_slli_epi32(bits, 16), last = _mm512_srli_epi32(bits, 16);
+        store_pair(out, weights_of(low, first, kLow), weights_of(low, left, kLow));
+        store_pair(out + 64, weights_of(low, bits, kLow), weights_of(low, right, kLow));
+        store_pair(out + 512, weights_of(high, left, kHigh), weights_of(high, bits, kHigh));
+        store_pair(out + 576, weights_of(high, right, kHigh), weights_of(high, last, kHigh));
+    }
+}
+
+// 256 B of bytes: values 0-15 of the group, or 16-31.
+ENGINE_INLINE void decode_bytes(const uint8_t* from, const Placed& placed, uint8_t* out) {
+    constexpr int kMask = 0xff00;  // place 8
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++, out += 128) {
+        __m512i bits = _mm512_load_si512(from + 64 * j);
+        __m512i first = _mm512_slli_epi32(bits, 8);
+        __m512i third = _mm512_srli_epi32(bits, 8), last = _mm512_srli_epi32(bits, 16);
+        store_pair(out, weights_of(placed, first, kMask), weights_of(placed, bits, kMask));
+        store_pair(out + 64, weights_of(placed, third, kMask), weights_of(placed, last, kMask));
+    }
+}
+
+// Bytes that stand 128 too high. The offset is exact: a half's 11 bits times 2^15 + 128.
+ENGINE_INLINE Placed centred(const uint8_t* scales) {
+    __m512 scale = load_halves(scales);
+    return placed_at(8, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)));
+}
+
+ENGINE_INLINE void decode_f16(const uint8_t* from, uint8_t* out) {
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 16; pair++, from += 64, out += 64) {
+        __m512bh rounded = _mm512_cvtne2ps_pbh(load_halves(from + 32), load_halves(from));
+        _mm512_store_si512(out, (__m512i)rounded);
+    }
+}
+
+ENGINE_INLINE void decode_f32(const uint8_t* from, uint8_t* out) {
+    const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i both = _mm512_or_si512(rows, _mm512_slli_epi32(rows, 16));
+    const __m512i interleave = _mm512_or_si512(both, _mm512_set1_epi32(16 << 16));
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 16; pair++, from += 128, out += 64) {
+        __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_load_ps(from + 64), _mm512_load_ps(from));
+        _mm512_store_si512(out, _mm512_permutexvar_epi16(interleave, (__m512i)rounded));
+    }
+}
+
+// Group `group` of the `groups` of a panel. Asks for what lies some groups ahead as well.
+template <Layout kLayout>
+ENGINE_INLINE void decode_group(const uint8_t* panel, int group, int groups, uint8_t* out) {
+    const size_t bytes = group_bytes(kLayout);
+    const uint8_t* from = panel + size_t(group) * bytes;
+    constexpr int kAhead = 2048;
+    for (size_t line = 0; line < bytes; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + line), _MM_HINT_T0);
+    if constexpr (kLayout == Layout::Q4) {
+        __m512 scale = load_halves(from + 256), minimum = load_halves(from + 288);
+        decode_nibbles(from, placed_at(16, scale, minimum), placed_at(12, scale, minimum), out);
+    } else if constexpr (kLayout == Layout::Q4G16) {
+        Placed low = placed_at(16, load_halves(from + 256), load_halves(from + 320));
+        Placed high = placed_at(12, load_halves(from + 288), load_halves(from + 352));
+        decode_nibbles(from, low, high, out);
+    } else if constexpr (kLayout == Layout::Q8) {
+        Placed placed = centred(panel + size_t(groups) * bytes + size_t(group) * 32);
+        decode_bytes(from, placed, out);
+        decode_bytes(from + 256, placed, out + 512);
+    } else if constexpr (kLayout == Layout::Q8M) {
+        Placed placed = placed_at(8, load_halves(from + 512), load_halves(from + 544));
+        decode_bytes(from, placed, out);
+        decode_bytes(from + 256, placed, out + 512);
+    } else if constexpr (kLayout == Layout::Q8G16) {
+        decode_bytes(from, centred(from + 512), out);
+        decode_bytes(from + 256, centred(from + 544), out + 512);
+    } else if constexpr (kLayout == Layout::F16) {
+        decode_f16(from, out);
+    } else {
+        static_assert(kLayout == Layout::F32, "bfloat16 weights need no decoding");
+        decode_f32(from, out);
+    }
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,96 @@
+// From the sums of a panel to the output: bias, activation, gate, residual, and the last panel's tail.
+#pragma once
+#include "base/kernels.h"
+#include "vector/vector_math.h"
+
+namespace engine {
+namespace {
+
+// Twice the share of a normal distribution that lies above x >= 0.
+ENGINE_INLINE Floats two_tails(Floats x) {
+    Floats t = 1.0f / (1.0f + 0.23164189f * x);
+    Floats p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    return p * t * vexp(-0.5f * x * x);
+}
+
+template <Activation activation>
+ENGINE_INLINE Floats activate(Floats x) {
+    if (activation == Activation::Silu) return x / (1.0f + vexp(-x));
+    if (activation == Activation::Gelu) {
+        Floats tail = 0.5f * x * two_tails(x < 0.0f ? -x : x);
+        return x > 0.0f ? x - tail : tail;
+    }
+    if (activation == Activation::GeluTanh) {  // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+        Floats twice = 1.59576912f * x * (1.0f + 0.044715f * x * x);
+        return x / (1.0f + vexp(-twice));
+    }
+    return x;
+}
+
+// In place, and nothing is decided on the way: so a unit's vectors do not wait for one another.
+template <Activation activation, bool gated>
+ENGINE_INLINE void activate_unit(float* sums) {
+    for (int i = 0; i < kPanelRows; i += kLanes) {
+        Floats value = activate<activation>(load(sums + i));
+        store(sums + i, gated ? value * load(sums + kPanelRows + i) : value);
+    }
+}
+
+template <Activation activation>
+ENGINE_INLINE void activate_unit(bool gated, float* sums) {
+    gated ? activate_unit<activation, true>(sums) : activate_unit<activation, false>(sums);
+}
+
+ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums) {
+    switch (activation) {
+        case Activation::Silu:
+            return activate_unit<Activation::Silu>(gated, sums);
+        case Activation::Gelu:
+            return activate_unit<Activation::Gelu>(gated, sums);
+        case Activation::GeluTanh:
+            return activate_unit<Activation::GeluTanh>(gated, sums);
+        default:
+            if (gated) activate_unit<Activation::None, true>(sums);
+    }
+}
+
+// How many values a unit puts out for a row.
+ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
+    int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
+    int left = width - unit * kPanelRows;
+    return left < kPanelRows ? left : kPanelRows;
+}
+
+// Asks for where rows [row, row + rows) of a unit go, which is a line in each and mostly not at hand.
+ENGINE_INLINE void fetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
+    const Epilogue& to = job.epilogue;
+    const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
+}
+
+// `sums` of a unit: 16 of its panel, or 16 of the gate and 16 of the other.
+__attribute__((noinline)) void finish_unit(const MatmulJob& job, int unit, int row, float* sums) {
+    const Epilogue& to = job.epilogue;
+    if (to.bias) {
+        const int size = kPanelRows * (to.gated ? 2 : 1);
+        const float* bias = to.bias + size_t(unit) * size_t(size);
+        for (int i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(bias + i));
+    }
+    activate_unit(to.activation, to.gated, sums);
+    float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    const int width = unit_width(job, unit);
+    const bool adds = to.residual;
+    if (width < kPanelRows) {
+        for (int i = 0; i < width; i++) out[i] = adds ? out[i] + sums[i] : sums[i];
+    } else if (adds) {
+        for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(out + i) + load(sums + i));
+    } else {
+        for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(sums + i));
+    }
+}
+
+}  // namespace
+}  // namespace engine

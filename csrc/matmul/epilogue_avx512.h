@@ -1,0 +1,90 @@
+// From sums in registers to the output: bias, activation, gate, residual, and the last panel's tail.
+#pragma once
+#include <immintrin.h>
+
+#include "base/kernels.h"
+#include "vector/vector_math_avx512.h"
+
+namespace engine {
+namespace {
+
+// Which lanes of a unit's output exist. A gated matrix counts the rows of both halves.
+ENGINE_INLINE __mmask16 output_lanes(const MatmulJob& job, int unit) {
+    int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
+    int left = width - unit * kPanelRows;
+    return left >= kPanelRows ? __mmask16(0xffff) : __mmask16((1 << left) - 1);
+}
+
+ENGINE_INLINE __m512 add_bias(const Epilogue& to, int panel, __m512 sum) {
+    return to.bias ? _mm512_add_ps(sum, _mm512_loadu_ps(to.bias + panel * kPanelRows)) : sum;
+}
+
+static inline __m512 activate(Activation activation, __m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), half = _mm512_mul_ps(_mm512_set1_ps(0.5f), x);
+    switch (activation) {
+        case Activation::Silu: {
+            // x / (1 + exp(-x)) by an estimate and one of Newton's steps, half the price of a division; the
+            // limit keeps the estimate a normal number. As a second operand NaN survives the minimum.
+            __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
+            __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
+            __m512 inverse = _mm512_rcp14_ps(divisor);
+            __m512 miss = _mm512_fnmadd_ps(divisor, inverse, one);
+            return _mm512_mul_ps(x, _mm512_fmadd_ps(inverse, miss, inverse));
+        }
+        case Activation::Gelu: {
+            __m512 inner = _mm512_mul_ps(x, _mm512_set1_ps(0.70710678f));
+            return _mm512_fmadd_ps(half, verf(inner), half);
+        }
+        case Activation::GeluTanh: {
+            __m512 square = _mm512_mul_ps(x, x);
+            __m512 cubic = _mm512_fmadd_ps(square, _mm512_set1_ps(0.044715f), one);
+            __m512 inner = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(0.79788456f));
+            return _mm512_fmadd_ps(half, vtanh(inner), half);
+        }
+        default:
+            return x;
+    }
+}
+
+ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 lanes, __m512 value) {
+    float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    if (to.residual) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, out));
+    _mm512_mask_storeu_ps(out, lanes, value);
+}
+
+// One row's sums of a panel, of an epilogue that is not gated.
+ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
+    store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));
+}
+
+// One row's sums of a pair of panels, of a gated epilogue.
+ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmask16 lanes, __m512 gate,
+                                   __m512 up) {
+    gate = activate(to.activation, add_bias(to, 2 * pair, gate));
+    store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, add_bias(to, 2 * pair + 1, up)));
+}
+
+// Where the sums of two neighbouring panels go, or of the last one alone.
+struct PairOutput {
+    const Epilogue& to;
+    int panel;  // the first
+    bool is_single;
+    __mmask16 lanes[2];
+};
+
+ENGINE_INLINE PairOutput pair_output(const MatmulJob& job, int panel, bool is_single) {
+    int unit = job.epilogue.gated ? panel / 2 : panel;
+    bool has_next = !is_single && !job.epilogue.gated;
+    __mmask16 next = has_next ? output_lanes(job, unit + 1) : __mmask16(0);
+    return {job.epilogue, panel, is_single, {output_lanes(job, unit), next}};
+}
+
+// `second` counts for nothing when the panel is single.
+ENGINE_INLINE void store_pair_row(const PairOutput& pair, int row, __m512 first, __m512 second) {
+    if (pair.to.gated) return store_gated_row(pair.to, pair.panel / 2, row, pair.lanes[0], first, second);
+    store_row(pair.to, pair.panel, row, pair.lanes[0], first);
+    if (!pair.is_single) store_row(pair.to, pair.panel + 1, row, pair.lanes[1], second);
+}
+
+}  // namespace
+}  // namespace engine

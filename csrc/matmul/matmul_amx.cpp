@@ -1,0 +1,172 @@
+// Products in bfloat16 on tiles, two panels at a time. Rows are packed as for vdpbf16ps.
+//
+// The tile unit and the vector units work at the same time, so what only vectors can do is done beside the
+// multiplication, a little with each group: decoding the panels, two groups ahead, beside the first rows,
+// and finishing a block of rows beside the next one.
+#include "base/amx.h"
+#include "base/dispatch.h"
+#include "matmul/dequantize_avx512.h"
+#include "matmul/epilogue_avx512.h"
+
+namespace engine {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kBlockRows = 2 * kTileRows;
+constexpr int kFinishedBeside = 2;  // rows, with each group
+
+// Sums of two tiles of rows (0 and 1) times two panels (0 and 1): tile 2 * rows + panel.
+struct alignas(64) TileSums {
+    float values[4][kTileRows][kPanelRows];
+};
+
+// Tiles 4 and 5 hold a group of the rows, 6 and 7 of the panels. Each is loaded again right after its last
+// use, which leaves the time of a multiplication or two before the next.
+template <int kTiles, int kPanels>
+struct TileBlock {
+    const uint8_t* rows[2];
+    const uint8_t* panels[2];
+
+    __attribute__((always_inline)) void load() const {
+        tile_load<4>(rows[0]);
+        tile_load<6>(panels[0]);
+        if constexpr (kPanels == 2) tile_load<7>(panels[1]);
+        if constexpr (kTiles == 2) tile_load<5>(rows[1]);
+    }
+
+    // Multiplies the group that is loaded, and loads the one at `next`.
+    __attribute__((always_inline)) void multiply_and_load(size_t next) const {
+        tile_multiply_bf16<0, 4, 6>();
+        if constexpr (kPanels == 2) tile_multiply_bf16<1, 4, 7>();
+        tile_load<4>(rows[0] + next);
+        if constexpr (kTiles == 2) tile_multiply_bf16<2, 5, 6>();
+        tile_load<6>(panels[0] + next);
+        if constexpr (kTiles == 2 && kPanels == 2) tile_multiply_bf16<3, 5, 7>();
+        if constexpr (kPanels == 2) tile_load<7>(panels[1] + next);
+        if constexpr (kTiles == 2) tile_load<5>(rows[1] + next);
+    }
+
+    __attribute__((always_inline)) void multiply() const {
+        tile_multiply_bf16<0, 4, 6>();
+        if constexpr (kPanels == 2) tile_multiply_bf16<1, 4, 7>();
+        if constexpr (kTiles == 2) tile_multiply_bf16<2, 5, 6>();
+        if constexpr (kTiles == 2 && kPanels == 2) tile_multiply_bf16<3, 5, 7>();
+    }
+
+    // All groups in ascending order; `beside(group)` is run before each.
+    template <class Beside>
+    __attribute__((always_inline)) void run(int groups, TileSums& sums, Beside beside) const {
+        tile_zero<0>();
+        tile_zero<1>();
+        tile_zero<2>();
+        tile_zero<3>();
+        load();
+        for (int g = 0; g < groups - 1; g++) {
+            beside(g);
+            multiply_and_load(size_t(g + 1) * kDecodedGroupBytes);
+        }
+        beside(groups - 1);
+        multiply();
+        tile_store<0>(sums.values[0]);
+        if constexpr (kPanels == 2) tile_store<1>(sums.values[1]);
+        if constexpr (kTiles == 2) tile_store<2>(sums.values[2]);
+        if constexpr (kTiles == 2 && kPanels == 2) tile_store<3>(sums.values[3]);
+    }
+};
+
+// Two panels, or the last one, times all rows.
+template <Layout kLayout, int kPanels>
+class PanelProduct {
+  public:
+    PanelProduct(const MatmulJob& job, int panel, uint8_t* scratch)
+        : job_(job), groups_(job.weights->groups()), output_(pair_output(job, panel, kPanels == 1)) {
+        for (int p = 0; p < kPanels; p++) {
+            stored_[p] = job.weights->panel(panel + p);
+            decoded_[p] = scratch + size_t(p) * tile_bytes();
+            panels_[p] = kLayout == Layout::BF16 ? stored_[p] : decoded_[p];
+        }
+    }
+
+    void run() const {
+        TileSums sums[2];
+        const int blocks = div_up(job_.rows, kBlockRows);
+        for (int block = 0; block < blocks; block++) {
+            TileSums &now = sums[block % 2], &before = sums[(block + 1) % 2];
+            if (job_.rows - block * kBlockRows > kTileRows)
+                multiply_block<2>(block, now, before);
+            else
+                multiply_block<1>(block, now, before);
+        }
+        finish(blocks - 1, sums[(blocks - 1) % 2], 0, kBlockRows);
+    }
+
+  private:
+    size_t tile_bytes() const { return size_t(groups_) * kDecodedGroupBytes; }
+
+    template <int kTiles>
+    __attribute__((always_inline)) void multiply_block(int block, TileSums& now,
+                                                       const TileSums& before) const {
+        const uint8_t* first = job_.input + size_t(block) * 2 * tile_bytes();
+        const TileBlock<kTiles, kPanels> tiles{{first, first + tile_bytes()}, {panels_[0], panels_[1]}};
+        if (block == 0) {
+            decode(0);
+            decode(1);
+            auto ahead = [&](int group) __attribute__((always_inline)) { decode(group + 2); };
+            return tiles.run(groups_, now, ahead);
+        }
+        auto one_before = [&](int group) __attribute__((always_inline)) {
+            finish(block - 1, before, group * kFinishedBeside, (group + 1) * kFinishedBeside);
+        };
+        tiles.run(groups_, now, one_before);
+        finish(block - 1, before, groups_ * kFinishedBeside, kBlockRows);
+    }
+
+    __attribute__((always_inline)) void decode(int group) const {
+        if constexpr (kLayout != Layout::BF16) {
+            if (group >= groups_) return;
+            const size_t at = size_t(group) * kDecodedGroupBytes;
+            for (int p = 0; p < kPanels; p++)
+                decode_group<kLayout>(stored_[p], group, groups_, decoded_[p] + at);
+        }
+    }
+
+    // Rows [begin, end) of a block, as far as there are so many.
+    __attribute__((always_inline)) void finish(int block, const TileSums& sums, int begin, int end) const {
+        const int first = block * kBlockRows, left = job_.rows - first;
+        const int last = left < kBlockRows ? left : kBlockRows;
+        for (int r = begin; r < (end < last ? end : last); r++) {
+            const auto* values = sums.values + r / kTileRows * 2;
+            __m512 one = _mm512_load_ps(values[0][r % kTileRows]);
+            __m512 two = _mm512_load_ps(values[1][r % kTileRows]);
+            store_pair_row(output_, first + r, one, two);
+        }
+    }
+
+    const MatmulJob& job_;
+    const int groups_;
+    const PairOutput output_;
+    const uint8_t *stored_[2], *panels_[2];
+    uint8_t* decoded_[2];
+};
+
+template <Layout kLayout>
+void multiply(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    const int factor = job.epilogue.gated ? 2 : 1;
+    int panel = begin * factor;
+    for (; panel + 1 < end * factor; panel += 2) PanelProduct<kLayout, 2>(job, panel, scratch).run();
+    if (panel < end * factor) PanelProduct<kLayout, 1>(job, panel, scratch).run();
+}
+
+void matmul(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    TileScope tiles;
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply<decltype(layout)::value>(job, begin, end, scratch); });
+}
+
+}  // namespace
+
+void fill_matmul_amx(Kernels& table) {
+    table.matmul[int(Numerics::BF16)] = matmul;
+}
+
+}  // namespace engine

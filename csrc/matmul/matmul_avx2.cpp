@@ -1,0 +1,169 @@
+// Matrix products in AVX2: 16 rows of weights are two registers, and up to four rows of activations share
+// what is read of the weights.
+#include <immintrin.h>
+
+#include "base/dispatch.h"
+#include "base/repeat.h"
+#include "base/with_layout.h"
+#include "matmul/matmul_f32.h"
+#include "matmul/packed_input.h"
+
+namespace engine {
+namespace {
+
+ENGINE_INLINE __m256i load_bytes(const uint8_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+
+// Four values of each of eight rows, from the half of the group that begins with value 16 * half.
+template <Layout layout>
+ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int part) {
+    if (!is_4_bit(layout)) {
+        __m256i bytes = load_bytes(group + (4 * half + quad) * 64 + part * 32);
+        return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
+    }
+    __m256i bytes = load_bytes(group + quad * 64 + part * 32);
+    return _mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+}
+
+// Adds products. Of 4-bit values 8 pairs fit into 16 bits; pairs of 8-bit ones fit because neither -128
+// nor more than 127 occurs in x, and are added up in 32 bits.
+template <Layout layout>
+ENGINE_INLINE __m256i add_products(__m256i sums, __m256i weights, __m256i x) {
+    if (is_4_bit(layout)) return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, x));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+ENGINE_INLINE __m256i broadcast_four(const int8_t* from) {
+    int32_t four;
+    memcpy(&four, from, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
+// Scales the dot products of a share (both halves of a group, or one) and adds them up.
+template <Layout layout, int rows>
+ENGINE_INLINE void add_scaled(const uint16_t* scales, const PackedGroup* const* x, int half,
+                              __m256i (&dots)[rows][2], __m256 (&sums)[rows][2]) {
+    repeat<2>([&](auto part) ALWAYS {
+        __m256 scale = load_halves(scales + part * 8), minimum = _mm256_setzero_ps();
+        if (has_minima(layout)) minimum = load_halves(scales + shares(layout) * kPanelRows + part * 8);
+        repeat<rows>([&](auto r) ALWAYS {
+            __m256i dot = dots[r][part];
+            int32_t sum = shares(layout) == 2 ? x[r]->sums[half] : x[r]->sums[0] + x[r]->sums[1];
+            if (is_4_bit(layout)) dot = _mm256_madd_epi16(dot, _mm256_set1_epi16(1));
+            if (layout == Layout::Q8M) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(128 * sum));
+            __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(x[r]->scale));
+            sums[r][part] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), factor, sums[r][part]);
+            if (has_minima(layout)) {
+                __m256 scaled_sum = _mm256_set1_ps(float(sum) * x[r]->scale);
+                sums[r][part] = _mm256_fmadd_ps(minimum, scaled_sum, sums[r][part]);
+            }
+            dots[r][part] = _mm256_setzero_si256();
+        });
+    });
+}
+
+// One panel with `rows` rows of activations; row r's sums go to out + 32 r.
+template <Layout layout, int rows>
+void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, float* out) {
+    __m256 sums[rows][2];
+    __m256i dots[rows][2];
+    const PackedGroup* x[rows];
+    repeat<rows>([&](auto r) ALWAYS {
+        x[r] = input + size_t(r) * size_t(groups);
+        sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+        dots[r][0] = dots[r][1] = _mm256_setzero_si256();
+    });
+    for (int g = 0; g < groups; g++) {
+        const uint8_t* group = panel + size_t(g) * group_bytes(layout);
+        const uint16_t* scales = scales_of<layout>(panel, groups, g);
+        repeat<2>([&](auto half) ALWAYS {
+            repeat<4>([&](auto quad) ALWAYS {
+                __m256i low = load_values<layout>(group, half, quad, 0);
+                __m256i high = load_values<layout>(group, half, quad, 1);
+                repeat<rows>([&](auto r) ALWAYS {
+                    __m256i four = broadcast_four(x[r]->values + 16 * half + 4 * quad);
+                    dots[r][0] = add_products<layout>(dots[r][0], low, four);
+                    dots[r][1] = add_products<layout>(dots[r][1], high, four);
+                    // In this order: the compiler would keep all products and add them in a tree.
+                    __asm__("" : "+x"(dots[r][0]), "+x"(dots[r][1]));
+                });
+            });
+            if (shares(layout) == 2)
+                add_scaled<layout, rows>(scales + half * kPanelRows, x, half, dots, sums);
+        });
+        if (shares(layout) == 1) add_scaled<layout, rows>(scales, x, 0, dots, sums);
+        repeat<rows>([&](auto r) ALWAYS { x[r]++; });
+    }
+    repeat<rows>([&](auto r) ALWAYS {
+        _mm256_storeu_ps(out + r * 2 * kPanelRows, sums[r][0]);
+        _mm256_storeu_ps(out + r * 2 * kPanelRows + 8, sums[r][1]);
+    });
+}
+
+template <Layout layout>
+void multiply_whole(const MatmulJob& job, int begin, int end) {
+    using Multiply = void (*)(const uint8_t*, int, const PackedGroup*, float*);
+    constexpr Multiply multiply[] = {multiply_panel<layout, 1>, multiply_panel<layout, 2>,
+                                     multiply_panel<layout, 3>, multiply_panel<layout, 4>};
+    const Matrix& weights = *job.weights;
+    int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1;
+    auto input = reinterpret_cast<const PackedGroup*>(job.input);
+    for (int unit = begin; unit < end; unit++)
+        for (int row = 0; row < job.rows; row += kBlock) {
+            int rows = job.rows - row < kBlock ? job.rows - row : kBlock;
+            float sums[kBlock][2 * kPanelRows];
+            for (int i = 0; i < panels; i++)
+                multiply[rows - 1](weights.panel(unit * panels + i), groups,
+                                   input + size_t(row) * size_t(groups), sums[0] + i * kPanelRows);
+            for (int r = 0; r < rows; r++) finish_unit(job, unit, row + r, sums[r]);
+        }
+}
+
+// Adds the products of one decoded group, summed on their own so that groups do not wait for one another.
+// Row r's sums are at sums + 32 r.
+template <int rows>
+void add_floats(const float* weights, const float* input, int stride, float* sums) {
+    __m256 total[rows][2];
+    repeat<rows>([&](auto r) ALWAYS { total[r][0] = total[r][1] = _mm256_setzero_ps(); });
+    for (int k = 0; k < kGroup; k++) {
+        __m256 low = _mm256_loadu_ps(weights + k * kPanelRows);
+        __m256 high = _mm256_loadu_ps(weights + k * kPanelRows + 8);
+        repeat<rows>([&](auto r) ALWAYS {
+            __m256 x = _mm256_broadcast_ss(input + size_t(r) * size_t(stride) + k);
+            total[r][0] = _mm256_fmadd_ps(low, x, total[r][0]);
+            total[r][1] = _mm256_fmadd_ps(high, x, total[r][1]);
+        });
+    }
+    repeat<rows>([&](auto r) ALWAYS {
+        float* out = sums + r * 2 * kPanelRows;
+        _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), total[r][0]));
+        _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), total[r][1]));
+    });
+}
+
+void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) multiply_whole<layout>(job, begin, end);
+    });
+}
+
+void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    constexpr AddFloats add[kBlock] = {add_floats<1>, add_floats<2>, add_floats<3>, add_floats<4>};
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply_floats<layout>(job, begin, end, scratch, add); });
+}
+
+}  // namespace
+
+// Scratch memory is as large as the generic kernels'.
+void fill_matmul_avx2(Kernels& table) {
+    constexpr int whole = int(Numerics::INT8), floats = int(Numerics::F32);
+    table.pack[whole] = pack_int8;
+    table.matmul[whole] = matmul_int8;
+    table.pack[floats] = pack_f32;
+    table.matmul[floats] = matmul_f32;
+}
+
+}  // namespace engine

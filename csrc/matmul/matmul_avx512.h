@@ -1,0 +1,124 @@
+// How the AVX-512 matrix kernels go over a job: blocks of rows, and units of panels in an order that keeps
+// the rows of a pass in the cache while the weights go by.
+#pragma once
+#include <utility>
+
+#include "matmul/epilogue_avx512.h"
+#include "vector/vector_math_avx512.h"
+
+namespace engine {
+namespace {
+
+constexpr int kBlockRows = 12;  // as many as have two registers each, with some to spare
+
+template <int I>
+struct Index {
+    constexpr operator int() const { return I; }
+};
+
+template <class F, int... I>
+ENGINE_INLINE void call_each(F& f, std::integer_sequence<int, I...>) {
+    (f(Index<I>{}), ...);
+}
+
+// f(0), f(1), ... f(N - 1) with constants: a loop here would leave arrays of registers in memory.
+template <int N, class F>
+ENGINE_INLINE void unroll(F f) {
+    call_each(f, std::make_integer_sequence<int, N>{});
+}
+
+// Checks of every address in them would make a sanitized build take many minutes.
+#define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
+
+// R rows of packed input, `stride` bytes apart. Addresses are made of few pointers and of multiples of the
+// stride that an instruction can add itself: one pointer for each row would not fit into the registers.
+template <int R>
+struct InputRows {
+    const uint8_t* bases[(R + 2) / 3];
+    size_t stride;
+
+    ENGINE_UNROLLED InputRows(const uint8_t* input, size_t stride_) : stride(stride_) {
+        unroll<(R + 2) / 3>([&](auto i) ENGINE_UNROLLED { bases[i] = input + 3 * i * stride; });
+    }
+    ENGINE_UNROLLED void advance(int bytes) {
+        unroll<(R + 2) / 3>([&](auto i) ENGINE_UNROLLED { bases[i] += bytes; });
+    }
+    template <class T>
+    ENGINE_UNROLLED const T& at(int row) const {
+        return *reinterpret_cast<const T*>(bases[row / 3] + size_t(row % 3) * stride);
+    }
+};
+
+// The sums of a block of rows over one panel: sums[row][16]. `prefetch` is set when the panel is new.
+using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
+                     float* sums);
+
+struct Method {
+    const Dot* dots;   // by rows in a block, from 1
+    size_t row_bytes;  // of packed input
+    // Brings a panel into the form that the dots read; null when it is stored in that form.
+    void (*decode)(const uint8_t* panel, int groups, float* out);
+};
+
+ENGINE_INLINE void finish_block(const MatmulJob& job, int unit, int first, int size, const float* sums) {
+    const Epilogue& to = job.epilogue;
+    const __mmask16 lanes = output_lanes(job, unit);
+    for (int row = 0; row < size; row++) {
+        __m512 sum = _mm512_load_ps(sums + row * kPanelRows);
+        if (to.gated) {
+            __m512 up = _mm512_load_ps(sums + (kBlockRows + row) * kPanelRows);
+            store_gated_row(to, unit, first + row, lanes, sum, up);
+        } else {
+            store_row(to, unit, first + row, lanes, sum);
+        }
+    }
+}
+
+static void run_unit(const MatmulJob& job, const Method& method, int unit, int begin_row, int end_row,
+                     uint8_t* scratch) {
+    const Matrix& weights = *job.weights;
+    const int panels = job.epilogue.gated ? 2 : 1, groups = weights.groups();
+    const uint8_t* sources[2];
+    for (int i = 0; i < panels; i++) {
+        sources[i] = weights.panel(unit * panels + i);
+        if (!method.decode) continue;
+        uint8_t* room = scratch + size_t(i) * panel_bytes(Layout::F32, weights.columns);
+        method.decode(sources[i], groups, reinterpret_cast<float*>(room));
+        sources[i] = room;
+    }
+    alignas(64) float sums[2 * kBlockRows * kPanelRows];
+    const int blocks = div_up(end_row - begin_row, kBlockRows);
+    for (int block = 0, row = begin_row; block < blocks; block++) {
+        const int size = div_up(end_row - row, blocks - block);  // blocks of nearly the same size
+        const uint8_t* input = job.input + size_t(row) * method.row_bytes;
+        for (int i = 0; i < panels; i++)
+            method.dots[size - 1](sources[i], input, method.row_bytes, groups, block == 0 && !method.decode,
+                                  sums + i * kBlockRows * kPanelRows);
+        finish_block(job, unit, row, size, sums);
+        row += size;
+    }
+}
+
+static void run_units(const MatmulJob& job, const Method& method, int begin, int end, uint8_t* scratch) {
+    constexpr size_t kPassBytes = 512 << 10;  // of input: a part of the second-level cache
+    constexpr int kLeastRows = 6 * kBlockRows;
+    int pass = int(kPassBytes / method.row_bytes) / kBlockRows * kBlockRows;
+    if (pass < kLeastRows) pass = kLeastRows;
+    for (int row = 0; row < job.rows; row += pass) {
+        int end_row = row + pass < job.rows ? row + pass : job.rows;
+        for (int unit = begin; unit < end; unit++) run_unit(job, method, unit, row, end_row, scratch);
+    }
+}
+
+ENGINE_INLINE void prefetch_lines(const uint8_t* from, int lines) {
+    constexpr int kAhead = 2048;
+    for (int i = 0; i < lines; i++)
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
+}
+
+ENGINE_INLINE __m512 load_halves(const uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,50 @@
+// Products of F32 numerics in NEON: 16 rows of weights are four registers, and up to four rows of activations
+// share what is read of the weights.
+#include <arm_neon.h>
+
+#include "base/dispatch.h"
+#include "base/repeat.h"
+#include "base/with_layout.h"
+#include "matmul/matmul_f32.h"
+
+namespace engine {
+namespace {
+
+constexpr int kVectors = kPanelRows / kLanes;
+
+// Products are summed on their own so that groups do not wait for one another.
+template <int rows>
+void add_floats(const float* weights, const float* input, int stride, float* sums) {
+    float32x4_t total[rows][kVectors];
+    repeat<rows * kVectors>([&](auto i) ALWAYS { total[i / kVectors][i % kVectors] = vdupq_n_f32(0); });
+    for (int k = 0; k < kGroup; k += 4, weights += 4 * kPanelRows) {
+        float32x4_t x[rows];
+        repeat<rows>([&](auto r) ALWAYS { x[r] = vld1q_f32(input + size_t(r) * size_t(stride) + k); });
+        repeat<4>([&](auto i) ALWAYS {
+            repeat<kVectors>([&](auto v) ALWAYS {
+                float32x4_t four = vld1q_f32(weights + i * kPanelRows + v * 4);
+                repeat<rows>([&](auto r)
+                                 ALWAYS { total[r][v] = vfmaq_laneq_f32(total[r][v], four, x[r], i); });
+            });
+        });
+    }
+    repeat<rows * kVectors>([&](auto i) ALWAYS {
+        float* out = sums + i / kVectors * 2 * kPanelRows + i % kVectors * 4;
+        vst1q_f32(out, vaddq_f32(vld1q_f32(out), total[i / kVectors][i % kVectors]));
+    });
+}
+
+void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    constexpr AddFloats add[kBlock] = {add_floats<1>, add_floats<2>, add_floats<3>, add_floats<4>};
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply_floats<layout>(job, begin, end, scratch, add); });
+}
+
+}  // namespace
+
+// Scratch memory is as large as the generic kernels', and rows are packed as for them.
+void fill_matmul_f32_neon(Kernels& table) {
+    table.matmul[int(Numerics::F32)] = matmul_f32;
+}
+
+}  // namespace engine

@@ -1,0 +1,143 @@
+// Matrix products for any CPU, and the plainest statement of their arithmetic.
+//
+// A panel is decoded once, in scratch memory, and then multiplied with row after row.
+#include "base/dispatch.h"
+#include "base/with_layout.h"
+#include "matmul/dequantize.h"
+#include "matmul/epilogue.h"
+#include "matmul/packed_input.h"
+
+namespace engine {
+namespace {
+
+constexpr int kVectors = kPanelRows / kLanes;
+
+// A group of a panel as floats.
+struct FloatGroup {
+    float values[kGroup * kPanelRows];
+};
+
+// A group of a panel before scaling. Its whole numbers are kept as floats, which add up exactly as long as
+// they stay below 2^24: the largest dot product of a group is 32 * 255 * 127.
+struct WholeGroup {
+    float values[kGroup * kPanelRows];
+    float scales[2 * kPanelRows];  // of each share of the values
+    float minima[2 * kPanelRows];
+};
+
+struct FloatInput {
+    float values[kGroup];
+};
+
+size_t scratch_bytes(int columns) {  // a gated unit needs two panels
+    return 2 * size_t(div_up(columns, kGroup)) * sizeof(WholeGroup);
+}
+
+// Adds `count` values of 16 rows, each times its x.
+ENGINE_INLINE void add_products(const float* values, const float* x, int count, Floats (&sums)[kVectors]) {
+    for (int k = 0; k < count; k++)
+        for (int i = 0; i < kVectors; i++) sums[i] += load(values + k * kPanelRows + i * kLanes) * x[k];
+}
+
+template <Layout layout>
+struct FloatProduct {
+    using Group = FloatGroup;
+    using Input = FloatInput;
+
+    static void decode(const uint8_t* panel, int groups, int g, FloatGroup& out) {
+        decode_group<layout>(panel, groups, g, out.values);
+    }
+
+    static void multiply(const FloatGroup* panel, const FloatInput* x, int groups, Floats (&sums)[kVectors]) {
+        for (int g = 0; g < groups; g++) add_products(panel[g].values, x[g].values, kGroup, sums);
+    }
+};
+
+template <Layout layout>
+struct WholeProduct {
+    using Group = WholeGroup;
+    using Input = PackedGroup;
+    static constexpr int kShares = shares(layout), kShare = kGroup / kShares;
+
+    static void decode(const uint8_t* panel, int groups, int g, WholeGroup& out) {
+        const uint8_t* group = panel + size_t(g) * group_bytes(layout);
+        const float offset = has_minima(layout) ? 0.0f : 128.0f;
+        for (int n = 0; n < kPanelRows; n += kLanes)
+#pragma GCC unroll 32
+            for (int k = 0; k < kGroup; k++)
+                store(out.values + k * kPanelRows + n, stored_values<layout>(group, k, n) - offset);
+        const uint16_t* scales = scales_of<layout>(panel, groups, g);
+        for (int i = 0; i < kShares * kPanelRows; i += kLanes) {
+            store(out.scales + i, load_halves(scales + i));
+            if (has_minima(layout)) store(out.minima + i, load_halves(scales + kShares * kPanelRows + i));
+        }
+    }
+
+    static void multiply(const WholeGroup* panel, const PackedGroup* x, int groups,
+                         Floats (&sums)[kVectors]) {
+        for (int g = 0; g < groups; g++) {
+            const WholeGroup& weights = panel[g];
+            float values[kGroup];
+            for (int k = 0; k < kGroup; k++) values[k] = x[g].values[k];
+            for (int share = 0; share < kShares; share++) {
+                int first = share * kShare, row = share * kPanelRows;
+                Floats dots[kVectors] = {};
+                add_products(weights.values + first * kPanelRows, values + first, kShare, dots);
+                int sum = kShares == 2 ? x[g].sums[share] : x[g].sums[0] + x[g].sums[1];
+                float scaled_sum = float(sum) * x[g].scale;
+                for (int i = 0; i < kVectors; i++) {
+                    sums[i] += dots[i] * (load(weights.scales + row + i * kLanes) * x[g].scale);
+                    if (has_minima(layout)) sums[i] += load(weights.minima + row + i * kLanes) * scaled_sum;
+                }
+            }
+        }
+    }
+};
+
+template <class Product>
+void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    const Matrix& weights = *job.weights;
+    int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1;
+    auto decoded = reinterpret_cast<typename Product::Group*>(scratch);
+    auto input = reinterpret_cast<const typename Product::Input*>(job.input);
+    for (int unit = begin; unit < end; unit++) {
+        for (int i = 0; i < panels; i++)
+            for (int g = 0; g < groups; g++)
+                Product::decode(weights.panel(unit * panels + i), groups, g, decoded[i * groups + g]);
+        for (int row = 0; row < job.rows; row++) {
+            float out[2 * kPanelRows];
+            for (int i = 0; i < panels; i++) {
+                Floats sums[kVectors] = {};
+                Product::multiply(decoded + i * groups, input + size_t(row) * size_t(groups), groups, sums);
+                memcpy(out + i * kPanelRows, sums, sizeof sums);
+            }
+            finish_unit(job, unit, row, out);
+        }
+    }
+}
+
+void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) multiply_units<WholeProduct<layout>>(job, begin, end, scratch);
+    });
+}
+
+void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply_units<FloatProduct<layout>>(job, begin, end, scratch); });
+}
+
+}  // namespace
+
+void fill_matmul_generic(Kernels& table) {
+    constexpr int whole = int(Numerics::INT8), floats = int(Numerics::F32);
+    table.packed_bytes[whole] = packed_bytes_int8;
+    table.pack[whole] = pack_int8;
+    table.matmul[whole] = multiply_quantized;
+    table.packed_bytes[floats] = packed_bytes_f32;
+    table.pack[floats] = pack_f32;
+    table.matmul[floats] = multiply_floats;
+    table.scratch_bytes = scratch_bytes;
+}
+
+}  // namespace engine

@@ -1,0 +1,216 @@
+// Products of INT8 numerics in NEON: up to twelve rows of activations share what is read of the weights.
+//
+// Of an input's values and a group's (a half's, where halves have scales) the exact dot product is multiplied
+// by the input's scale, and then to a row's sum are added, in this order and rounded once each:
+//     input sum * minimum,  product * scale
+// where an offset of 128 is a minimum of 128 * scale more. What can be loaded is loaded rather than copied or
+// broadcast, since that needs the units that multiply.
+#include "base/dispatch.h"
+#include "base/repeat.h"
+#include "base/with_layout.h"
+#include "matmul/dequantize.h"
+#include "matmul/epilogue.h"
+#include "matmul/packed_input_neon.h"
+
+namespace engine {
+namespace {
+
+constexpr int kVectors = kPanelRows / 4;
+
+alignas(16) const int32_t kNoDots[4] = {kShiftBits, kShiftBits, kShiftBits, kShiftBits};
+
+// As an intrinsic it would become a copy of a register that holds what was loaded before.
+template <class T>
+ENGINE_INLINE float32x4_t load_again(const T (&from)[4]) {
+    float32x4_t loaded;
+    __asm__ volatile("ldr %q0, %1" : "=w"(loaded) : "m"(from));
+    return loaded;
+}
+
+// Four values of each of four rows, of which there are eight in a group.
+template <Layout layout, int index>
+ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
+    if (!is_4_bit(layout)) {
+        uint8x16_t bytes = vld1q_u8(group + index * 64);
+        return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));
+    }
+    uint8x16_t bytes = vld1q_u8(group + index % 4 * 64);
+    return vreinterpretq_s8_u8(index < 4 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4));
+}
+
+// What four outputs have in a group.
+template <Layout layout>
+struct Weights {
+    int8x16_t values[8];
+    float32x4_t scales[shares(layout)], minima[shares(layout)];
+
+    ALWAYS void load(const uint8_t* group, const uint16_t* stored) {
+        repeat<8>([&](auto i) ALWAYS { values[i] = load_values<layout, i>(group); });
+        repeat<shares(layout)>([&](auto i) ALWAYS {
+            scales[i] = load_halves(stored + i * kPanelRows);
+            if (has_minima(layout)) minima[i] = load_halves(stored + (shares(layout) + i) * kPanelRows);
+            if (layout == Layout::Q8M) minima[i] = vfmaq_n_f32(minima[i], scales[i], 128.0f);
+        });
+    }
+};
+
+// sum += weights . word `word` of x, in each lane
+template <int word>
+ENGINE_INLINE void add_dots(float32x4_t& sum, int8x16_t weights, int8x16_t x) {
+    __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(weights), "w"(x), "i"(word));
+}
+
+// The same for four words and four rows. As one statement, since the compiler would copy sums in between.
+#define ADD_WORD(weights, word)                  \
+    "sdot %0.4s, %" weights ".16b, %8.4b[" word  \
+    "]\n"                                        \
+    "sdot %1.4s, %" weights ".16b, %9.4b[" word  \
+    "]\n"                                        \
+    "sdot %2.4s, %" weights ".16b, %10.4b[" word \
+    "]\n"                                        \
+    "sdot %3.4s, %" weights ".16b, %11.4b[" word "]\n"
+ENGINE_INLINE void add_dots_of_four(float32x4_t (&sums)[4], const int8x16_t* weights,
+                                    const int8x16_t (&x)[4]) {
+    __asm__ volatile(ADD_WORD("4", "0") ADD_WORD("5", "1") ADD_WORD("6", "2") ADD_WORD("7", "3")
+                     : "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3])
+                     : "w"(weights[0]), "w"(weights[1]), "w"(weights[2]), "w"(weights[3]), "w"(x[0]),
+                       "w"(x[1]), "w"(x[2]), "w"(x[3]));
+}
+#undef ADD_WORD
+
+// sum += a * b
+ENGINE_INLINE void add_product(float32x4_t& sum, float32x4_t a, float32x4_t b) {
+    __asm__ volatile("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b));
+}
+template <int lane>
+ENGINE_INLINE void add_product_lane(float32x4_t& sum, float32x4_t a, float32x4_t b) {
+    __asm__ volatile("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(a), "w"(b), "i"(lane));
+}
+
+// Adds the products of a group, four sums at a time: sum c is of row c % rows and of vector c / rows. Dot
+// products stay together in just this order, and so does their scaling: where the one follows the other, an
+// instruction is lost.
+template <Layout layout, int rows, int wide>
+ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x,
+                             float32x4_t (&sums)[wide * rows]) {
+    constexpr int kShares = shares(layout), kCount = 8 / kShares, kSums = wide * rows;
+    repeat<(kSums + 3) / 4 * kShares>([&](auto step) ALWAYS {
+        constexpr int kShare = step % kShares, kFirst = step / kShares * 4;
+        constexpr int kNow = kSums - kFirst < 4 ? kSums - kFirst : 4;
+        float32x4_t dots[kNow], products[kNow];
+        repeat<kNow>([&](auto c) ALWAYS { dots[c] = load_again(kNoDots); });
+        repeat<kCount / 4>([&](auto part) ALWAYS {
+            constexpr int kHalf = kShare + part;
+            int8x16_t values[kNow];
+            repeat<kNow>([&](auto c)
+                             ALWAYS { values[c] = vld1q_s8(x[(kFirst + c) % rows].values + kHalf * 16); });
+            if constexpr (kNow == 4 && wide == 1)
+                add_dots_of_four(dots, weights->values + kHalf * 4, values);
+            else
+                repeat<4 * kNow>([&](auto i) ALWAYS {
+                    const Weights<layout>& from = weights[(kFirst + i % kNow) / rows];
+                    add_dots<i / kNow>(dots[i % kNow], from.values[kHalf * 4 + i / kNow], values[i % kNow]);
+                });
+        });
+        repeat<kNow>([&](auto c) ALWAYS {
+            constexpr int kSum = kFirst + c, kInputSum = kShares == 2 ? 2 + kShare : 1;
+            products[c] = load_again(x[kSum % rows].shift);
+            float32x4_t factors = vld1q_f32(&x[kSum % rows].scale);
+            if (has_minima(layout))
+                add_product_lane<kInputSum>(sums[kSum], weights[kSum / rows].minima[kShare], factors);
+            add_product_lane<0>(products[c], dots[c], factors);
+        });
+        repeat<kNow>([&](auto c) ALWAYS {
+            add_product(sums[kFirst + c], products[c], weights[(kFirst + c) / rows].scales[kShare]);
+        });
+    });
+}
+
+// Asks for what follows on a group's weights in memory: few rows are done with them before it comes by itself.
+template <Layout layout>
+ENGINE_INLINE void fetch_ahead(const uint8_t* panel, int g) {
+    constexpr int kAhead = is_4_bit(layout) ? 2048 : 8192;
+    const int stream =
+        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // with its share of Q8's scales
+    for (int i = 0; i < stream; i += 64) __builtin_prefetch(panel + size_t(g) * size_t(stream) + kAhead + i);
+}
+
+// `vectors` times four outputs of a panel with `rows` rows of activations; row r's sums go to out + 32 r.
+template <Layout layout, int rows, int vectors>
+ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, const InputGroup* x,
+                                  float* out) {
+    constexpr int kWide = rows <= 2 ? 4 / rows : 1, kSums = kWide * rows;
+    float32x4_t sums[vectors / kWide][kSums];
+    repeat<rows * vectors>([&](auto i) ALWAYS { sums[i / kSums][i % kSums] = vdupq_n_f32(0); });
+    for (int g = 0; g < groups; g++, x += rows) {
+        const uint8_t* group = panel + size_t(g) * group_bytes(layout) + 16 * first;
+        const uint16_t* scales = scales_of<layout>(panel, groups, g) + 4 * first;
+        if constexpr (rows <= 2) fetch_ahead<layout>(panel, g);
+        repeat<vectors / kWide>([&](auto step) ALWAYS {
+            Weights<layout> weights[kWide];
+            repeat<kWide>([&](auto v) ALWAYS {
+                constexpr int kPlace = step * kWide + v;
+                weights[v].load(group + 16 * kPlace, scales + 4 * kPlace);
+            });
+            add_group<layout, rows, kWide>(weights, x, sums[step]);
+        });
+    }
+    repeat<rows * vectors>([&](auto i) ALWAYS {
+        vst1q_f32(out + i % rows * 2 * kPanelRows + i / rows * 4, sums[i / kSums][i % kSums]);
+    });
+}
+
+// As many as have room for their sums beside what is computed with.
+constexpr int vectors_for(int rows) {
+    return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
+}
+
+using Multiply = void (*)(const uint8_t* panel, int groups, const InputGroup* x, float* out);
+
+template <Layout layout, int rows>
+void multiply_panel(const uint8_t* panel, int groups, const InputGroup* x, float* out) {
+    constexpr int vectors = vectors_for(rows);
+    for (int first = 0; first < kVectors; first += vectors)
+        multiply_strip<layout, rows, vectors>(panel, first, groups, x, out + 4 * first);
+}
+
+template <Layout layout, int... i>
+Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
+    static constexpr Multiply all[] = {multiply_panel<layout, i + 1>...};
+    return all[rows - 1];
+}
+
+template <Layout layout>
+void multiply_units(const MatmulJob& job, int begin, int end) {
+    const Matrix& weights = *job.weights;
+    const int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, block = block_rows(job.rows);
+    auto input = reinterpret_cast<const InputGroup*>(job.input);
+    for (int unit = begin; unit < end; unit++)
+        for (int row = 0; row < job.rows; row += block) {
+            int rows = job.rows - row < block ? job.rows - row : block;
+            Multiply multiply = multiply_for<layout>(rows, std::make_integer_sequence<int, kBlockRows>());
+            float sums[kBlockRows][2 * kPanelRows];
+            fetch_outputs(job, unit, row, rows);
+            for (int i = 0; i < panels; i++)
+                multiply(weights.panel(unit * panels + i), groups, input + size_t(row) * size_t(groups),
+                         sums[0] + i * kPanelRows);
+            for (int r = 0; r < rows; r++) finish_unit(job, unit, row + r, sums[r]);
+        }
+}
+
+void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) multiply_units<layout>(job, begin, end);
+    });
+}
+
+}  // namespace
+
+void fill_matmul_neon(Kernels& table) {
+    constexpr int whole = int(Numerics::INT8);
+    table.packed_bytes[whole] = packed_bytes_int8;
+    table.pack[whole] = pack_int8;
+    table.matmul[whole] = matmul_int8;
+}
+
+}  // namespace engine

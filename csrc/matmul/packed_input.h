@@ -1,0 +1,72 @@
+// Activations as the generic and the AVX2 matrix kernels read them, padded with zeros to whole groups.
+#pragma once
+#include "base/layout.h"
+
+namespace engine {
+namespace {
+
+// INT8: value = scale * whole number.
+struct PackedGroup {
+    int8_t values[kGroup];
+    int32_t sums[2];  // of the first and of the last 16 values
+    float scale;
+};
+
+ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(PackedGroup);
+}
+
+ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
+    return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
+}
+
+// What is not finite among the values makes the scale so, and with it all that is computed from them.
+ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
+    int32_t largest = 0;  // floats without their signs are ordered like whole numbers, and NaN is above all
+    for (int i = 0; i < kGroup; i++) {
+        int32_t size = int32_t(float_to_bits(x[i]) & 0x7fffffff);
+        largest = size > largest ? size : largest;
+    }
+    float peak = bits_to_float(uint32_t(largest));
+    bool is_zero = peak < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / peak;
+    out.scale = is_zero ? 0.0f : peak / 127.0f;
+    float scaled[kGroup];
+    for (int i = 0; i < kGroup; i++) scaled[i] = x[i] * inverse;
+    __asm__("" : "+m"(scaled));  // products are rounded, not fused with the sum below
+    for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+        for (int i = half * 16; i < half * 16 + 16; i++) {
+            // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the lowest bits.
+            int8_t value = int8_t(float_to_bits(scaled[i] + 12582912.0f) & 0xff);
+            out.values[i] = value;
+            sum += value;
+        }
+        out.sums[half] = sum;
+    }
+}
+
+void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    int groups = div_up(columns, kGroup), whole = columns / kGroup;
+    for (int row = begin; row < end; row++) {
+        const float* values = x + size_t(row) * size_t(stride);
+        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
+        for (int g = 0; g < whole; g++) pack_group(values + g * kGroup, out[g]);
+        if (whole == groups) continue;
+        float last[kGroup] = {};
+        for (int i = 0; i < columns - whole * kGroup; i++) last[i] = values[whole * kGroup + i];
+        pack_group(last, out[whole]);
+    }
+}
+
+void pack_f32(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    int padded = round_up(columns, kGroup);
+    for (int row = begin; row < end; row++) {
+        float* out = reinterpret_cast<float*>(input) + size_t(row) * size_t(padded);
+        memcpy(out, x + size_t(row) * size_t(stride), size_t(columns) * sizeof(float));
+        for (int i = columns; i < padded; i++) out[i] = 0;
+    }
+}
+
+}  // namespace
+}  // namespace engine

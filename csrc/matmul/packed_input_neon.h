@@ -1,0 +1,88 @@
+// Activations as the NEON kernels of INT8 numerics read them, padded with zeros to whole groups.
+#pragma once
+#include <arm_neon.h>
+
+#include "base/layout.h"
+#include "matmul/row_blocks.h"
+
+namespace engine {
+namespace {
+
+// A whole number in the lowest bits of this float's mantissa is a float that much larger.
+constexpr int32_t kShiftBits = 0x4b400000;
+constexpr int32_t kShift = 3 << 22;
+
+// 32 values of a row, rounded to 8 bits: a cache line.
+struct InputGroup {
+    int8_t values[kGroup];
+    float shift[4];   // each -kShift * scale
+    float scale;      // of few enough bits for shift to be exact
+    float sum;        // of the values, times scale
+    float halves[2];  // the same of the first and of the last 16
+};
+
+// In a block of rows group after group: [group][row].
+ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
+}
+
+// The largest of 32 without their signs, as whole numbers: so ordered, NaN is above all.
+ENGINE_INLINE float peak_of(const float32x4_t (&x)[8]) {
+    uint32x4_t sizes[8];
+    for (int i = 0; i < 8; i++) sizes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
+    for (int i = 0; i < 4; i++) sizes[i] = vmaxq_u32(sizes[i], sizes[i + 4]);
+    uint32x4_t largest = vmaxq_u32(vmaxq_u32(sizes[0], sizes[1]), vmaxq_u32(sizes[2], sizes[3]));
+    return bits_to_float(vmaxvq_u32(largest));
+}
+
+// Sixteen values, each times `factor`, to the nearest whole numbers, ties to even: adding kShift leaves them in
+// the lowest bits.
+ENGINE_INLINE int8x16_t round_values(const float32x4_t* x, float factor) {
+    int16x8_t words[4];
+    for (int i = 0; i < 4; i++) {
+        float32x4_t scaled = vmulq_n_f32(x[i], factor);
+        __asm__("" : "+w"(scaled));  // rounded, not fused with the sum
+        words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(float(kShift))));
+    }
+    int16x8_t low = vuzp1q_s16(words[0], words[1]), high = vuzp1q_s16(words[2], words[3]);
+    return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
+}
+
+// What is not finite among the values makes the scale so, and with it all that is computed from them.
+ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
+    float32x4_t x[8];
+    for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);
+    float peak = peak_of(x);
+    bool is_zero = peak < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / peak;
+    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(peak * (1 / 127.0f)) & ~3u);
+    int8x16_t first = round_values(x, inverse), second = round_values(x + 4, inverse);
+    vst1q_s8(out.values, first);
+    vst1q_s8(out.values + 16, second);
+    vst1q_f32(out.shift, vdupq_n_f32(float(-kShift) * scale));
+    // Four sums of four, then {sum, first half, last half} as InputGroup has them behind the scale.
+    const int32x4_t none = vdupq_n_s32(0);
+    int32x4_t halves =
+        vpaddq_s32(vdotq_s32(none, first, vdupq_n_s8(1)), vdotq_s32(none, second, vdupq_n_s8(1)));
+    halves = vpaddq_s32(halves, halves);
+    int32x4_t sums = vextq_s32(vpaddq_s32(halves, halves), halves, 2);
+    float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(sums), scale);
+    vst1q_f32(&out.scale, vsetq_lane_f32(scale, scaled, 0));
+}
+
+void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
+    const int groups = div_up(columns, kGroup), whole = columns / kGroup, block = block_rows(rows);
+    for (int row = begin; row < end; row++) {
+        const float* values = x + size_t(row) * size_t(stride);
+        const int first = row / block * block, step = rows - first < block ? rows - first : block;
+        InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(first) * size_t(groups) + row - first;
+        for (int g = 0; g < whole; g++, out += step) pack_group(values + g * kGroup, *out);
+        if (whole == groups) continue;
+        float last[kGroup] = {};
+        for (int i = 0; i < columns - whole * kGroup; i++) last[i] = values[whole * kGroup + i];
+        pack_group(last, *out);
+    }
+}
+
+}  // namespace
+}  // namespace engine

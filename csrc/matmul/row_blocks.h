@@ -1,0 +1,15 @@
+// How many rows of activations the NEON kernels take at a time: blocks are all of one size but for the last.
+#pragma once
+#include "base/common.h"
+
+namespace engine {
+namespace {
+
+constexpr int kBlockRows = 12;
+
+ENGINE_INLINE int block_rows(int rows) {
+    return div_up(rows, div_up(rows, kBlockRows));
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,311 @@
+// INT8_ROWS products on tiles: weights go from memory to the tile unit as they lie, two panels at a time.
+//
+// Rows are turned (turned.h) and rounded with one scale, as on any CPU that has such products. Sums of whole
+// rows are whole numbers, so that the order of work is free; what only vectors can do, finishing 32 rows, is
+// done beside the next multiplication, a little with each tile.
+//
+// Packed rows: [16 rows][tile][16 rows][64 values], then what a step of each row is worth; zero past the last
+// column and row.
+#include <cmath>
+
+#include "base/amx.h"
+#include "base/dispatch.h"
+#include "matmul/epilogue_avx512.h"
+
+namespace engine {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kRowsAtOnce = 2 * kTileRows;
+constexpr int kFinishedBeside = 4;  // rows, with each tile of columns
+
+// What 16 packed rows take, and where the parts of it are.
+struct PackedRows {
+    int tiles;
+
+    explicit PackedRows(int columns) : tiles(div_up(columns, kTileColumns)) {}
+    size_t values_bytes() const { return size_t(tiles) * kTileBytes; }
+    size_t bytes() const { return values_bytes() + kTileRows * sizeof(float); }
+    uint8_t* values(uint8_t* input, int row) const {
+        return input + size_t(row / kTileRows) * bytes() + size_t(row % kTileRows) * kTileColumns;
+    }
+    const uint8_t* sixteen(const uint8_t* input, int row) const {
+        return input + size_t(row / kTileRows) * bytes();
+    }
+    const float* units(const uint8_t* input, int row) const {
+        return reinterpret_cast<const float*>(sixteen(input, row) + values_bytes()) + row % kTileRows;
+    }
+};
+
+size_t packed_bytes(int rows, int columns) {
+    return size_t(div_up(rows, kTileRows)) * PackedRows(columns).bytes();
+}
+
+// v[i] and v[i ^ apart] of 16 values become their sum and difference; `swapped` is v[i ^ apart], and `second`
+// the lanes i that have the bit `apart`.
+ENGINE_INLINE __m512 sum_and_difference(__m512 v, __m512 swapped, __mmask16 second) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_fmadd_ps(v, _mm512_mask_sub_ps(one, second, _mm512_setzero_ps(), one), swapped);
+}
+
+ENGINE_INLINE __m512 turn_sixteen(__m512 v) {
+    v = sum_and_difference(v, _mm512_permute_ps(v, 0b10110001), 0xaaaa);
+    v = sum_and_difference(v, _mm512_permute_ps(v, 0b01001110), 0xcccc);
+    v = sum_and_difference(v, _mm512_shuffle_f32x4(v, v, 0b10110001), 0xf0f0);
+    return sum_and_difference(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
+}
+
+// Turns 64 values, of which `count` are there and the others zero.
+ENGINE_INLINE void turn_values(const float* from, int count, __m512 (&v)[4]) {
+    for (int i = 0; i < 4; i++) {
+        const int left = count - 16 * i;
+        const __mmask16 lanes = left >= 16  ? __mmask16(0xffff)
+                                : left <= 0 ? __mmask16(0)
+                                            : __mmask16((1 << left) - 1);
+        v[i] = turn_sixteen(_mm512_maskz_loadu_ps(lanes, from + 16 * i));
+    }
+    const __m512 sums[] = {_mm512_add_ps(v[0], v[1]), _mm512_add_ps(v[2], v[3])};
+    const __m512 differences[] = {_mm512_sub_ps(v[0], v[1]), _mm512_sub_ps(v[2], v[3])};
+    v[0] = _mm512_add_ps(sums[0], sums[1]);
+    v[1] = _mm512_add_ps(differences[0], differences[1]);
+    v[2] = _mm512_sub_ps(sums[0], sums[1]);
+    v[3] = _mm512_sub_ps(differences[0], differences[1]);
+}
+
+// The largest of a row's turned values, without its sign; NaN is above all.
+float turned_peak(const float* x, int columns) {
+    __m512i peaks = _mm512_setzero_si512();
+    for (int k = 0; k < columns; k += kTileColumns) {
+        __m512 v[4];
+        turn_values(x + k, columns - k, v);
+        for (int i = 0; i < 4; i++) {
+            const __m512i size = _mm512_and_si512(_mm512_castps_si512(v[i]), _mm512_set1_epi32(0x7fffffff));
+            peaks = _mm512_max_epi32(peaks, size);
+        }
+    }
+    return bits_to_float(uint32_t(_mm512_reduce_max_epi32(peaks)));
+}
+
+// Turned once for the scale and once more to be rounded, so that nothing need be kept. What is not
+// finite makes the row's unit so, and with it all that is computed from the row.
+void pack_row(const float* x, int columns, uint8_t* out, float* unit) {
+    const float peak = turned_peak(x, columns);
+    const bool is_usual = peak > 1e-30f && std::isfinite(peak);
+    *unit = is_usual || !std::isfinite(peak) ? peak / 127.0f : 0.0f;
+    const __m512 inverse = _mm512_set1_ps(is_usual ? 127.0f / peak : 0.0f);
+    for (int k = 0; k < columns; k += kTileColumns, out += kTileBytes) {
+        __m512 v[4];
+        turn_values(x + k, columns - k, v);
+        for (int i = 0; i < 4; i++) {
+            const __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+            _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtsepi32_epi8(steps));
+        }
+    }
+}
+
+// Whoever packs the last row clears what is missing of its tile.
+void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
+    const PackedRows packed(columns);
+    auto unit_of = [&](int row) { return const_cast<float*>(packed.units(input, row)); };
+    for (int row = begin; row < end; row++)
+        pack_row(x + size_t(row) * size_t(stride), columns, packed.values(input, row), unit_of(row));
+    if (end < rows) return;
+    for (int row = rows; row < round_up(rows, kTileRows); row++) {
+        *unit_of(row) = 0;
+        for (int tile = 0; tile < packed.tiles; tile++)
+            _mm512_store_si512(packed.values(input, row) + size_t(tile) * kTileBytes, _mm512_setzero_si512());
+    }
+}
+
+// Sums of twice 16 rows (0 and 1) times two panels (0 and 1): tile 2 * rows + panel.
+struct alignas(64) TileSums {
+    int32_t values[4][kTileRows][kPanelRows];
+};
+
+// Tiles 4 and 5 hold rows, 6 and 7 the panels. Each is loaded again right after its last use, which leaves
+// the time of a multiplication or two before the next.
+template <int kSixteens, int kPanels>
+struct TileBlock {
+    static constexpr bool kMoreRows = kSixteens == 2, kMorePanels = kPanels == 2;
+    const uint8_t* rows[2];
+    const uint8_t* panels[2];
+
+    __attribute__((always_inline)) void load() const {
+        tile_load<4>(rows[0]);
+        tile_load<6>(panels[0]);
+        if constexpr (kMorePanels) tile_load<7>(panels[1]);
+        if constexpr (kMoreRows) tile_load<5>(rows[1]);
+    }
+
+    // Multiplies what is loaded, and loads what lies `next` bytes on.
+    __attribute__((always_inline)) void multiply_and_load(size_t next) const {
+        tile_multiply_int8<0, 4, 6>();
+        if constexpr (kMorePanels) tile_multiply_int8<1, 4, 7>();
+        tile_load<4>(rows[0] + next);
+        if constexpr (kMoreRows) tile_multiply_int8<2, 5, 6>();
+        tile_load<6>(panels[0] + next);
+        if constexpr (kMoreRows && kMorePanels) tile_multiply_int8<3, 5, 7>();
+        if constexpr (kMorePanels) tile_load<7>(panels[1] + next);
+        if constexpr (kMoreRows) tile_load<5>(rows[1] + next);
+    }
+
+    __attribute__((always_inline)) void multiply() const {
+        tile_multiply_int8<0, 4, 6>();
+        if constexpr (kMorePanels) tile_multiply_int8<1, 4, 7>();
+        if constexpr (kMoreRows) tile_multiply_int8<2, 5, 6>();
+        if constexpr (kMoreRows && kMorePanels) tile_multiply_int8<3, 5, 7>();
+    }
+
+    // `beside(tile)` is run before the multiplication of each tile.
+    template <class Beside>
+    __attribute__((always_inline)) void run(int tiles, TileSums& sums, Beside beside) const {
+        tile_zero<0>();
+        tile_zero<1>();
+        tile_zero<2>();
+        tile_zero<3>();
+        load();
+        for (int tile = 0; tile < tiles - 1; tile++) {
+            beside(tile);
+            multiply_and_load(size_t(tile + 1) * kTileBytes);
+        }
+        beside(tiles - 1);
+        multiply();
+        tile_store<0>(sums.values[0]);
+        if constexpr (kMorePanels) tile_store<1>(sums.values[1]);
+        if constexpr (kMoreRows) tile_store<2>(sums.values[2]);
+        if constexpr (kMoreRows && kMorePanels) tile_store<3>(sums.values[3]);
+    }
+};
+
+// Panels [begin, end) times all rows, 32 by 32.
+class Product {
+  public:
+    Product(const MatmulJob& job, int begin, int end)
+        : job_(job), packed_(job.weights->columns), begin_(begin), end_(end), panel_(begin) {
+        const int times = packed_.tiles * div_up(job.rows, kRowsAtOnce);
+        share_ = div_up(int(2 * job.weights->stride() / 64), times);
+    }
+
+    void run() {
+        for (int panel = begin_; panel < end_; panel += 2) {
+            next_ = job_.weights->panel(panel + 2);
+            for (int row = 0; row < job_.rows; row += kRowsAtOnce) {
+                if (row + kTileRows < job_.rows)
+                    multiply_panels<2>(panel, row);
+                else
+                    multiply_panels<1>(panel, row);
+            }
+        }
+        const Pending last = pending();
+        finish(last, 0, kRowsAtOnce);
+    }
+
+  private:
+    // 32 rows, or fewer, whose sums are there.
+    struct Pending {
+        PairOutput output;
+        const TileSums& sums;
+        const float* units[2];  // of twice 16 rows
+        __m512 scales[2];       // of the panels
+        int row, rows;
+    };
+
+    Pending pending() const {
+        const bool is_single = panel_ + 1 >= end_;
+        const int left = job_.rows - row_;
+        return {pair_output(job_, panel_, is_single),
+                sums_[count_ % 2],
+                {packed_.units(job_.input, row_), packed_.units(job_.input, row_ + kTileRows)},
+                {panel_scales(panel_), panel_scales(is_single ? panel_ : panel_ + 1)},
+                row_,
+                count_ == 0          ? 0
+                : left < kRowsAtOnce ? left
+                                     : kRowsAtOnce};
+    }
+
+    __m512 panel_scales(int panel) const {
+        return _mm512_load_ps(job_.weights->panel(panel) + packed_.values_bytes());
+    }
+
+    template <int kSixteens>
+    __attribute__((always_inline)) void multiply_panels(int panel, int row) {
+        if (panel + 1 < end_)
+            multiply<kSixteens, 2>(panel, row);
+        else
+            multiply<kSixteens, 1>(panel, row);
+    }
+
+    template <int kSixteens, int kPanels>
+    __attribute__((always_inline)) void multiply(int panel, int row) {
+        const Pending before = pending();
+        const uint8_t* rows = packed_.sixteen(job_.input, row);
+        const TileBlock<kSixteens, kPanels> tiles{
+            {rows, rows + packed_.bytes()}, {job_.weights->panel(panel), job_.weights->panel(panel + 1)}};
+        count_++;
+        panel_ = panel;
+        row_ = row;
+        auto beside = [&](int tile) __attribute__((always_inline)) {
+            if (row == 0) prefetch_soon<kPanels>(tiles.panels, tile);
+            for (int line = 0; line < share_; line++, next_ += 64) ask<_MM_HINT_T1>(next_);
+            finish(before, tile * kFinishedBeside, (tile + 1) * kFinishedBeside);
+        };
+        tiles.run(packed_.tiles, sums_[count_ % 2], beside);
+        finish(before, packed_.tiles * kFinishedBeside, kRowsAtOnce);
+    }
+
+    // Asks for what comes soon in the two panels. Of the next two a share is asked for with each tile: their
+    // lines are spread over the work on these, which is longer the more rows there are.
+    template <int kPanels>
+    __attribute__((always_inline)) void prefetch_soon(const uint8_t* const (&panels)[2], int tile) {
+        constexpr int kAhead = 2;
+        if (tile + kAhead >= packed_.tiles) return;
+        for (int p = 0; p < kPanels; p++)
+            for (int line = 0; line < kTileRows; line++)
+                ask<_MM_HINT_T0>(panels[p] + size_t(tile + kAhead) * kTileBytes + 64 * line);
+    }
+
+    template <_mm_hint kHint>
+    ENGINE_INLINE void ask(const uint8_t* line) {
+        _mm_prefetch(reinterpret_cast<const char*>(line), kHint);
+    }
+
+    __attribute__((always_inline)) static void finish(const Pending& from, int begin, int end) {
+        for (int r = begin; r < (end < from.rows ? end : from.rows); r++) {
+            const int sixteen = r / kTileRows, i = r % kTileRows;
+            const __m512 unit = _mm512_set1_ps(from.units[sixteen][i]);
+            __m512 sums[2];
+            for (int p = 0; p < 2; p++) {
+                const __m512 sum =
+                    _mm512_cvtepi32_ps(_mm512_load_si512(from.sums.values[2 * sixteen + p][i]));
+                sums[p] = _mm512_mul_ps(_mm512_mul_ps(sum, unit), from.scales[p]);
+            }
+            store_pair_row(from.output, from.row + r, sums[0], sums[1]);
+        }
+    }
+
+    const MatmulJob& job_;
+    const PackedRows packed_;
+    const int begin_, end_;
+    const uint8_t* next_ = nullptr;  // what of the next two panels is to be asked for
+    int share_;                      // lines of them with each tile
+    int count_ = 0;                  // 32 rows times two panels, so often
+    int panel_, row_ = 0;            // of the last time
+    TileSums sums_[2];
+};
+
+void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {
+    const int factor = job.epilogue.gated ? 2 : 1;
+    TileScope tiles;
+    Product(job, begin * factor, end * factor).run();
+}
+
+}  // namespace
+
+void fill_matmul_int8_rows_amx(Kernels& table) {
+    constexpr int kRows = int(Numerics::INT8_ROWS);
+    table.packed_bytes[kRows] = packed_bytes;
+    table.pack[kRows] = pack;
+    table.matmul[kRows] = matmul;
+}
+
+}  // namespace engine

@@ -1,0 +1,60 @@
+// Panels of any layout turned, and rounded to 8 bits with one scale for each row: layout I8.
+#pragma once
+#include "base/with_layout.h"
+#include "matmul/dequantize.h"
+#include "per_channel/hadamard.h"
+
+namespace engine {
+namespace {
+
+// Rows `n` and on of a panel: the scale, and what brings values to whole numbers from -127 to 127.
+struct RowScale {
+    Floats scale, inverse;
+};
+
+RowScale row_scale(const float* values, int columns, int n) {
+    Floats peak = {};
+    for (int k = 0; k < columns; k++) {
+        Floats size = (Floats)((Ints)load(values + k * kPanelRows + n) & 0x7fffffff);
+        peak = size > peak ? size : peak;
+    }
+    return {peak / 127.0f, peak > 1e-30f ? 127.0f / peak : Floats{}};
+}
+
+// Four values of as many rows as there are lanes.
+ENGINE_INLINE Ints rounded_four(const float* values, Floats inverse) {
+    Ints four = {};
+    for (int c = 0; c < 4; c++) {
+        // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
+        Floats shifted = load(values + c * kPanelRows) * inverse + 12582912.0f;
+        four |= ((Ints)shifted & 255) << 8 * c;
+    }
+    return four;
+}
+
+void round_values(const float* values, int columns, uint8_t* out) {
+    const int tiles = div_up(columns, kTileColumns);
+    float* scales = reinterpret_cast<float*>(out + size_t(tiles) * kTileBytes);
+    for (int n = 0; n < kPanelRows; n += kLanes) {
+        const RowScale row = row_scale(values, columns, n);
+        store(scales + n, row.scale);
+        for (int four = 0; four < tiles * kTileColumns / 4; four++) {
+            Ints bytes = rounded_four(values + four * 4 * kPanelRows + n, row.inverse);
+            memcpy(out + (four * kPanelRows + n) * 4, &bytes, sizeof bytes);
+        }
+    }
+}
+
+void round_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
+    const int groups = from.groups(), padded = round_up(from.columns, kTileColumns);
+    with_layout(from.layout, [&](auto layout) {
+        for (int g = 0; g < groups; g++)
+            decode_group<layout>(from.panel(panel), groups, g, values + g * kGroup * kPanelRows);
+    });
+    memset(values + from.columns * kPanelRows, 0, size_t(padded - from.columns) * kPanelRows * sizeof(float));
+    turn_columns(values, padded);
+    round_values(values, padded, out);
+}
+
+}  // namespace
+}  // namespace engine
