@@ -11,10 +11,10 @@ namespace {
 
 // Into how many runs of chunks the work is cut, at least, when its longest spans allow it: each run gives
 // as many units as there are kv heads.
-constexpr int kRuns = 8;
+constexpr int kMinSplits = 8;
 
 // Long prompts have work for all threads without being cut, and their parts would take much memory.
-constexpr int kMostPromptParts = 2048;
+constexpr int kMaxPrefillParts = 2048;
 
 }  // namespace
 
@@ -39,7 +39,7 @@ void AttentionSchedule::add_shared_spans() {
     if (!batch_->prefix_groups) return;
     auto group_of = [this](int token) { return batch_->prefix_groups[batch_->row_of[token]]; };
     group_ends_.clear();
-    for (int token = 0; token < batch_->generated; token++) {
+    for (int token = 0; token < batch_->decode_tokens; token++) {
         shared_[size_t(token)] = shared_chunks(token);
         if (shared_[size_t(token)] == 0) continue;
         size_t group = size_t(group_of(token));
@@ -50,15 +50,15 @@ void AttentionSchedule::add_shared_spans() {
     for (int32_t& end : group_ends_) end = total += end;
     size_t base = item_tokens_.size();
     item_tokens_.resize(base + size_t(total));
-    for (int token = batch_->generated - 1; token >= 0; token--)
+    for (int token = batch_->decode_tokens - 1; token >= 0; token--)
         if (shared_[size_t(token)] > 0)
             item_tokens_[base + size_t(--group_ends_[size_t(group_of(token))])] = token;
     for (size_t group = 0; group < group_ends_.size(); group++) {  // which now are beginnings
         int begin = group_ends_[group], end = group + 1 < group_ends_.size() ? group_ends_[group + 1] : total;
         if (end - begin == 1) shared_[size_t(item_tokens_[base + size_t(begin)])] = 0;
         if (end - begin <= 1) continue;
-        for (int at = begin; at < end; at += kSharedTokens) {
-            int count = std::min(kSharedTokens, end - at);
+        for (int at = begin; at < end; at += kMaxDecodeTokens) {
+            int count = std::min(kMaxDecodeTokens, end - at);
             const int32_t* tokens = item_tokens_.data() + base + at;
             int chunks = shared_[size_t(tokens[0])], first = chunks;
             for (int i = 0; i < count; i++) first = std::min(first, first_chunk(tokens[i]));
@@ -67,12 +67,12 @@ void AttentionSchedule::add_shared_spans() {
     }
 }
 
-// Spans of up to `most` tokens of one row each, over what is not shared.
-void AttentionSchedule::add_row_spans(int begin, int end, int most, bool is_prompt) {
+// Spans of up to `max_tokens` tokens of one row each, over what is not shared.
+void AttentionSchedule::add_row_spans(int begin, int end, int max_tokens, bool is_prefill) {
     for (int token = begin; token < end;) {
         int row = batch_->row_of[token], shared = shared_[size_t(token)];
-        Span span{int(item_tokens_.size()), 0, INT32_MAX, 0, shared == 0, shared == 0, is_prompt};
-        for (; token < end && span.count < most; token++) {
+        Span span{int(item_tokens_.size()), 0, INT32_MAX, 0, shared == 0, shared == 0, is_prefill};
+        for (; token < end && span.count < max_tokens; token++) {
             if (batch_->row_of[token] != row || shared_[size_t(token)] != shared) break;
             int first = std::max(first_chunk(token), shared), last = batch_->positions[token] / kChunk;
             if (first > last) {
@@ -92,12 +92,12 @@ void AttentionSchedule::add_row_spans(int begin, int end, int most, bool is_prom
 void AttentionSchedule::add_items(const Span& span, int64_t target) {
     int length = span.end - span.begin;
     int runs = div_up(length, int(std::max<int64_t>(1, target / span.count)));
-    if (span.is_prompt && num_parts_ + span.count * length > kMostPromptParts) runs = 1;
+    if (span.is_prefill && num_parts_ + span.count * length > kMaxPrefillParts) runs = 1;
     int run_length = div_up(length, runs);
     for (int begin = span.begin; begin < span.end; begin += run_length) {
         int end = std::min(begin + run_length, span.end);
-        bool folds = span.is_first && begin == span.begin;
-        AttentionItem item{span.first, span.count, begin, end - begin, -1, folds, span.is_prompt};
+        bool merges_chunks = span.is_first && begin == span.begin;
+        AttentionItem item{span.first, span.count, begin, end - begin, -1, merges_chunks, span.is_prefill};
         if (!span.is_only || item.chunks < length) {
             item.part = num_parts_;
             num_parts_ += span.count * item.parts_per_token();
@@ -106,8 +106,8 @@ void AttentionSchedule::add_items(const Span& span, int64_t target) {
                 int first = std::max(begin, first_chunk(token));
                 int last = std::min(end - 1, batch_->positions[token] / kChunk);
                 int part = item.part + i * item.parts_per_token();
-                if (folds && first <= last) token_parts_.push_back({token, part});
-                for (int chunk = first; !folds && chunk <= last; chunk++)
+                if (merges_chunks && first <= last) token_parts_.push_back({token, part});
+                for (int chunk = first; !merges_chunks && chunk <= last; chunk++)
                     token_parts_.push_back({token, part + chunk - begin});
             }
         }
@@ -144,11 +144,11 @@ void AttentionSchedule::build(Batch& batch, int block_size, int window) {
     spans_.clear();
     token_parts_.clear();
     add_shared_spans();
-    add_row_spans(0, batch.generated, kSharedTokens, false);
-    add_row_spans(batch.generated, batch.tokens, kPromptTokens, true);
+    add_row_spans(0, batch.decode_tokens, kMaxDecodeTokens, false);
+    add_row_spans(batch.decode_tokens, batch.tokens, kMaxPrefillTokens, true);
     int64_t work = 0;
     for (const Span& span : spans_) work += int64_t(span.count) * (span.end - span.begin);
-    int64_t target = (work + kRuns - 1) / kRuns;
+    int64_t target = (work + kMinSplits - 1) / kMinSplits;
     for (const Span& span : spans_) add_items(span, target);
     add_merges();
     batch.items = items_.data();

@@ -11,22 +11,22 @@
 
 namespace engine {
 
-constexpr int kPromptTokens = 32;  // most tokens of a prompt in one item
-constexpr int kSharedTokens = 16;  // most generated tokens in one item
-constexpr int kItemTokens = kPromptTokens;
+constexpr int kMaxPrefillTokens = 32;  // max_tokens tokens of a prompt in one item
+constexpr int kMaxDecodeTokens = 16;   // max_tokens generated tokens in one item
+constexpr int kMaxItemTokens = kMaxPrefillTokens;
 
 struct AttentionItem {
-    int32_t first;   // index into Batch::item_tokens
-    int32_t count;   // tokens; all of them find the item's chunks through the first one's block table
-    int32_t chunk;   // first chunk; positions [chunk * kChunk, ...)
-    int32_t chunks;  // consecutive chunks that the item goes through in order
-    int32_t part;    // where its parts begin, those of a token together; -1: the item is its tokens' only
-                     // one, it merges in order itself and writes to `out`
-    bool folds;      // no token sees anything before the item: it leaves one part per token, all of its
-                     // chunks merged in order; otherwise one part per token and chunk
-    bool is_prompt;
+    int32_t first;       // index into Batch::item_tokens
+    int32_t count;       // tokens; all of them find the item's chunks through the first one's block table
+    int32_t chunk;       // first chunk; positions [chunk * kChunk, ...)
+    int32_t chunks;      // consecutive chunks that the item goes through in order
+    int32_t part;        // where its parts begin, those of a token together; -1: the item is its tokens' only
+                         // one, it merges in order itself and writes to `out`
+    bool merges_chunks;  // no token sees anything before the item: it leaves one part per token, all of its
+                         // chunks merged in order; otherwise one part per token and chunk
+    bool is_prefill;
 
-    int parts_per_token() const { return folds ? 1 : chunks; }
+    int parts_per_token() const { return merges_chunks ? 1 : chunks; }
 };
 
 struct AttentionMerge {
@@ -47,7 +47,7 @@ class AttentionSchedule {
         int begin, end;    // chunks
         bool is_first;     // of each of its tokens
         bool is_only;
-        bool is_prompt;
+        bool is_prefill;
     };
     struct TokenPart {
         int32_t token, part;
@@ -56,7 +56,7 @@ class AttentionSchedule {
     int first_chunk(int token) const;
     int shared_chunks(int token) const;
     void add_shared_spans();
-    void add_row_spans(int begin, int end, int most, bool is_prompt);
+    void add_row_spans(int begin, int end, int max_tokens, bool is_prefill);
     void add_items(const Span& span, int64_t target);
     void add_merges();
 

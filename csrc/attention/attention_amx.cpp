@@ -1,7 +1,7 @@
 // Attention of prompt tokens in bfloat16 tiles: 16 queries at a time against 16 keys or 16 columns of values.
 //
 // The cache's tiles are right operands as they lie; two tiles of values make one. Queries and weights are
-// rounded to bfloat16, sums are float. Generated tokens and other types of cache use float arithmetic.
+// quantize16 to bfloat16, sums are float. Generated tokens and other types of cache use float arithmetic.
 #include "attention/attention_float.h"
 #include "base/amx.h"
 #include "base/dispatch.h"
@@ -23,14 +23,14 @@ struct TileScratch {
 };
 
 TileScratch tile_scratch(const AttentionShape& shape, uint8_t* base) {
-    size_t dim = size_t(round_up(shape.head_dim, 32)), most = size_t(round_up(most_queries(shape), 16));
+    size_t dim = size_t(round_up(shape.head_dim, 32)), max_count = size_t(round_up(max_queries(shape), 16));
     TileScratch scratch;
     scratch.queries = reinterpret_cast<uint16_t*>(base);
-    scratch.scores = reinterpret_cast<float*>(scratch.queries + most * dim);
+    scratch.scores = reinterpret_cast<float*>(scratch.queries + max_count * dim);
     scratch.sums = scratch.scores + kRows * kStride;
     scratch.state = scratch.sums + kRows * dim;
-    scratch.state_max_sum = scratch.state + most * dim;
-    scratch.values = reinterpret_cast<uint8_t*>(scratch.state_max_sum + 2 * most);
+    scratch.state_max_sum = scratch.state + max_count * dim;
+    scratch.values = reinterpret_cast<uint8_t*>(scratch.state_max_sum + 2 * max_count);
     scratch.bytes = size_t(scratch.values + kPairs * dim * 64 - base);
     return scratch;
 }
@@ -39,7 +39,7 @@ ENGINE_INLINE __m512i to_bf16(Floats low, Floats high) {
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
-// Scaled, rounded, cut into tiles; rows past the last query are zero.
+// Scaled, quantize16, cut into tiles; rows past the last query are zero.
 void pack_queries(const Queries& queries, uint16_t* packed) {
     const AttentionShape& shape = *queries.job->shape;
     int dim = queries.job->cache->dim();
@@ -137,7 +137,7 @@ ENGINE_INLINE void score_pairs(const TilePairs& pairs, const uint16_t* queries, 
 }
 
 template <int tiles>
-ENGINE_INLINE void weigh_pairs(const TilePairs& pairs, const float* weights, int dim, float* sums) {
+ENGINE_INLINE void accumulate_pairs(const TilePairs& pairs, const float* weights, int dim, float* sums) {
     for (int column = 0; column < dim; column += 32) {
         zero_accumulators<tiles>();
         for (int pair = pairs.begin; pair < pairs.end; pair++) {
@@ -149,15 +149,15 @@ ENGINE_INLINE void weigh_pairs(const TilePairs& pairs, const float* weights, int
     }
 }
 
-// To 3e-6 of the value, which is then rounded to eight bits; see the other power_of_two.
-ENGINE_INLINE Floats rough_power_of_two(Floats x) {
+// To 3e-6 of the value, which is then quantize16 to eight bits; see the other power_of_two.
+ENGINE_INLINE Floats exp2_bf16(Floats x) {
     Floats r = (Floats)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     const float coefficients[] = {1.0f, 6.930448445e-1f, 2.412802068e-1f, 5.224247137e-2f, 1.342668553e-2f};
     Floats p = polynomial(r, coefficients);
     return (Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
 }
 
-ENGINE_INLINE void hide_unseen(float* scores, int position, Range seen) {
+ENGINE_INLINE void mask_positions(float* scores, int position, Range seen) {
     int before = seen.begin - position, until = seen.end - position;
     uint32_t hidden = 0;
     if (before > 0) hidden |= before < 16 ? (1u << before) - 1 : 0xffff;
@@ -167,30 +167,30 @@ ENGINE_INLINE void hide_unseen(float* scores, int position, Range seen) {
 }
 
 // Turns one query's scores into weights in bfloat16, in their place.
-ENGINE_INLINE void soften_pairs(float* scores, const TilePairs& pairs, Range seen, float* max_sum) {
+ENGINE_INLINE void softmax_pairs(float* scores, const TilePairs& pairs, Range seen, float* max_sum) {
     uint16_t* weights = reinterpret_cast<uint16_t*>(scores);
     int begin = seen.begin / 32, end = seen.empty() ? begin : div_up(seen.end, 32);
     if (!seen.empty()) {
         for (int half = 0; half < 32; half += 16) {
-            hide_unseen(scores, begin * 32 + half, seen);
-            hide_unseen(scores, (end - 1) * 32 + half, seen);
+            mask_positions(scores, begin * 32 + half, seen);
+            mask_positions(scores, (end - 1) * 32 + half, seen);
         }
         Floats low_max = load(scores + begin * 32), high_max = load(scores + begin * 32 + 16);
         for (int pair = begin + 1; pair < end; pair++) {
-            low_max = larger(low_max, load(scores + pair * 32));
-            high_max = larger(high_max, load(scores + pair * 32 + 16));
+            low_max = vmax(low_max, load(scores + pair * 32));
+            high_max = vmax(high_max, load(scores + pair * 32 + 16));
         }
-        max_sum[0] = largest_of(larger(low_max, high_max));
+        max_sum[0] = reduce_max(vmax(low_max, high_max));
         const Floats max = all(max_sum[0]);
         Floats low_sum = {}, high_sum = {};
         for (int pair = begin; pair < end; pair++) {
-            Floats low = rough_power_of_two(load(scores + pair * 32) - max);
-            Floats high = rough_power_of_two(load(scores + pair * 32 + 16) - max);
+            Floats low = exp2_bf16(load(scores + pair * 32) - max);
+            Floats high = exp2_bf16(load(scores + pair * 32 + 16) - max);
             low_sum += low;
             high_sum += high;
             _mm512_storeu_si512(weights + pair * 32, to_bf16(low, high));
         }
-        max_sum[1] = sum_of(low_sum + high_sum);
+        max_sum[1] = reduce_sum(low_sum + high_sum);
     }
     for (int pair = pairs.begin; pair < pairs.end; pair++)
         if (pair < begin || pair >= end) _mm512_storeu_si512(weights + pair * 32, _mm512_setzero_si512());
@@ -205,16 +205,16 @@ void attend_rows(const Queries& queries, int begin, int chunk, const TilePairs& 
     float max_sum[2 * kRows];
     for (int i = 0; i < count; i++) {
         Range seen = visible_in_chunk(*queries.job, queries.token(begin + i), chunk);
-        soften_pairs(scratch.scores + i * kStride, pairs, seen, max_sum + 2 * i);
+        softmax_pairs(scratch.scores + i * kStride, pairs, seen, max_sum + 2 * i);
     }
-    float* sums = queries.room(begin, chunk, scratch.sums);
-    weigh_pairs<tiles>(pairs, scratch.scores, dim, sums);
+    float* sums = queries.result_buffer(begin, chunk, scratch.sums);
+    accumulate_pairs<tiles>(pairs, scratch.scores, dim, sums);
     for (int i = 0; i < count; i++) queries.add(begin + i, chunk, {sums + i * dim, max_sum + 2 * i});
 }
 
 void attend_tiles(const AttentionJob& job, int index, int kv_head, uint8_t* base) {
     const AttentionItem& item = job.batch->items[index];
-    if (!item.is_prompt || job.cache->type != KvType::BF16) return attend_float(job, index, kv_head, base);
+    if (!item.is_prefill || job.cache->type != KvType::BF16) return attend_float(job, index, kv_head, base);
     TileScratch scratch = tile_scratch(*job.shape, base);
     Queries queries = item_queries(job, index, kv_head);
     queries.state = scratch.state;

@@ -8,17 +8,17 @@
 namespace engine {
 namespace {
 
-constexpr int kMostDecoded = 256;  // dimensions of a head whose keys are decoded ahead
+constexpr int kMaxConvertedDim = 256;  // dimensions of a head whose keys are converted prefetch
 
 // Four columns of keys [column, column + 4) for lanes [lane, lane + kLanes).
 template <KvType type>
-ENGINE_INLINE void decode_keys(const uint8_t* tile, int column, int lane, Floats (&keys)[4]) {
+ENGINE_INLINE void load_keys(const uint8_t* tile, int column, int lane, Floats (&keys)[4]) {
     if constexpr (type == KvType::F32) {
         const float* from = reinterpret_cast<const float*>(tile) + column * 16 + lane;
         for (int i = 0; i < 4; i++) keys[i] = load(from + 16 * i);
     } else if constexpr (type == KvType::BF16) {
         for (int i = 0; i < 4; i += 2)
-            decode_pairs(tile + (column + i) * 32 + lane * 4, keys[i], keys[i + 1]);
+            widen_bf16_pairs(tile + (column + i) * 32 + lane * 4, keys[i], keys[i + 1]);
     } else {
         Words words = load_words(tile + column * 16 + lane * 4);
         for (int i = 0; i < 4; i++)
@@ -28,14 +28,14 @@ ENGINE_INLINE void decode_keys(const uint8_t* tile, int column, int lane, Floats
 
 // Values of tokens 2 * pair and 2 * pair + 1 in columns [column, column + kLanes).
 template <KvType type>
-ENGINE_INLINE void decode_values(const uint8_t* tile, int dim, int pair, int column, Floats& even,
-                                 Floats& odd) {
+ENGINE_INLINE void load_values(const uint8_t* tile, int dim, int pair, int column, Floats& even,
+                               Floats& odd) {
     if constexpr (type == KvType::F32) {
         const float* from = reinterpret_cast<const float*>(tile) + 2 * pair * dim + column;
         even = load(from);
         odd = load(from + dim);
     } else if constexpr (type == KvType::BF16) {
-        decode_pairs(tile + (pair * dim + column) * 4, even, odd);
+        widen_bf16_pairs(tile + (pair * dim + column) * 4, even, odd);
     } else {
         Words words = load_words(tile + (pair / 2 * dim + column) * 4) << (pair % 2 ? 0 : 16);
         even = __builtin_convertvector((Ints)(words << 8) >> 24, Floats);
@@ -49,22 +49,22 @@ constexpr int four_columns_bytes(KvType type) {
 
 // scores[query][0:16] for `N` queries over one tile.
 template <KvType type, int N>
-ENGINE_INLINE void score_tile(const uint8_t* tile, Ahead ahead, const float* queries, int dim,
+ENGINE_INLINE void score_tile(const uint8_t* tile, Prefetch prefetch, const float* queries, int dim,
                               float* scores) {
     constexpr int kBytes = four_columns_bytes(type);
     for (int lane = 0; lane < 16; lane += kLanes) {
         Floats even[N] = {}, odd[N] = {};
         for (int column = 0; column < dim; column += 4) {
             if (lane == 0)
-                for (int i = 0; i < kBytes; i += 64) ahead.fetch(column / 4 * kBytes + i);
+                for (int i = 0; i < kBytes; i += 64) prefetch.at(column / 4 * kBytes + i);
             Floats keys[4];
-            decode_keys<type>(tile, column, lane, keys);
+            load_keys<type>(tile, column, lane, keys);
             unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
                 const float* query = queries + n * dim + column;
-                even[n] = fused_with<4, 0>(keys[0], query, even[n]);
-                odd[n] = fused_with<4, 1>(keys[1], query, odd[n]);
-                even[n] = fused_with<4, 2>(keys[2], query, even[n]);
-                odd[n] = fused_with<4, 3>(keys[3], query, odd[n]);
+                even[n] = vfma_lane<4, 0>(keys[0], query, even[n]);
+                odd[n] = vfma_lane<4, 1>(keys[1], query, odd[n]);
+                even[n] = vfma_lane<4, 2>(keys[2], query, even[n]);
+                odd[n] = vfma_lane<4, 3>(keys[3], query, odd[n]);
             });
         }
         unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
@@ -74,23 +74,23 @@ ENGINE_INLINE void score_tile(const uint8_t* tile, Ahead ahead, const float* que
 }
 
 template <KvType type, int N>
-void score_queries(const uint8_t* tile, Ahead ahead, const float* queries, int count, int dim,
+void score_queries(const uint8_t* tile, Prefetch prefetch, const float* queries, int count, int dim,
                    float* scores) {
     for (; count >= N; count -= N, queries += N * dim, scores += N * kChunk)
-        score_tile<type, N>(tile, ahead, queries, dim, scores);
+        score_tile<type, N>(tile, prefetch, queries, dim, scores);
     if constexpr (N > 1)
-        if (count > 0) score_queries<type, N - 1>(tile, ahead, queries, count, dim, scores);
+        if (count > 0) score_queries<type, N - 1>(tile, prefetch, queries, count, dim, scores);
 }
 
 // A tile of keys as one of floats.
 template <KvType type>
-void decode_key_tile(const uint8_t* tile, Ahead ahead, int dim, float* out) {
+void convert_key_tile(const uint8_t* tile, Prefetch prefetch, int dim, float* out) {
     constexpr int kBytes = four_columns_bytes(type);
     for (int column = 0; column < dim; column += 4) {
-        for (int i = 0; i < kBytes; i += 64) ahead.fetch(column / 4 * kBytes + i);
+        for (int i = 0; i < kBytes; i += 64) prefetch.at(column / 4 * kBytes + i);
         for (int lane = 0; lane < 16; lane += kLanes) {
             Floats keys[4];
-            decode_keys<type>(tile, column, lane, keys);
+            load_keys<type>(tile, column, lane, keys);
             for (int i = 0; i < 4; i++) store(out + (column + i) * 16 + lane, keys[i]);
         }
     }
@@ -98,14 +98,15 @@ void decode_key_tile(const uint8_t* tile, Ahead ahead, int dim, float* out) {
 
 // scores[query][0:16] for `count` queries over one tile.
 template <KvType type>
-void score_batch(const uint8_t* tile, Ahead ahead, const float* queries, int count, int dim, float* scores) {
-    if (kDecodesAhead && type != KvType::F32 && count > kQueries && dim <= kMostDecoded) {
-        float decoded[16 * kMostDecoded];
-        decode_key_tile<type>(tile, ahead, dim, decoded);
-        score_queries<KvType::F32, kQueries>(reinterpret_cast<const uint8_t*>(decoded), {nullptr, nullptr},
+void score_batch(const uint8_t* tile, Prefetch prefetch, const float* queries, int count, int dim,
+                 float* scores) {
+    if (kConvertsOnce && type != KvType::F32 && count > kQueries && dim <= kMaxConvertedDim) {
+        float converted[16 * kMaxConvertedDim];
+        convert_key_tile<type>(tile, prefetch, dim, converted);
+        score_queries<KvType::F32, kQueries>(reinterpret_cast<const uint8_t*>(converted), {nullptr, nullptr},
                                              queries, count, dim, scores);
     } else {
-        score_queries<type, kQueries>(tile, ahead, queries, count, dim, scores);
+        score_queries<type, kQueries>(tile, prefetch, queries, count, dim, scores);
     }
     if constexpr (type == KvType::INT8) {
         const float* scales = reinterpret_cast<const float*>(tile + dim * 16);
@@ -123,22 +124,22 @@ constexpr int value_pair_bytes(KvType type) {  // of one column
 
 // sums[query][column : column + C * kLanes] for `N` queries over the tiles of a chunk.
 template <KvType type, int N, int C>
-ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, int dim, int column,
-                                 float* sums) {
+ENGINE_INLINE void accumulate_columns(const ChunkTiles& tiles, const float* weights, int dim, int column,
+                                      float* sums) {
     constexpr int kBytes = value_pair_bytes(type);
     Floats sum[N][C] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const uint8_t* values = tiles.values[tile];
-        const Ahead ahead{tiles.values[tile + kTilesAhead], tiles.later_values[tile]};
+        const Prefetch prefetch{tiles.values[tile + kPrefetchTiles], tiles.next_values[tile]};
         for (int pair = 0; pair < 8; pair++) {
             const float* weight = weights + tile * 16 + pair * 2;
-            for (int i = 0; i < C * kLanes * kBytes; i += 64) ahead.fetch((pair * dim + column) * kBytes + i);
+            for (int i = 0; i < C * kLanes * kBytes; i += 64) prefetch.at((pair * dim + column) * kBytes + i);
             unroll(Indices<C>(), [&](auto c) __attribute__((always_inline)) {
                 Floats even, odd;
-                decode_values<type>(values, dim, pair, column + c * kLanes, even, odd);
+                load_values<type>(values, dim, pair, column + c * kLanes, even, odd);
                 unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
-                    sum[n][c] = fused_with<2, 0>(even, weight + n * kChunk, sum[n][c]);
-                    sum[n][c] = fused_with<2, 1>(odd, weight + n * kChunk, sum[n][c]);
+                    sum[n][c] = vfma_lane<2, 0>(even, weight + n * kChunk, sum[n][c]);
+                    sum[n][c] = vfma_lane<2, 1>(odd, weight + n * kChunk, sum[n][c]);
                 });
             });
         }
@@ -150,16 +151,16 @@ ENGINE_INLINE void weigh_columns(const ChunkTiles& tiles, const float* weights, 
 
 // The values of a chunk's tiles in columns [column, column + kColumns * kLanes), position after position.
 template <KvType type>
-void decode_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
+void convert_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     constexpr int kWidth = kColumns * kLanes;
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
-        const Ahead ahead{tiles.values[tile + kTilesAhead], tiles.later_values[tile]};
+        const Prefetch prefetch{tiles.values[tile + kPrefetchTiles], tiles.next_values[tile]};
         for (int pair = 0; pair < 8; pair++, out += 2 * kWidth) {
             for (int i = 0; i < kWidth * value_pair_bytes(type); i += 64)
-                ahead.fetch((pair * dim + column) * value_pair_bytes(type) + i);
+                prefetch.at((pair * dim + column) * value_pair_bytes(type) + i);
             for (int i = 0; i < kWidth; i += kLanes) {
                 Floats even, odd;
-                decode_values<type>(tiles.values[tile], dim, pair, column + i, even, odd);
+                load_values<type>(tiles.values[tile], dim, pair, column + i, even, odd);
                 store(out + i, even);
                 store(out + kWidth + i, odd);
             }
@@ -167,9 +168,10 @@ void decode_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     }
 }
 
-// sums[query][0 : kColumns * kLanes] for `N` queries over four times `fours` decoded positions.
+// sums[query][0 : kColumns * kLanes] for `N` queries over four times `fours` converted positions.
 template <int N>
-void weigh_decoded(const float* values, int fours, const float* weights, int count, int dim, float* sums) {
+void accumulate_converted(const float* values, int fours, const float* weights, int count, int dim,
+                          float* sums) {
     constexpr int kSums = N * kColumns, kWidth = kColumns * kLanes;
     for (; count >= N; count -= N, weights += N * kChunk, sums += N * dim) {
         Floats sum[kSums] = {};
@@ -177,41 +179,41 @@ void weigh_decoded(const float* values, int fours, const float* weights, int cou
         for (int four = 0; four < fours; four++, from += 4 * kWidth)
             unroll(Indices<4 * kSums>(), [&](auto i) __attribute__((always_inline)) {
                 constexpr int position = i / kSums, n = i % kSums / kColumns, c = i % kColumns;
-                sum[i % kSums] = fused_with<4, position>(load(from + position * kWidth + c * kLanes),
-                                                         weights + n * kChunk + four * 4, sum[i % kSums]);
+                sum[i % kSums] = vfma_lane<4, position>(load(from + position * kWidth + c * kLanes),
+                                                        weights + n * kChunk + four * 4, sum[i % kSums]);
             });
         unroll(Indices<kSums>(), [&](auto i) __attribute__((always_inline)) {
             store(sums + i / kColumns * dim + i % kColumns * kLanes, sum[i]);
         });
     }
     if constexpr (N > 1)
-        if (count > 0) weigh_decoded<N - 1>(values, fours, weights, count, dim, sums);
+        if (count > 0) accumulate_converted<N - 1>(values, fours, weights, count, dim, sums);
 }
 
 template <KvType type, int N>
-void weigh_queries(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
+void accumulate_queries(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
     for (; count >= N; count -= N, weights += N * kChunk, sums += N * dim) {
         int column = 0;
         for (; column + kColumns * kLanes <= dim; column += kColumns * kLanes)
-            weigh_columns<type, N, kColumns>(tiles, weights, dim, column, sums);
+            accumulate_columns<type, N, kColumns>(tiles, weights, dim, column, sums);
         for (; column < dim; column += 2 * kLanes)
-            weigh_columns<type, N, 2>(tiles, weights, dim, column, sums);
+            accumulate_columns<type, N, 2>(tiles, weights, dim, column, sums);
     }
     if constexpr (N > 1)
-        if (count > 0) weigh_queries<type, N - 1>(tiles, weights, count, dim, sums);
+        if (count > 0) accumulate_queries<type, N - 1>(tiles, weights, count, dim, sums);
 }
 
 // sums[query][0:dim] for `count` queries over the tiles of a chunk.
 template <KvType type>
-void weigh_batch(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
+void accumulate_batch(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
     constexpr int kWidth = kColumns * kLanes;
-    if (!kDecodesAhead || count <= kQueries)
-        return weigh_queries<type, kQueries>(tiles, weights, count, dim, sums);
-    float decoded[kChunk * kWidth];
+    if (!kConvertsOnce || count <= kQueries)
+        return accumulate_queries<type, kQueries>(tiles, weights, count, dim, sums);
+    float converted[kChunk * kWidth];
     for (int column = 0; column < dim; column += kWidth) {
-        decode_columns<type>(tiles, dim, column, decoded);
-        weigh_decoded<kQueriesDecoded>(decoded, (tiles.end - tiles.begin) * 4, weights + tiles.begin * 16,
-                                       count, dim, sums + column);
+        convert_columns<type>(tiles, dim, column, converted);
+        accumulate_converted<kQueriesConverted>(converted, (tiles.end - tiles.begin) * 4,
+                                                weights + tiles.begin * 16, count, dim, sums + column);
     }
 }
 
@@ -232,17 +234,17 @@ void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
         const float* scaled = scratch.queries + begin * dim;
         for (int tile = tiles.begin; tile < tiles.end; tile++)
-            score_batch<type>(tiles.keys[tile], {tiles.keys[tile + kTilesAhead], tiles.later_keys[tile]},
+            score_batch<type>(tiles.keys[tile], {tiles.keys[tile + kPrefetchTiles], tiles.next_keys[tile]},
                               scaled, count, dim, scratch.scores + tile * 16);
         float max_sum[2 * kBatch];
         for (int i = 0; i < count; i++) {
             float* scores = scratch.scores + i * kChunk;
             Range seen = visible_in_chunk(job, queries.token(begin + i), chunk);
-            soften(scores, tiles, seen, max_sum + 2 * i);
+            softmax(scores, tiles, seen, max_sum + 2 * i);
             if constexpr (type == KvType::INT8) scale_weights(scores, tiles, dim);
         }
-        float* sums = queries.room(begin, chunk, scratch.sums);
-        weigh_batch<type>(tiles, scratch.scores, count, dim, sums);
+        float* sums = queries.result_buffer(begin, chunk, scratch.sums);
+        accumulate_batch<type>(tiles, scratch.scores, count, dim, sums);
         for (int i = 0; i < count; i++) queries.add(begin + i, chunk, {sums + i * dim, max_sum + 2 * i});
     }
 }

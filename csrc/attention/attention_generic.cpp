@@ -6,12 +6,12 @@
 namespace engine {
 namespace {
 
-struct Rounding {
+struct Int8Scale {
     float scale, inverse;
 };
 
 // Of INT8: the largest becomes 127. What is not finite gives a scale of NaN, so that it is noticed.
-Rounding int8_rounding(const float* x, int size) {
+Int8Scale find_int8_scale(const float* x, int size) {
     float largest = 0;
     bool finite = true;
     for (int i = 0; i < size; i++) {
@@ -23,16 +23,16 @@ Rounding int8_rounding(const float* x, int size) {
     return {largest / 127.0f, largest > 1e-30f ? 127.0f / largest : 0.0f};
 }
 
-ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Rounding rounding) {
+ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Int8Scale int8_scale) {
     if (type == KvType::F32) {
         memcpy(to, &value, sizeof value);
     } else if (type == KvType::BF16) {
         uint16_t rounded = float_to_bf16(value);
         memcpy(to, &rounded, sizeof rounded);
     } else {
-        float whole = rounding.inverse == 0.0f ? 0.0f : value * rounding.inverse;
+        float whole = int8_scale.inverse == 0.0f ? 0.0f : value * int8_scale.inverse;
 #if defined(__aarch64__)
-        __asm__("" : "+w"(whole));  // the product is rounded, not fused with the sum below
+        __asm__("" : "+w"(whole));  // the product is rounded, not vfma with the sum below
 #endif
         *to = uint8_t(float_to_bits(whole + 12582912.0f));  // to nearest, ties to even
     }
@@ -45,10 +45,10 @@ void write_heads(const KvCache& cache, int layer, int64_t slot, const float* key
     for (int head = 0; head < cache.kv_heads; head++, keys += size, values += size) {
         uint8_t* key_tile = cache.key_tile(layer, place.block, head, place.tile);
         uint8_t* value_tile = cache.value_tile(layer, place.block, head, place.tile);
-        Rounding of_keys{}, of_values{};
+        Int8Scale of_keys{}, of_values{};
         if (type == KvType::INT8) {
-            of_keys = int8_rounding(keys, size);
-            of_values = int8_rounding(values, size);
+            of_keys = find_int8_scale(keys, size);
+            of_values = find_int8_scale(values, size);
             *scale_at(key_tile, dim, place.lane) = of_keys.scale;
             *scale_at(value_tile, dim, place.lane) = of_values.scale;
         }

@@ -1,7 +1,7 @@
 // Attention over an INT8 cache in dot products of bytes.
 //
 // Queries and weights become whole numbers of 15 and 14 bits, in a high term and a low one of seven bits
-// each, so that what is lost is what the cache itself has rounded. Sums of products are exact. Other types
+// each, so that what is lost is what the cache itself has quantize16. Sums of products are exact. Other types
 // of cache are left to the portable kernels.
 #include <arm_neon.h>
 
@@ -13,19 +13,19 @@ namespace engine {
 namespace {
 
 // Queries whose sums are held in registers: of a tile's scores, and of so many vectors of values.
-constexpr int kScored = 6, kWeighed = 3, kVectors = 8;
-constexpr float kLargestQuery = 127 * 128, kLargestWeight = 127 * 128 + 127;
+constexpr int kScored = 6, kAccumulated = 3, kVectors = 8;
+constexpr float kMaxQuery = 127 * 128, kMaxWeight = 127 * 128 + 127;
 
 decltype(Kernels::attend) attend_other;
 decltype(Kernels::attend_scratch_bytes) other_scratch_bytes;
 decltype(Kernels::write_kv) write_other;
 
-struct Rounding {
+struct Int8Scale {
     float scale, inverse;
 };
 
 // Whatever is not finite gives a scale that is not, so that it is noticed.
-ENGINE_INLINE Rounding rounding_to(float whole, float largest) {
+ENGINE_INLINE Int8Scale scale_to(float whole, float largest) {
     return {largest / whole, largest > 1e-30f && largest <= __FLT_MAX__ ? whole / largest : 0.0f};
 }
 
@@ -48,19 +48,19 @@ struct Terms {
     }
 };
 
-ENGINE_INLINE float largest_of(const float* x, int size) {
+ENGINE_INLINE float reduce_max(const float* x, int size) {
     float32x4_t largest = vdupq_n_f32(0);
     for (int i = 0; i < size; i += 4) largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(x + i)));
     return vmaxvq_f32(largest);
 }
 
-void round_query(const float* query, const Terms& to) {
-    Rounding rounding = rounding_to(kLargestQuery, largest_of(query, to.size));
-    *to.scales = rounding.scale;
+void quantize_query(const float* query, const Terms& to) {
+    Int8Scale int8_scale = scale_to(kMaxQuery, reduce_max(query, to.size));
+    *to.scales = int8_scale.scale;
     for (int i = 0; i < to.size; i += 16) {
         int32x4_t highs[4], lows[4];
         for (int v = 0; v < 4; v++) {
-            int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(query + i + 4 * v), rounding.inverse));
+            int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(query + i + 4 * v), int8_scale.inverse));
             highs[v] = vrshrq_n_s32(whole, 7);
             lows[v] = vsubq_s32(whole, vshlq_n_s32(highs[v], 7));
         }
@@ -69,7 +69,7 @@ void round_query(const float* query, const Terms& to) {
 }
 
 // Sixteen numbers, or as many as there are.
-ENGINE_INLINE int8x16_t rounded(const float* x, int count, float inverse) {
+ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     float padded[16] = {};
     if (count < 16) x = static_cast<const float*>(memcpy(padded, x, size_t(count) * sizeof(float)));
     int32x4_t whole[4];
@@ -81,13 +81,13 @@ ENGINE_INLINE int8x16_t rounded(const float* x, int count, float inverse) {
 // threads may be writing those between.
 void write_head(const float* keys, const float* values, int size, int dim, int lane, uint8_t* key_tile,
                 uint8_t* value_tile) {
-    Rounding of_keys = rounding_to(127, largest_of(keys, size));
-    Rounding of_values = rounding_to(127, largest_of(values, size));
+    Int8Scale of_keys = scale_to(127, reduce_max(keys, size));
+    Int8Scale of_values = scale_to(127, reduce_max(values, size));
     *scale_at(key_tile, dim, lane) = of_keys.scale;
     *scale_at(value_tile, dim, lane) = of_values.scale;
     for (int i = 0; i < size; i += 16) {
-        int8x16_t key = rounded(keys + i, size - i, of_keys.inverse);
-        int8x16_t value = rounded(values + i, size - i, of_values.inverse);
+        int8x16_t key = quantize16(keys + i, size - i, of_keys.inverse);
+        int8x16_t value = quantize16(values + i, size - i, of_values.inverse);
         auto* of_key = reinterpret_cast<int32_t*>(key_tile + key_offset(KvType::INT8, lane, i));
         auto* of_value = reinterpret_cast<int8_t*>(value_tile + value_offset(KvType::INT8, dim, lane, i));
         const int count = size - i < 16 ? size - i : 16;
@@ -110,7 +110,7 @@ void write_kv(const KvCache& cache, int layer, int64_t slot, const float* keys, 
 }
 
 // Of weights of values that have scales of their own.
-void round_weights(float* weights, const ChunkTiles& tiles, int dim, const Terms& to) {
+void quantize_weights(float* weights, const ChunkTiles& tiles, int dim, const Terms& to) {
     float32x4_t largest[4] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const float* scales = reinterpret_cast<const float*>(tiles.values[tile] + dim * 16);
@@ -122,12 +122,12 @@ void round_weights(float* weights, const ChunkTiles& tiles, int dim, const Terms
         }
     }
     float32x4_t four = vmaxq_f32(vmaxq_f32(largest[0], largest[1]), vmaxq_f32(largest[2], largest[3]));
-    Rounding rounding = rounding_to(kLargestWeight, vmaxvq_f32(four));
-    *to.scales = rounding.scale;
+    Int8Scale int8_scale = scale_to(kMaxWeight, vmaxvq_f32(four));
+    *to.scales = int8_scale.scale;
     for (int i = tiles.begin * 16; i < tiles.end * 16; i += 16) {
         int32x4_t highs[4], lows[4];
         for (int v = 0; v < 4; v++) {
-            int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(weights + i + 4 * v), rounding.inverse));
+            int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(weights + i + 4 * v), int8_scale.inverse));
             highs[v] = vshrq_n_s32(whole, 7);
             lows[v] = vandq_s32(whole, vdupq_n_s32(127));
         }
@@ -163,7 +163,7 @@ ENGINE_INLINE void load_terms(const int8_t* from, int stride, int8x16_t (&terms)
 
 // scores[query][0:16] over one tile.
 template <int N>
-void score(const uint8_t* tile, Ahead ahead, const Terms& queries, float* scores) {
+void score(const uint8_t* tile, Prefetch prefetch, const Terms& queries, float* scores) {
     const int8_t* keys = reinterpret_cast<const int8_t*>(tile);
     const float* scales = reinterpret_cast<const float*>(tile + queries.size * 16);
     Sums<N, 4> found;
@@ -173,7 +173,7 @@ void score(const uint8_t* tile, Ahead ahead, const Terms& queries, float* scores
             int8x16_t terms[N];
             load_terms<N>(term + column, queries.size, terms);
             if (term == queries.high)
-                for (int i = 0; i < 256; i += 64) ahead.fetch(column * 16 + i);
+                for (int i = 0; i < 256; i += 64) prefetch.at(column * 16 + i);
             unroll(Indices<16>(), [&](auto i) __attribute__((always_inline)) {
                 found.template add<i % 4, i / 4>(vld1q_s8(keys + column * 16 + i * 16), terms);
             });
@@ -188,17 +188,17 @@ void score(const uint8_t* tile, Ahead ahead, const Terms& queries, float* scores
 
 // results[query][column : column + 4 * kVectors] over the tiles of a chunk.
 template <int N>
-void weigh(const ChunkTiles& tiles, const Terms& weights, int dim, int column, float* results) {
+void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int column, float* results) {
     Sums<N, kVectors> found;
     for (const int8_t* term : {weights.high, weights.low}) {
         if (term == weights.low) found.end_high();
         for (int tile = tiles.begin; tile < tiles.end; tile++) {
             const int8_t* values = reinterpret_cast<const int8_t*>(tiles.values[tile]) + column * 4;
-            const Ahead ahead{tiles.values[tile + kTilesAhead], tiles.later_values[tile]};
+            const Prefetch prefetch{tiles.values[tile + kPrefetchTiles], tiles.next_values[tile]};
             int8x16_t terms[N];
             load_terms<N>(term + tile * 16, weights.size, terms);
             if (term == weights.high)
-                for (int i = 0; i < 8; i++) ahead.fetch((i / 2 * dim + column) * 4 + i % 2 * 64);
+                for (int i = 0; i < 8; i++) prefetch.at((i / 2 * dim + column) * 4 + i % 2 * 64);
             unroll(Indices<4 * kVectors>(), [&](auto i) __attribute__((always_inline)) {
                 constexpr int four = i / kVectors, v = i % kVectors;
                 found.template add<v, four>(vld1q_s8(values + four * dim * 4 + v * 16), terms);
@@ -220,31 +220,31 @@ ENGINE_INLINE void by_blocks(int count, int first, F&& f) {
         if (count > first) by_blocks<N - 1>(count, first, f);
 }
 
-struct WholeScratch {
+struct Int8Scratch {
     FloatScratch floats;
     Terms queries, weights;
     size_t bytes;
 };
 
-WholeScratch whole_scratch(const AttentionShape& shape, uint8_t* base) {
+Int8Scratch int8_scratch(const AttentionShape& shape, uint8_t* base) {
     int dim = round_up(shape.head_dim, 32);
-    size_t most = size_t(most_queries(shape)), all_queries = most * size_t(dim),
+    size_t max_count = size_t(max_queries(shape)), all_queries = max_count * size_t(dim),
            all_weights = kBatch * kChunk;
     FloatScratch floats = float_scratch(shape, base);
     float* scales = reinterpret_cast<float*>(base) + floats.floats;
-    int8_t* at = reinterpret_cast<int8_t*>(scales + most + kBatch);
+    int8_t* at = reinterpret_cast<int8_t*>(scales + max_count + kBatch);
     Terms queries{at, at + all_queries, scales, dim};
     at += 2 * all_queries;
-    Terms weights{at, at + all_weights, scales + most, kChunk};
+    Terms weights{at, at + all_weights, scales + max_count, kChunk};
     return {floats, queries, weights, size_t(at + 2 * all_weights - reinterpret_cast<int8_t*>(base))};
 }
 
 size_t scratch_bytes(const AttentionShape& shape) {
-    size_t whole = whole_scratch(shape, nullptr).bytes, other = other_scratch_bytes(shape);
+    size_t whole = int8_scratch(shape, nullptr).bytes, other = other_scratch_bytes(shape);
     return whole > other ? whole : other;
 }
 
-void attend_chunk(const Queries& queries, int chunk, const WholeScratch& scratch) {
+void attend_chunk(const Queries& queries, int chunk, const Int8Scratch& scratch) {
     const AttentionJob& job = *queries.job;
     int dim = job.cache->dim();
     ChunkTiles tiles = tiles_of(queries, chunk);
@@ -252,21 +252,21 @@ void attend_chunk(const Queries& queries, int chunk, const WholeScratch& scratch
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
         float *scores = scratch.floats.scores, max_sum[2 * kBatch];
         for (int tile = tiles.begin; tile < tiles.end; tile++) {
-            const Ahead ahead{tiles.keys[tile + kTilesAhead], tiles.later_keys[tile]};
+            const Prefetch prefetch{tiles.keys[tile + kPrefetchTiles], tiles.next_keys[tile]};
             by_blocks<kScored>(count, 0, [&](auto n, int first) __attribute__((always_inline)) {
-                score<n>(tiles.keys[tile], ahead, scratch.queries.from(begin + first),
+                score<n>(tiles.keys[tile], prefetch, scratch.queries.from(begin + first),
                          scores + first * kChunk + tile * 16);
             });
         }
         for (int i = 0; i < count; i++) {
             Range seen = visible_in_chunk(job, queries.token(begin + i), chunk);
-            soften(scores + i * kChunk, tiles, seen, max_sum + 2 * i);
-            round_weights(scores + i * kChunk, tiles, dim, scratch.weights.from(i));
+            softmax(scores + i * kChunk, tiles, seen, max_sum + 2 * i);
+            quantize_weights(scores + i * kChunk, tiles, dim, scratch.weights.from(i));
         }
-        float* results = queries.room(begin, chunk, scratch.floats.sums);
+        float* results = queries.result_buffer(begin, chunk, scratch.floats.sums);
         for (int column = 0; column < dim; column += 4 * kVectors)
-            by_blocks<kWeighed>(count, 0, [&](auto n, int first) __attribute__((always_inline)) {
-                weigh<n>(tiles, scratch.weights.from(first), dim, column, results + first * dim);
+            by_blocks<kAccumulated>(count, 0, [&](auto n, int first) __attribute__((always_inline)) {
+                accumulate<n>(tiles, scratch.weights.from(first), dim, column, results + first * dim);
             });
         for (int i = 0; i < count; i++) queries.add(begin + i, chunk, {results + i * dim, max_sum + 2 * i});
     }
@@ -274,13 +274,13 @@ void attend_chunk(const Queries& queries, int chunk, const WholeScratch& scratch
 
 void attend(const AttentionJob& job, int index, int kv_head, uint8_t* base) {
     if (job.cache->type != KvType::INT8) return attend_other(job, index, kv_head, base);
-    WholeScratch scratch = whole_scratch(*job.shape, base);
+    Int8Scratch scratch = int8_scratch(*job.shape, base);
     Queries queries = item_queries(job, index, kv_head);
     queries.state = scratch.floats.state;
     queries.state_max_sum = scratch.floats.state_max_sum;
     scale_queries(queries, scratch.floats.queries);
     for (int i = 0; i < queries.count; i++)
-        round_query(scratch.floats.queries + i * job.cache->dim(), scratch.queries.from(i));
+        quantize_query(scratch.floats.queries + i * job.cache->dim(), scratch.queries.from(i));
     const AttentionItem& item = *queries.item;
     for (int i = 0; i < item.chunks; i++) attend_chunk(queries, item.chunk + i, scratch);
     queries.write_out();
@@ -292,7 +292,7 @@ void fill_attention_neon(Kernels& table) {
     attend_other = table.attend;
     other_scratch_bytes = table.attend_scratch_bytes;
     write_other = table.write_kv;
-    table.has_whole_attention = true;
+    table.has_int8_attention = true;
     table.write_kv = write_kv;
     table.attend = attend;
     table.attend_scratch_bytes = scratch_bytes;

@@ -1,8 +1,8 @@
 // What all attention kernels share: who sees what of a chunk, and how results of chunks are put together.
 //
 // A maximum is in units of log 2: queries are multiplied by scale * log2(e) beforehand, weights are powers
-// of two. `fold` is compiled for several instruction sets and must give the same bits in each: it uses no
-// fused multiplication, and the compiler may not make one.
+// of two. `merge_into` is compiled for several instruction sets and must give the same bits in each: it uses no
+// vfma multiplication, and the compiler may not make one.
 #pragma once
 #include "attention/attention.h"
 
@@ -17,7 +17,7 @@ namespace engine {
 namespace {
 
 constexpr int kChunkTiles = kChunk / 16;
-constexpr int kTilesAhead = 3;
+constexpr int kPrefetchTiles = 3;
 constexpr float kLog2E = 1.44269504f;
 
 struct Range {
@@ -40,10 +40,10 @@ ENGINE_INLINE Range visible_in_chunk(const AttentionJob& job, int token, int chu
 
 // Where the tiles [begin, end) of a chunk lie that any token of the item sees, and what is read after it.
 struct ChunkTiles {
-    const uint8_t* keys[kChunkTiles + kTilesAhead];    // then the first of the values
-    const uint8_t* values[kChunkTiles + kTilesAhead];  // then some of them once more
-    const uint8_t* later_keys[kChunkTiles];            // one for each tile of this chunk
-    const uint8_t* later_values[kChunkTiles];
+    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // then the first of the values
+    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // then some of them once more
+    const uint8_t* next_keys[kChunkTiles];                // one for each tile of this chunk
+    const uint8_t* next_values[kChunkTiles];
     int begin, end;
 };
 
@@ -71,7 +71,7 @@ struct ChunkPlace {
 };
 
 // What a thread most likely reads next: the item's next chunk, its next kv head, or the next item.
-ENGINE_INLINE ChunkPlace place_after(const AttentionJob& job, ChunkPlace place) {
+ENGINE_INLINE ChunkPlace next_place(const AttentionJob& job, ChunkPlace place) {
     const AttentionItem& item = job.batch->items[place.index];
     if (place.chunk + 1 < item.chunk + item.chunks) return {place.index, place.head, place.chunk + 1};
     if (place.head + 1 < job.shape->kv_heads) return {place.index, place.head + 1, item.chunk};
@@ -79,15 +79,15 @@ ENGINE_INLINE ChunkPlace place_after(const AttentionJob& job, ChunkPlace place) 
     return {index, 0, job.batch->items[index].chunk};
 }
 
-ENGINE_INLINE void find_later(const AttentionJob& job, ChunkPlace place, ChunkTiles& tiles) {
-    const ChunkPlace after = place_after(job, place);
+ENGINE_INLINE void find_next(const AttentionJob& job, ChunkPlace place, ChunkTiles& tiles) {
+    const ChunkPlace after = next_place(job, place);
     const AttentionItem& item = job.batch->items[after.index];
     const Range seen = seen_tiles(job, item, after.chunk);
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         int partner = seen.begin + tile - tiles.begin;
         if (partner >= seen.end) partner = seen.begin;
-        tiles.later_keys[tile] = find_keys(job, item, after.head, after.chunk, partner);
-        tiles.later_values[tile] = tiles.later_keys[tile] + job.cache->part_bytes();
+        tiles.next_keys[tile] = find_keys(job, item, after.head, after.chunk, partner);
+        tiles.next_values[tile] = tiles.next_keys[tile] + job.cache->part_bytes();
     }
 }
 
@@ -101,7 +101,7 @@ ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
         tiles.keys[tile] = find_keys(job, item, place.head, place.chunk, tile);
         tiles.values[tile] = tiles.keys[tile] + job.cache->part_bytes();
     }
-    for (int i = 0; i < kTilesAhead; i++) {
+    for (int i = 0; i < kPrefetchTiles; i++) {
         int near = seen.begin + i < seen.end ? seen.begin + i : seen.begin;
         tiles.keys[seen.end + i] = tiles.values[seen.end + i] = tiles.values[near];
     }
@@ -122,7 +122,7 @@ ENGINE_INLINE Part part_at(const AttentionJob& job, int index, int head) {
 }
 
 // x <= 0
-ENGINE_NO_CONTRACTION float power_of_two(float x) {
+ENGINE_NO_CONTRACTION float exp2_scalar(float x) {
     if (x < -125.0f) return 0.0f;
     float shifted = x + 12582912.0f;  // the nearest whole number is in its lowest bits
     float r = x - (shifted - 12582912.0f);
@@ -136,10 +136,10 @@ ENGINE_NO_CONTRACTION float power_of_two(float x) {
 }
 
 // `into` becomes the result over the positions of both; those of `more` come after its own.
-ENGINE_NO_CONTRACTION void fold(Part into, Part more, int dim) {
+ENGINE_NO_CONTRACTION void merge_into(Part into, Part more, int dim) {
     float old_max = into.max_sum[0], more_max = more.max_sum[0];
     bool raises = old_max < more_max;
-    float weight = power_of_two(raises ? old_max - more_max : more_max - old_max);
+    float weight = exp2_scalar(raises ? old_max - more_max : more_max - old_max);
     float old_weight = raises ? weight : 1.0f, more_weight = raises ? 1.0f : weight;
     if (raises) into.max_sum[0] = more_max;
     into.max_sum[1] = into.max_sum[1] * old_weight + more.max_sum[1] * more_weight;
@@ -148,7 +148,7 @@ ENGINE_NO_CONTRACTION void fold(Part into, Part more, int dim) {
     for (int i = 0; i < dim; i++) values[i] = values[i] * old_weight + added[i] * more_weight;
 }
 
-ENGINE_INLINE void finish(Part part, int head_dim, float* __restrict out) {
+ENGINE_INLINE void normalize(Part part, int head_dim, float* __restrict out) {
     float weight = 1.0f / part.max_sum[1];
     const float* __restrict values = part.values;
     for (int i = 0; i < head_dim; i++) out[i] = values[i] * weight;
@@ -161,8 +161,9 @@ inline void merge(const AttentionJob& job, int index) {
     float* out = job.out + size_t(merge.token) * size_t(job.out_stride);
     for (int head = 0; head < shape.heads; head++) {
         Part into = part_at(job, parts[0], head);
-        for (int i = 1; i < merge.count; i++) fold(into, part_at(job, parts[i], head), job.cache->dim());
-        finish(into, shape.head_dim, out + head * shape.head_dim);
+        for (int i = 1; i < merge.count; i++)
+            merge_into(into, part_at(job, parts[i], head), job.cache->dim());
+        normalize(into, shape.head_dim, out + head * shape.head_dim);
     }
 }
 
@@ -189,15 +190,15 @@ struct Queries {
     Part destination(int query, int chunk) const {
         if (item->part < 0) return {state + query * job->cache->dim(), state_max_sum + 2 * query};
         int index = item->part + query / group * item->parts_per_token();
-        return part_at(*job, item->folds ? index : index + chunk - item->chunk, head(query));
+        return part_at(*job, item->merges_chunks ? index : index + chunk - item->chunk, head(query));
     }
     // Whether the destination holds nothing yet.
-    bool is_fresh(int query, int chunk) const {
-        bool merges = item->part < 0 || item->folds;
+    bool is_empty(int query, int chunk) const {
+        bool merges = item->part < 0 || item->merges_chunks;
         return !merges || chunk == item->chunk || visible(*job, token(query)).begin >= chunk * kChunk;
     }
     // Where to compute results of a chunk from `query` on, [queries][dim]: in their place if possible.
-    float* room(int query, int chunk, float* elsewhere) const {
+    float* result_buffer(int query, int chunk, float* elsewhere) const {
         bool in_place = item->part < 0 && chunk == item->chunk;
         return in_place ? state + query * job->cache->dim() : elsewhere;
     }
@@ -206,14 +207,14 @@ struct Queries {
         if (visible_in_chunk(*job, token(query), chunk).empty()) return;
         Part to = destination(query, chunk);
         int dim = job->cache->dim();
-        if (!is_fresh(query, chunk)) return fold(to, result, dim);
+        if (!is_empty(query, chunk)) return merge_into(to, result, dim);
         if (to.values != result.values) memcpy(to.values, result.values, size_t(dim) * sizeof(float));
         memcpy(to.max_sum, result.max_sum, 2 * sizeof(float));
     }
     void write_out() const {
         if (item->part >= 0) return;
         for (int query = 0; query < count; query++)
-            finish(destination(query, 0), job->shape->head_dim, out(query));
+            normalize(destination(query, 0), job->shape->head_dim, out(query));
     }
 };
 
@@ -223,8 +224,8 @@ ENGINE_INLINE Queries item_queries(const AttentionJob& job, int index, int kv_he
     return {&job, &item, index, kv_head, group, item.count * group, nullptr, nullptr};
 }
 
-ENGINE_INLINE int most_queries(const AttentionShape& shape) {
-    return kItemTokens * (shape.heads / shape.kv_heads);
+ENGINE_INLINE int max_queries(const AttentionShape& shape) {
+    return kMaxItemTokens * (shape.heads / shape.kv_heads);
 }
 
 }  // namespace

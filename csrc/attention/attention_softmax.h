@@ -13,11 +13,11 @@ constexpr int kBatch = 48;  // queries whose scores are held at a time
 
 // What to ask for while a tile is read: another one that is read soon, and one of what comes after the chunk,
 // which would not fit into the first-level cache beside it. Or nothing.
-struct Ahead {
+struct Prefetch {
     const uint8_t *soon, *later;
 
-    __attribute__((always_inline)) void fetch(int offset) const {
-        if (kDecodesAhead && !soon) return;
+    __attribute__((always_inline)) void at(int offset) const {
+        if (kConvertsOnce && !soon) return;
         __builtin_prefetch(soon + offset);
         __builtin_prefetch(later + offset, 0, 2);
     }
@@ -34,12 +34,12 @@ using Indices = std::make_integer_sequence<int, N>;
 ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     const ChunkPlace place{queries.index, queries.kv_head, chunk};
     ChunkTiles tiles = find_tiles(*queries.job, place);
-    find_later(*queries.job, place, tiles);
+    find_next(*queries.job, place, tiles);
     return tiles;
 }
 
 // Turns one query's scores over the tiles of a chunk into weights; what it does not see weighs nothing.
-ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
+ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
     if (seen.empty()) {
         memset(scores + tiles.begin * 16, 0, size_t(tiles.end - tiles.begin) * 64);
         return;
@@ -48,13 +48,13 @@ ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, fl
     for (int i = begin; i < seen.begin; i++) scores[i] = -__builtin_inff();
     for (int i = seen.end; i < end; i++) scores[i] = -__builtin_inff();
     Floats largest = load(scores + begin);
-    for (int i = begin + kLanes; i < end; i += kLanes) largest = larger(largest, load(scores + i));
-    float max = largest_of(largest);
+    for (int i = begin + kLanes; i < end; i += kLanes) largest = vmax(largest, load(scores + i));
+    float max = reduce_max(largest);
     Floats sums = {};
     for (int i = begin; i < end; i += 16) {  // a tile, so that a vector need not wait for the one before
         Floats weights[16 / kLanes];
         unroll(Indices<16 / kLanes>(), [&](auto v) __attribute__((always_inline)) {
-            weights[v] = power_of_two(load(scores + i + v * kLanes) - all(max));
+            weights[v] = vexp2(load(scores + i + v * kLanes) - all(max));
         });
         for (int v = 0; v < 16 / kLanes; v++) {
             store(scores + i + v * kLanes, weights[v]);
@@ -62,7 +62,7 @@ ENGINE_INLINE void soften(float* scores, const ChunkTiles& tiles, Range seen, fl
         }
     }
     max_sum[0] = max;
-    max_sum[1] = sum_of(sums);
+    max_sum[1] = reduce_sum(sums);
     memset(scores + tiles.begin * 16, 0, size_t(begin - tiles.begin * 16) * sizeof(float));
     memset(scores + end, 0, size_t(tiles.end * 16 - end) * sizeof(float));
 }
@@ -73,13 +73,13 @@ struct FloatScratch {
 };
 
 ENGINE_INLINE FloatScratch float_scratch(const AttentionShape& shape, uint8_t* base) {
-    size_t dim = size_t(round_up(shape.head_dim, 32)), most = size_t(most_queries(shape));
+    size_t dim = size_t(round_up(shape.head_dim, 32)), max_count = size_t(max_queries(shape));
     float* at = reinterpret_cast<float*>(base);
     FloatScratch scratch;
     scratch.queries = at;
-    scratch.state = scratch.queries + most * dim;
-    scratch.state_max_sum = scratch.state + most * dim;
-    scratch.sums = scratch.state_max_sum + 2 * most;
+    scratch.state = scratch.queries + max_count * dim;
+    scratch.state_max_sum = scratch.state + max_count * dim;
+    scratch.sums = scratch.state_max_sum + 2 * max_count;
     scratch.scores = scratch.sums + kBatch * dim;
     scratch.floats = size_t(scratch.scores + kBatch * kChunk - at);
     return scratch;

@@ -21,17 +21,17 @@ constexpr int kQueries = 6, kColumns = 2;
 constexpr int kQueries = 4, kColumns = 2;
 #endif
 
-// Whether keys and values are decoded once for all queries of a batch, when these take several blocks; and how
-// many queries then share decoded values.
+// Whether keys and values are converted once for all queries of a batch, when these take several blocks; and how
+// many queries then share converted values.
 #if defined(__aarch64__)
-constexpr bool kDecodesAhead = true;
-constexpr int kQueriesDecoded = 8;
+constexpr bool kConvertsOnce = true;
+constexpr int kQueriesConverted = 8;
 #else
-constexpr bool kDecodesAhead = false;
-constexpr int kQueriesDecoded = kQueries;
+constexpr bool kConvertsOnce = false;
+constexpr int kQueriesConverted = kQueries;
 #endif
 
-ENGINE_INLINE Floats larger(Floats a, Floats b) {
+ENGINE_INLINE Floats vmax(Floats a, Floats b) {
 #if defined(__aarch64__)
     return vmaxq_f32(a, b);
 #else
@@ -57,14 +57,14 @@ ENGINE_INLINE __m256 high_half(Floats a) {
 #endif
 }
 
-ENGINE_INLINE float largest_of(Floats a) {
+ENGINE_INLINE float reduce_max(Floats a) {
     __m256 eight = _mm256_max_ps(low_half(a), high_half(a));
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-ENGINE_INLINE float sum_of(Floats a) {
+ENGINE_INLINE float reduce_sum(Floats a) {
     __m256 eight = low_half(a);
     if (kLanes == 16) eight = _mm256_add_ps(eight, high_half(a));
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -72,33 +72,33 @@ ENGINE_INLINE float sum_of(Floats a) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 #elif defined(__aarch64__)
-ENGINE_INLINE float largest_of(Floats a) {
+ENGINE_INLINE float reduce_max(Floats a) {
     return vmaxvq_f32(a);
 }
 
-ENGINE_INLINE float sum_of(Floats a) {  // (a[0] + a[1]) + (a[2] + a[3])
+ENGINE_INLINE float reduce_sum(Floats a) {  // (a[0] + a[1]) + (a[2] + a[3])
     return vaddvq_f32(a);
 }
 #else
-ENGINE_INLINE float largest_of(Floats a) {
+ENGINE_INLINE float reduce_max(Floats a) {
     float first = a[0] > a[1] ? a[0] : a[1], second = a[2] > a[3] ? a[2] : a[3];
     return first > second ? first : second;
 }
 
-ENGINE_INLINE float sum_of(Floats a) {
+ENGINE_INLINE float reduce_sum(Floats a) {
     return (a[0] + a[1]) + (a[2] + a[3]);
 }
 #endif
 
 // Pairs of bfloat16: the first of each, the second of each.
-ENGINE_INLINE void decode_pairs(const uint8_t* from, Floats& first, Floats& second) {
+ENGINE_INLINE void widen_bf16_pairs(const uint8_t* from, Floats& first, Floats& second) {
     Words pairs = load_words(from);
     first = (Floats)(pairs << 16);
     second = (Floats)(pairs & 0xffff0000u);
 }
 
 // a * b + c
-ENGINE_INLINE Floats fused(Floats a, Floats b, Floats c) {
+ENGINE_INLINE Floats vfma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
@@ -112,13 +112,13 @@ ENGINE_INLINE Floats fused(Floats a, Floats b, Floats c) {
 
 // a * factors[index] + c, where `count` factors can be read.
 template <int count, int index>
-ENGINE_INLINE Floats fused_with(Floats a, const float* factors, Floats c) {
+ENGINE_INLINE Floats vfma_lane(Floats a, const float* factors, Floats c) {
     static_assert(index < count && (count == 2 || count == 4));
 #if defined(__aarch64__)
     if constexpr (count == 2) return vfmaq_lane_f32(c, a, vld1_f32(factors), index);
     return vfmaq_laneq_f32(c, a, vld1q_f32(factors), index);
 #else
-    return fused(a, all(factors[index]), c);
+    return vfma(a, all(factors[index]), c);
 #endif
 }
 
@@ -126,12 +126,12 @@ ENGINE_INLINE Floats fused_with(Floats a, const float* factors, Floats c) {
 template <int N>
 ENGINE_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
     Floats sum = all(coefficients[N - 1]);
-    for (int i = N - 2; i >= 0; i--) sum = fused(sum, x, all(coefficients[i]));
+    for (int i = N - 2; i >= 0; i--) sum = vfma(sum, x, all(coefficients[i]));
     return sum;
 }
 
 // For x <= 0, to about 1e-7 of the value; exactly 0 for minus infinity, NaN for NaN.
-ENGINE_INLINE Floats power_of_two(Floats x) {
+ENGINE_INLINE Floats vexp2(Floats x) {
 #if defined(__AVX512F__)
     // The remainder from the whole number below; `scalef` takes that number itself.
     const float coefficients[] = {

@@ -115,8 +115,8 @@ KernelSet find_kernels() {
     fill_matmul_amx(amx);
     fill_attention_amx(amx);
     if (has_int8_tiles()) {
-        fill_round_avx2(amx);
-        fill_matmul_int8_rows_amx(amx);
+        fill_requantize_avx2(amx);
+        fill_per_channel_amx(amx);
     }
     add(amx, "amx");
 #elif defined(__aarch64__)
@@ -125,7 +125,7 @@ KernelSet find_kernels() {
     neon = generic;
     fill_matmul_neon(neon);
     fill_matmul_f32_neon(neon);
-    fill_matmul_int8_rows_neon(neon);
+    fill_per_channel_neon(neon);
     fill_attention_neon(neon);
     add(neon, "neon");
 #endif

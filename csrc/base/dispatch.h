@@ -15,12 +15,12 @@ void fill_matmul_bf16_avx512(Kernels& table);
 void fill_vector_avx512(Kernels& table);
 void fill_attention_avx512(Kernels& table);
 void fill_matmul_amx(Kernels& table);
-void fill_round_avx2(Kernels& table);
-void fill_matmul_int8_rows_amx(Kernels& table);
+void fill_requantize_avx2(Kernels& table);
+void fill_per_channel_amx(Kernels& table);
 void fill_attention_amx(Kernels& table);
 void fill_attention_neon(Kernels& table);
 void fill_matmul_f32_neon(Kernels& table);
-void fill_matmul_int8_rows_neon(Kernels& table);
+void fill_per_channel_neon(Kernels& table);
 void fill_matmul_neon(Kernels& table);
 
 }  // namespace engine

@@ -7,7 +7,7 @@
 //   INT8  activations rounded to 8 bits in groups of 32; whole-number dot products of a group are exact,
 //         and are scaled and added up in float, group after group, in ascending order
 //   BF16  activations and decoded weights rounded to bfloat16, float sums
-//   INT8_ROWS  weights of layout I8, activations turned like them (turned.h) and rounded to 8 bits with one
+//   INT8_PER_CHANNEL  weights of layout I8, activations turned like them (turned.h) and rounded to 8 bits with one
 //         scale for each row; the dot product of whole rows is exact
 // A row's result must be the same to the last bit whatever `rows` is and whichever rows are beside it.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace engine {
 
-enum class Numerics : uint8_t { F32, INT8, BF16, INT8_ROWS };
+enum class Numerics : uint8_t { F32, INT8, BF16, INT8_PER_CHANNEL };
 constexpr int kNumerics = 4;
 
 enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
@@ -93,9 +93,9 @@ struct AttentionJob {
 };
 
 struct Kernels {
-    const char* name;          // "generic", "avx2", "avx512", "amx", "neon"
-    bool has_bf16;             // BF16 numerics
-    bool has_whole_attention;  // over an INT8 cache, in whole numbers: faster than over the others
+    const char* name;         // "generic", "avx2", "avx512", "amx", "neon"
+    bool has_bf16;            // BF16 numerics
+    bool has_int8_attention;  // over an INT8 cache, in whole numbers: faster than over the others
 
     // Matrices. `pack` brings rows [begin, end) of `rows` floats into the form its `matmul` reads; `input`
     // has room for `packed_bytes(rows, columns)`, on a 64-byte boundary. `matmul` computes units
@@ -107,8 +107,8 @@ struct Kernels {
     void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
     size_t (*scratch_bytes)(int columns);
     // Panel `panel` of any other layout as one of layout I8; `values` has room for a panel of floats, padded
-    // to whole tiles. Null where there is no INT8_ROWS.
-    void (*round_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
+    // to whole tiles. Null where there is no INT8_PER_CHANNEL.
+    void (*requantize_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
 
     // out[columns] = row `index` of the matrix as float.
     void (*embed)(const Matrix& table, int index, float* out);
@@ -117,7 +117,7 @@ struct Kernels {
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size,
                        float* out);
     // x[0:dim] of each of `heads` consecutive heads is turned; value i pairs with i + dim / 2.
-    void (*rotate)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
+    void (*rope)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
     // One token's keys and values (kv_heads * head_dim floats each) go to `slot`, which is
     // block * block_size + offset.
     void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);

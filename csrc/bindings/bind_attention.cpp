@@ -64,16 +64,16 @@ class Cache {
                 uint8_t* key_tile = cache_.key_tile(layer, place.block, head, place.tile);
                 uint8_t* value_tile = cache_.value_tile(layer, place.block, head, place.tile);
                 for (int d = 0; d < cache_.head_dim; d++) {
-                    *to_keys++ = decode(key_tile, key_offset(cache_.type, place.lane, d), place.lane);
-                    *to_values++ = decode(value_tile, value_offset(cache_.type, cache_.dim(), place.lane, d),
-                                          place.lane);
+                    *to_keys++ = value_at(key_tile, key_offset(cache_.type, place.lane, d), place.lane);
+                    *to_values++ = value_at(
+                        value_tile, value_offset(cache_.type, cache_.dim(), place.lane, d), place.lane);
                 }
             }
         }
     }
 
   private:
-    float decode(uint8_t* tile, size_t offset, int lane) const {
+    float value_at(uint8_t* tile, size_t offset, int lane) const {
         if (cache_.type == KvType::INT8)
             return float(int8_t(tile[offset])) * *scale_at(tile, cache_.dim(), lane);
         uint16_t half;
@@ -89,11 +89,11 @@ class Cache {
 };
 
 // One step of attention: its batch, its schedule, and threads that execute it.
-class Step {
+class BoundBatch {
   public:
-    Step(int heads, double scale, int window, int generated, Array<const int32_t, 1> positions,
-         Array<const int32_t, 1> row_of, Array<const int32_t, 2> tables,
-         Array<const int32_t, 1> prefix_groups, Array<const int32_t, 1> prefix_blocks)
+    BoundBatch(int heads, double scale, int window, int decode_tokens, Array<const int32_t, 1> positions,
+               Array<const int32_t, 1> row_of, Array<const int32_t, 2> tables,
+               Array<const int32_t, 1> prefix_groups, Array<const int32_t, 1> prefix_blocks)
         : positions_(positions),
           row_of_(row_of),
           tables_(tables),
@@ -103,7 +103,7 @@ class Step {
           scale_(float(scale)),
           window_(window) {
         batch_.tokens = int(positions.shape(0));
-        batch_.generated = generated;
+        batch_.decode_tokens = decode_tokens;
         batch_.rows = int(tables.shape(0));
         batch_.positions = positions.data();
         batch_.row_of = row_of.data();
@@ -192,16 +192,16 @@ void bind_attention(nb::module_& module) {
         .def("erase", &Cache::erase)
         .def("write", &Cache::write, "isa"_a, "layer"_a, "slots"_a, "keys"_a, "values"_a)
         .def("read", &Cache::read, "layer"_a, "slots"_a, "keys"_a, "values"_a);
-    nb::class_<Step>(module, "AttentionStep")
+    nb::class_<BoundBatch>(module, "AttentionBatch")
         .def(nb::init<int, double, int, int, Array<const int32_t, 1>, Array<const int32_t, 1>,
                       Array<const int32_t, 2>, Array<const int32_t, 1>, Array<const int32_t, 1>>(),
-             "heads"_a, "scale"_a, "window"_a, "generated"_a, "positions"_a, "row_of"_a, "tables"_a,
+             "heads"_a, "scale"_a, "window"_a, "decode_tokens"_a, "positions"_a, "row_of"_a, "tables"_a,
              "prefix_groups"_a, "prefix_blocks"_a)
-        .def("schedule", &Step::schedule, "block_size"_a)
-        .def("items", &Step::items)
-        .def("run", &Step::run, "isa"_a, "cache"_a, "layer"_a, "queries"_a, "out"_a, "threads"_a = 1,
+        .def("schedule", &BoundBatch::schedule, "block_size"_a)
+        .def("items", &BoundBatch::items)
+        .def("run", &BoundBatch::run, "isa"_a, "cache"_a, "layer"_a, "queries"_a, "out"_a, "threads"_a = 1,
              "repeats"_a = 1)
-        .def("schedule_seconds", &Step::schedule_seconds, "block_size"_a, "repeats"_a);
+        .def("schedule_seconds", &BoundBatch::schedule_seconds, "block_size"_a, "repeats"_a);
 }
 
 }  // namespace engine

@@ -37,17 +37,17 @@ class Buffer {
 };
 
 // One matrix with the kernels of one instruction set and numerics, and the memory that they need.
-class Product {
+class BoundMatmul {
   public:
-    Product(const std::string& isa, int numerics, int layout, const Bytes& weights, int rows, int columns,
-            int tokens, bool gated)
+    BoundMatmul(const std::string& isa, int numerics, int layout, const Bytes& weights, int rows, int columns,
+                int tokens, bool gated)
         : kernels_(kernels_named(isa)), numerics_(numerics), tokens_(tokens) {
         check(numerics >= 0 && numerics < kNumerics && kernels_.matmul[numerics], "no such numerics");
         check(layout >= 0 && layout <= int(Layout::I8), "no such layout");
-        check((layout == int(Layout::I8)) == (numerics == int(Numerics::INT8_ROWS)),
+        check((layout == int(Layout::I8)) == (numerics == int(Numerics::INT8_PER_CHANNEL)),
               "a layout that these numerics do not read");
         check(rows > 0 && columns > 0 && tokens > 0, "rows, columns and tokens must be positive");
-        check(layout != int(Layout::I8) || columns <= kMaxRoundedColumns, "too many columns");
+        check(layout != int(Layout::I8) || columns <= kMaxPerChannelColumns, "too many columns");
         matrix_ = {Layout(layout), rows, columns, weights.data()};
         units_ = gated ? div_up(rows / 2, kPanelRows) : matrix_.panels();
         panels_ = gated ? 2 * units_ : units_;
@@ -77,7 +77,7 @@ Result matmul(const std::string& isa, int numerics, int layout, Bytes weights, i
     int tokens = int(x.shape(0)), width = gated ? rows / 2 : rows;
     check(int(x.shape(1)) == columns, "x has the wrong number of columns");
     check(activation >= 0 && activation <= int(Activation::GeluTanh), "no such activation");
-    Product product(isa, numerics, layout, weights, rows, columns, tokens, gated);
+    BoundMatmul product(isa, numerics, layout, weights, rows, columns, tokens, gated);
     std::vector<float> padded(size_t(product.panels() * kPanelRows));
     if (bias) {
         check(bias->size() <= padded.size(), "the bias is too long");
@@ -95,10 +95,10 @@ Result matmul(const std::string& isa, int numerics, int layout, Bytes weights, i
     return Result(out, {size_t(tokens), size_t(width)}, owner);
 }
 
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> rounded(const std::string& isa, int layout, Bytes weights,
-                                                     int rows, int columns) {
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> requantize(const std::string& isa, int layout, Bytes weights,
+                                                        int rows, int columns) {
     const Kernels& kernels = kernels_named(isa);
-    check(kernels.round_panel, "this instruction set has no products of rounded weights");
+    check(kernels.requantize_panel, "this instruction set has no per-channel int8 matmul");
     check(layout >= 0 && layout <= int(Layout::F32), "no such layout");
     const Matrix from{Layout(layout), rows, columns, weights.data()};
     check(rows > 0 && columns > 0 && from.bytes() <= weights.size(), "the weights are too short");
@@ -109,13 +109,13 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> rounded(const std::string& isa, int
     if (!out) throw std::bad_alloc();
     nb::capsule owner(out, [](void* data) noexcept { free(data); });
     for (size_t panel = 0; panel < panels; panel++)
-        kernels.round_panel(from, int(panel), values.floats(), out + panel * to.stride());
+        kernels.requantize_panel(from, int(panel), values.floats(), out + panel * to.stride());
     return {out, {panels * to.stride()}, owner};
 }
 
 double bench_matmul(const std::string& isa, int numerics, int layout, Bytes weights, int rows, int columns,
                     int tokens, int repeats) {
-    Product product(isa, numerics, layout, weights, rows, columns, tokens, false);
+    BoundMatmul product(isa, numerics, layout, weights, rows, columns, tokens, false);
     Buffer x(size_t(tokens) * size_t(columns) * sizeof(float));
     for (int i = 0; i < tokens * columns; i++) x.floats()[i] = float(i * 7919 % 2003 - 1001) / 1001;
     Buffer out(size_t(tokens) * size_t(rows) * sizeof(float));
@@ -136,12 +136,13 @@ void bind_matmul(nb::module_& module) {
     using namespace nb::literals;
     module.def("has_bf16", [](const std::string& isa) { return kernels_named(isa).has_bf16; }, "isa"_a);
     module.def(
-        "has_whole_attention", [](const std::string& isa) { return kernels_named(isa).has_whole_attention; },
+        "has_int8_attention", [](const std::string& isa) { return kernels_named(isa).has_int8_attention; },
         "isa"_a);
     module.def(
-        "has_rounded", [](const std::string& isa) { return kernels_named(isa).round_panel != nullptr; },
-        "isa"_a, "Whether there are products of weights that are rounded to 8 bits, a scale for each row.");
-    module.def("rounded", &rounded, "isa"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a);
+        "has_per_channel",
+        [](const std::string& isa) { return kernels_named(isa).requantize_panel != nullptr; }, "isa"_a,
+        "Whether there is a matmul over int8 weights with one scale per output channel.");
+    module.def("requantize", &requantize, "isa"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a);
     // A gated matrix is pairs of panels (gate, up): `rows` counts both, biases are in the panels' order.
     module.def("matmul", &matmul, "isa"_a, "numerics"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a,
                "x"_a, "bias"_a.none(), "activation"_a, "gated"_a, "residual"_a.none());

@@ -40,22 +40,23 @@ class BoundModel {
     }
 
     // Returns the numbers of the copies.
-    std::vector<int> add_rounded(const std::vector<int>& numbers) {
-        if (!model.executor.kernels().round_panel)
-            throw nb::value_error("this instruction set has no products of rounded weights");
+    std::vector<int> add_per_channel(const std::vector<int>& numbers) {
+        if (!model.executor.kernels().requantize_panel)
+            throw nb::value_error("this instruction set has no per-channel int8 matmul");
         std::vector<StoredPanels> from;
         for (int number : numbers) {
             from.push_back({matrix(number), panels_.at(size_t(number))});
-            if (from.back().matrix->columns > kMaxRoundedColumns)
-                throw nb::value_error("a matrix of too many columns to be rounded");
+            if (from.back().matrix->columns > kMaxPerChannelColumns)
+                throw nb::value_error("a matrix of too many columns for per-channel int8");
         }
-        RoundedMatrices rounded = round_matrices(model.executor.kernels(), model.executor.pool(), from);
+        RequantizedMatrices per_channel =
+            requantize_matrices(model.executor.kernels(), model.executor.pool(), from);
         std::vector<int> added;
-        for (const Matrix& matrix : rounded.matrices) {
+        for (const Matrix& matrix : per_channel.matrices) {
             added.push_back(int(matrices_.size()));
             matrices_.push_back(matrix);
         }
-        rounded_.push_back(std::move(rounded.memory));
+        per_channel_.push_back(std::move(per_channel.memory));
         return added;
     }
 
@@ -71,7 +72,7 @@ class BoundModel {
         program_ = Program{};
         program_.capacity = capacity;
     }
-    void add_step(const Step& step) { program_.steps.push_back(step); }
+    void add_op(const Op& op) { program_.ops.push_back(op); }
     void end_program() { model.executor.add_program(std::move(program_)); }
 
     Model model;
@@ -81,7 +82,7 @@ class BoundModel {
     std::vector<int> panels_;      // of those that were given
     std::vector<const float*> vectors_;
     std::vector<nb::object> keep_;
-    std::vector<Block> rounded_;
+    std::vector<Block> per_channel_;
     Program program_;
 };
 
@@ -91,7 +92,7 @@ AttentionShape shape_of(int heads, int kv_heads, int head_dim, float scale, int 
 
 void bind_memory(nb::class_<BoundModel>& model) {
     model.def("add_matrix", &BoundModel::add_matrix);
-    model.def("add_rounded", &BoundModel::add_rounded);
+    model.def("add_per_channel", &BoundModel::add_per_channel);
     model.def("add_vector", &BoundModel::add_vector);
     model.def("set_arena", [](BoundModel& self, const std::vector<std::tuple<int, bool>>& places,
                               const std::vector<std::tuple<int, int>>& buffers, int max_tokens,
@@ -116,69 +117,69 @@ void bind_memory(nb::class_<BoundModel>& model) {
     });
 }
 
-void bind_steps(nb::class_<BoundModel>& model) {
+void bind_ops(nb::class_<BoundModel>& model) {
     model.def("begin_program", &BoundModel::begin_program);
     model.def("end_program", &BoundModel::end_program);
     model.def("embed", [](BoundModel& self, int out, int table, int positions) {
-        Step step;
-        step.kind = Step::Kind::Embed;
-        step.out = out;
-        step.matrix = self.matrix(table);
-        step.positions = self.vector(positions);
-        self.add_step(step);
+        Op op;
+        op.kind = Op::Kind::Embed;
+        op.out = out;
+        op.matrix = self.matrix(table);
+        op.positions = self.vector(positions);
+        self.add_op(op);
     });
     model.def("gather", [](BoundModel& self, int source, int out) {
-        Step step;
-        step.kind = Step::Kind::Gather;
-        step.source = source;
-        step.out = out;
-        self.add_step(step);
+        Op op;
+        op.kind = Op::Kind::Gather;
+        op.source = source;
+        op.out = out;
+        self.add_op(op);
     });
     model.def(
         "linear",
-        [](BoundModel& self, int source, int out, int matrix, int rounded, int norm, int norm_weight,
+        [](BoundModel& self, int source, int out, int matrix, int per_channel, int norm, int norm_weight,
            int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
-           bool over_logits, int column, int grain, int generated, int prompt) {
-            Step step;
-            step.kind = Step::Kind::Linear;
-            step.source = source;
-            step.out = out;
-            step.matrix = self.matrix(matrix);
-            step.rounded = rounded < 0 ? nullptr : self.matrix(rounded);
-            step.norm = Norm{Norm::Kind(norm), self.vector(norm_weight), self.vector(norm_bias), eps};
-            step.bias = self.vector(bias);
-            step.activation = Activation(activation);
-            step.gated = gated;
-            step.residual = residual;
-            step.multiply = multiply;
-            step.over_logits = over_logits;
-            step.column = column;
-            step.grain = grain;
-            step.generated = Numerics(generated);
-            step.prompt = Numerics(prompt);
-            self.add_step(step);
+           bool over_logits, int column, int grain, int decode, int prefill) {
+            Op op;
+            op.kind = Op::Kind::Linear;
+            op.source = source;
+            op.out = out;
+            op.matrix = self.matrix(matrix);
+            op.per_channel = per_channel < 0 ? nullptr : self.matrix(per_channel);
+            op.norm = Norm{Norm::Kind(norm), self.vector(norm_weight), self.vector(norm_bias), eps};
+            op.bias = self.vector(bias);
+            op.activation = Activation(activation);
+            op.gated = gated;
+            op.residual = residual;
+            op.multiply = multiply;
+            op.over_logits = over_logits;
+            op.column = column;
+            op.grain = grain;
+            op.decode = Numerics(decode);
+            op.prefill = Numerics(prefill);
+            self.add_op(op);
         },
-        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("rounded"),
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("per_channel"),
         nb::arg("norm"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"),
         nb::arg("activation"), nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"),
-        nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("generated"), nb::arg("prompt"));
+        nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("decode"), nb::arg("prefill"));
 }
 
-void bind_attention_steps(nb::class_<BoundModel>& model) {
+void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
         [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope_dim,
            int query_norm, int key_norm, float eps) {
-            Step step;
-            step.kind = Step::Kind::RopeWrite;
-            step.source = qkv;
-            step.layer = layer;
-            step.shape = shape_of(heads, kv_heads, head_dim, 0, 0);
-            step.rope_dim = rope_dim;
-            step.query_norm = self.vector(query_norm);
-            step.key_norm = self.vector(key_norm);
-            step.eps = eps;
-            self.add_step(step);
+            Op op;
+            op.kind = Op::Kind::RopeWrite;
+            op.source = qkv;
+            op.layer = layer;
+            op.shape = shape_of(heads, kv_heads, head_dim, 0, 0);
+            op.rope_dim = rope_dim;
+            op.query_norm = self.vector(query_norm);
+            op.key_norm = self.vector(key_norm);
+            op.eps = eps;
+            self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
         nb::arg("head_dim"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"));
@@ -186,13 +187,13 @@ void bind_attention_steps(nb::class_<BoundModel>& model) {
         "attention",
         [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
            int window) {
-            Step step;
-            step.kind = Step::Kind::Attention;
-            step.source = qkv;
-            step.out = out;
-            step.layer = layer;
-            step.shape = shape_of(heads, kv_heads, head_dim, scale, window);
-            self.add_step(step);
+            Op op;
+            op.kind = Op::Kind::Attention;
+            op.source = qkv;
+            op.out = out;
+            op.layer = layer;
+            op.shape = shape_of(heads, kv_heads, head_dim, scale, window);
+            self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
@@ -258,7 +259,7 @@ void bind_halves(nb::class_<BoundModel>& model) {
         self.model.hidden(index, out.data());
     });
     model.def("set_timing", [](BoundModel& self, bool on) { self.model.executor.set_timing(on); });
-    model.def("step_seconds", [](BoundModel& self) { return self.model.executor.step_seconds(); });
+    model.def("op_seconds", [](BoundModel& self) { return self.model.executor.op_seconds(); });
 }
 
 }  // namespace
@@ -267,8 +268,8 @@ void bind_model(nb::module_& module) {
     nb::class_<BoundModel> model(module, "Model");
     model.def(nb::init<const std::string&, int, const std::vector<int>&>());
     bind_memory(model);
-    bind_steps(model);
-    bind_attention_steps(model);
+    bind_ops(model);
+    bind_attention_ops(model);
     bind_halves(model);
 }
 

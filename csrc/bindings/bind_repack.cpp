@@ -87,8 +87,8 @@ void bind_repack(nb::module_& module) {
         },
         nb::arg("layout"), nb::arg("columns"));
     module.def(
-        "rounded_panel_bytes", [](int columns) { return panel_bytes(Layout::I8, columns); },
-        nb::arg("columns"), "Of a panel that is rounded to 8 bits, a scale for each row.");
+        "per_channel_panel_bytes", [](int columns) { return panel_bytes(Layout::I8, columns); },
+        nb::arg("columns"), "Of a panel of int8 weights with one scale per output channel.");
     module.def("repack", repack_all, nb::arg("matrices"), nb::arg("threads"),
                "Fill the panels of (layout, columns, interleaved, parts, out) matrices from stored parts: "
                "(type, bytes, rows, order or None, transposed). Returns the index of a matrix with a "

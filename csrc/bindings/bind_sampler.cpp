@@ -66,13 +66,13 @@ SamplingCall::SamplingCall(nb::handle sampling) {
     read_biases(sampling);
     read_histories(sampling);
 
-    int most = rows ? *std::max_element(inputs.num_logprobs, inputs.num_logprobs + rows) : -1;
+    int max_logprobs = rows ? *std::max_element(inputs.num_logprobs, inputs.num_logprobs + rows) : -1;
     tokens_ = new_array<int32_t>({rows}, outputs.tokens);
-    if (most < 0) return;
-    outputs.top_width = most;
+    if (max_logprobs < 0) return;
+    outputs.top_width = max_logprobs;
     logprobs_ = new_array<float>({rows}, outputs.logprobs);
-    top_ids_ = new_array<int32_t>({rows, size_t(most)}, outputs.top_ids);
-    top_logprobs_ = new_array<float>({rows, size_t(most)}, outputs.top_logprobs);
+    top_ids_ = new_array<int32_t>({rows, size_t(max_logprobs)}, outputs.top_ids);
+    top_logprobs_ = new_array<float>({rows, size_t(max_logprobs)}, outputs.top_logprobs);
 }
 
 template <class T>

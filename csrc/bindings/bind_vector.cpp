@@ -38,10 +38,10 @@ void layer_norm(const std::string& isa, const ConstRow& x, const ConstRow& weigh
     kernels_named(isa).layer_norm(x.data(), weight.data(), shift, eps, size_of(x), out.data());
 }
 
-void rotate(const std::string& isa, Array<float, 2> x, const ConstRow& cosines, const ConstRow& sines) {
+void rope(const std::string& isa, Array<float, 2> x, const ConstRow& cosines, const ConstRow& sines) {
     int heads = int(x.shape(0)), head_dim = int(x.shape(1)), dim = 2 * size_of(cosines);
     need(size_of(cosines) == size_of(sines) && dim <= head_dim, "sizes differ");
-    kernels_named(isa).rotate(x.data(), heads, head_dim, dim, cosines.data(), sines.data());
+    kernels_named(isa).rope(x.data(), heads, head_dim, dim, cosines.data(), sines.data());
 }
 
 }  // namespace
@@ -51,7 +51,7 @@ void bind_vector(nb::module_& module) {
     module.def("rms_norm", rms_norm);
     module.def("layer_norm", layer_norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"),
                nb::arg("bias").none(), nb::arg("eps"), nb::arg("out"));
-    module.def("rotate", rotate);
+    module.def("rope", rope);
     module.def("argmax", [](const std::string& isa, const ConstRow& x) {
         return kernels_named(isa).argmax(x.data(), size_of(x));
     });

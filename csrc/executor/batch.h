@@ -4,11 +4,11 @@
 
 namespace engine {
 
-// Tokens are in the executor's order: generated ones first, then those of prompts, each in the order of
+// Tokens are in the executor's order: decode_tokens ones first, then those of prompts, each in the order of
 // their sequences. Arrays are borrowed for the step.
 struct Batch {
     int tokens = 0;
-    int generated = 0;                     // tokens [0, generated) are not a prompt's
+    int decode_tokens = 0;                 // tokens [0, decode_tokens) are not a prompt's
     int rows = 0;                          // sequences
     const int32_t* token_ids = nullptr;    // (tokens)
     const int32_t* positions = nullptr;    // (tokens)
@@ -20,7 +20,7 @@ struct Batch {
     const int32_t* prefix_blocks = nullptr;  // (groups) how many they share
     const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are wanted, ascending
     int logits = 0;
-    int generated_logits = 0;  // of these, how many are of generated tokens
+    int decode_logits = 0;  // of these, how many are of decode_tokens tokens
     // The attention schedule, see attention.h.
     const struct AttentionItem* items = nullptr;
     int num_items = 0;

@@ -9,7 +9,7 @@ namespace {
 
 // Up to so many rows every thread packs the input for itself, which is quicker than waiting for others.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;  // from here on rounded weights are ahead
+constexpr int kFastRows = 16;  // from here on per_channel weights are ahead
 static_assert(kFastRows > kPrivateRows);
 
 constexpr int kClaims = 4;  // of each thread at least
@@ -69,25 +69,25 @@ const Program& Executor::program(int tokens) const {
 
 void Executor::reserve_scratch() {
     size_t scratch = 64, input = 64, private_input = 64, row = 64, product = 0;
-    for (const Step& step : programs_.back().steps) {
-        if (step.kind == Step::Kind::Attention)
-            scratch = std::max(scratch, kernels_.attend_scratch_bytes(step.shape));
-        if (step.kind != Step::Kind::Linear) continue;
-        int columns = step.matrix->columns;
+    for (const Op& op : programs_.back().ops) {
+        if (op.kind == Op::Kind::Attention)
+            scratch = std::max(scratch, kernels_.attend_scratch_bytes(op.shape));
+        if (op.kind != Op::Kind::Linear) continue;
+        int columns = op.matrix->columns;
         scratch = std::max(scratch, kernels_.scratch_bytes(columns));
         row = std::max(row, size_t(round_up(columns, kGroup)) * sizeof(float));
-        if (step.multiply)
-            product = std::max(product, size_t(step.matrix->panels() * kPanelRows) * sizeof(float));
-        for (Numerics numerics : {step.generated, step.prompt}) {
+        if (op.multiply)
+            product = std::max(product, size_t(op.matrix->panels() * kPanelRows) * sizeof(float));
+        for (Numerics numerics : {op.decode, op.prefill}) {
             auto bytes = kernels_.packed_bytes[int(numerics)];
             input = std::max(input, 2 * round_up_size(bytes(arena_.max_tokens, columns), 64));
             private_input = std::max(private_input, 2 * round_up_size(bytes(kPrivateRows, columns), 64));
         }
-        if (step.rounded)
-            input =
-                std::max(input, kernels_.packed_bytes[int(Numerics::INT8_ROWS)](arena_.max_tokens, columns));
+        if (op.per_channel)
+            input = std::max(
+                input, kernels_.packed_bytes[int(Numerics::INT8_PER_CHANNEL)](arena_.max_tokens, columns));
     }
-    product_ = Block(product * size_t(arena_.max_tokens));
+    matmul_out_ = Block(product * size_t(arena_.max_tokens));
     shared_input_ = Block(input);
     scratch_.clear();
     private_input_.clear();
@@ -103,10 +103,10 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
     const Program& program = this->program(batch.tokens);
     int window = 0;
     size_t part = 0;
-    for (const Step& step : program.steps) {
-        if (step.kind != Step::Kind::Attention) continue;
-        window = step.shape.window;
-        part = part_floats(step.shape);
+    for (const Op& op : program.ops) {
+        if (op.kind != Op::Kind::Attention) continue;
+        window = op.shape.window;
+        part = part_floats(op.shape);
         break;
     }
     schedule_.build(batch, cache_.block_size, window);
@@ -116,9 +116,9 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
     batch_ = &batch;
     finite_ = finite.data();
     plan_rounds(program);
-    if (timing_) step_seconds_.assign(program.steps.size(), 0.0);
+    if (timing_) op_seconds_.assign(program.ops.size(), 0.0);
     pool_.run([this, &program](int thread) { work(program, thread); });
-    const int stream = program.steps.back().source;
+    const int stream = program.ops.back().source;
     for (int i = 0; i < batch.logits; i++)
         finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
     for (int token = 0; token < batch.tokens; token++)
@@ -127,33 +127,33 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
 
 // Tiles take two panels at a time, and finish them beside the next two: a claim of a few is quicker than as
 // many claims.
-int Executor::grain_of(const Step& step) const {
-    if (rows_of(step) < kFastRows || !kernels_.has_bf16) return step.grain;
-    int shared = is_rounded(step) ? step.units() / (pool_.size() * kClaims) : 1;
-    return round_up(std::max(step.grain, shared), step.gated ? 1 : 2);
+int Executor::grain_of(const Op& op) const {
+    if (rows_of(op) < kFastRows || !kernels_.has_bf16) return op.grain;
+    int shared = uses_per_channel(op) ? op.units() / (pool_.size() * kClaims) : 1;
+    return round_up(std::max(op.grain, shared), op.gated ? 1 : 2);
 }
 
-int Executor::rows_of(const Step& step) const {
-    return step.over_logits ? batch_->logits : batch_->tokens;
+int Executor::rows_of(const Op& op) const {
+    return op.over_logits ? batch_->logits : batch_->tokens;
 }
 
-bool Executor::is_rounded(const Step& step) const {
-    return fast_ && step.rounded && rows_of(step) >= kFastRows;
+bool Executor::uses_per_channel(const Op& op) const {
+    return fast_ && op.per_channel && rows_of(op) >= kFastRows;
 }
 
 void Executor::plan_rounds(const Program& program) {
     rounds_.clear();
     const Batch& batch = *batch_;
-    for (const Step& step : program.steps) {
-        switch (step.kind) {
-            case Step::Kind::Linear:
-                rounds_.push_back({step.units(), grain_of(step)});
+    for (const Op& op : program.ops) {
+        switch (op.kind) {
+            case Op::Kind::Linear:
+                rounds_.push_back({op.units(), grain_of(op)});
                 break;
-            case Step::Kind::Attention:
-                rounds_.push_back({batch.num_items * step.shape.kv_heads, kAttentionGrain});
+            case Op::Kind::Attention:
+                rounds_.push_back({batch.num_items * op.shape.kv_heads, kAttentionGrain});
                 if (batch.num_merges > 0) rounds_.push_back({batch.num_merges, kTokenGrain});
                 break;
-            case Step::Kind::Gather:
+            case Op::Kind::Gather:
                 rounds_.push_back({batch.tokens + batch.logits, kTokenGrain});
                 break;
             default:
@@ -180,31 +180,31 @@ void Executor::round(int thread, int& index, const F& piece) {
 void Executor::work(const Program& program, int thread) {
     int index = 0;
     double started = timing_ ? now() : 0;
-    for (size_t i = 0; i < program.steps.size(); i++) {
-        const Step& step = program.steps[i];
-        switch (step.kind) {
-            case Step::Kind::Embed:
+    for (size_t i = 0; i < program.ops.size(); i++) {
+        const Op& op = program.ops[i];
+        switch (op.kind) {
+            case Op::Kind::Embed:
                 round(thread, index, [&](int begin, int end) {
                     compute_angles(begin, end);
-                    embed(step, begin, end);
+                    embed(op, begin, end);
                 });
                 break;
-            case Step::Kind::Linear:
-                linear(step, thread, index);
+            case Op::Kind::Linear:
+                linear(op, thread, index);
                 break;
-            case Step::Kind::RopeWrite:
-                round(thread, index, [&](int begin, int end) { rope_write(step, begin, end); });
+            case Op::Kind::RopeWrite:
+                round(thread, index, [&](int begin, int end) { rope_write(op, begin, end); });
                 break;
-            case Step::Kind::Attention:
-                attention(step, thread, index);
+            case Op::Kind::Attention:
+                attention(op, thread, index);
                 break;
-            case Step::Kind::Gather:
-                round(thread, index, [&](int begin, int end) { gather(step, begin, end); });
+            case Op::Kind::Gather:
+                round(thread, index, [&](int begin, int end) { gather(op, begin, end); });
                 break;
         }
         if (timing_ && thread == 0) {
             double ended = now();
-            step_seconds_[i] += ended - started;
+            op_seconds_[i] += ended - started;
             started = ended;
         }
     }
@@ -222,24 +222,24 @@ void Executor::compute_angles(int begin, int end) {
     }
 }
 
-void Executor::embed(const Step& step, int begin, int end) {
-    int size = step.matrix->columns;
+void Executor::embed(const Op& op, int begin, int end) {
+    int size = op.matrix->columns;
     for (int token = begin; token < end; token++) {
-        float* out = at(step.out, token);
-        kernels_.embed(*step.matrix, batch_->token_ids[token], out);
-        if (!step.positions) continue;
-        const float* learned = step.positions + size_t(batch_->positions[token]) * size_t(size);
+        float* out = at(op.out, token);
+        kernels_.embed(*op.matrix, batch_->token_ids[token], out);
+        if (!op.positions) continue;
+        const float* learned = op.positions + size_t(batch_->positions[token]) * size_t(size);
         for (int i = 0; i < size; i++) out[i] += learned[i];
     }
 }
 
-void Executor::pack(const Step& step, const Part& part, int begin, int end, float* row) {
-    int stride = width(step.source), columns = step.matrix->columns;
-    const float* source = at(step.source, part.first);
-    auto pack = kernels_.pack[int(part.numerics)];
-    const Norm& norm = step.norm;
+void Executor::pack(const Op& op, const Segment& segment, int begin, int end, float* row) {
+    int stride = width(op.source), columns = op.matrix->columns;
+    const float* source = at(op.source, segment.first);
+    auto pack = kernels_.pack[int(segment.numerics)];
+    const Norm& norm = op.norm;
     if (norm.kind == Norm::Kind::None)
-        return pack(source, stride, columns, part.rows, begin, end, part.input);
+        return pack(source, stride, columns, segment.rows, begin, end, segment.input);
     for (int r = begin; r < end; r++) {
         const float* x = source + size_t(r) * size_t(stride);
         if (norm.kind == Norm::Kind::Rms)
@@ -247,90 +247,91 @@ void Executor::pack(const Step& step, const Part& part, int begin, int end, floa
         else
             kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, columns, row);
         // a stride of 0: every row of the source is this one
-        pack(row, 0, columns, part.rows, r, r + 1, part.input);
+        pack(row, 0, columns, segment.rows, r, r + 1, segment.input);
     }
 }
 
-Executor::Parts Executor::split(const Step& step, int thread) {
-    const int total = rows_of(step);
+Executor::Segments Executor::split(const Op& op, int thread) {
+    const int total = rows_of(op);
     bool is_private = total <= kPrivateRows;
     Block& memory = is_private ? private_input_[size_t(thread)] : shared_input_;
-    if (is_rounded(step))
-        return {{{Numerics::INT8_ROWS, step.rounded, 0, total, memory.data()}, {}}, total, is_private};
-    int generated = step.over_logits ? batch_->generated_logits : batch_->generated;
-    if (fast_ && total >= kFastRows) generated = 0;
-    if (step.generated == step.prompt) generated = total;
+    if (uses_per_channel(op))
+        return {
+            {{Numerics::INT8_PER_CHANNEL, op.per_channel, 0, total, memory.data()}, {}}, total, is_private};
+    int decode = op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
+    if (fast_ && total >= kFastRows) decode = 0;
+    if (op.decode == op.prefill) decode = total;
     uint8_t* half = memory.data() + memory.size() / 2 / 64 * 64;
-    return {{{step.generated, step.matrix, 0, generated, memory.data()},
-             {step.prompt, step.matrix, generated, total - generated, half}},
+    return {{{op.decode, op.matrix, 0, decode, memory.data()},
+             {op.prefill, op.matrix, decode, total - decode, half}},
             total,
             is_private};
 }
 
-void Executor::linear(const Step& step, int thread, int& index) {
-    const Parts parts = split(step, thread);
+void Executor::linear(const Op& op, int thread, int& index) {
+    const Segments segments = split(op, thread);
     float* row = rows_[size_t(thread)].floats();
-    for (const Part& part : parts.parts) {
-        if (part.rows == 0) continue;
-        int begin = parts.is_private ? 0 : share(part.rows, thread, pool_.size());
-        int end = parts.is_private ? part.rows : share(part.rows, thread + 1, pool_.size());
-        if (begin < end) pack(step, part, begin, end, row);
+    for (const Segment& segment : segments.items) {
+        if (segment.rows == 0) continue;
+        int begin = segments.is_private ? 0 : share(segment.rows, thread, pool_.size());
+        int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
+        if (begin < end) pack(op, segment, begin, end, row);
     }
-    if (!parts.is_private) pool_.barrier();
-    round(thread, index, [&](int begin, int end) { multiply(step, parts, begin, end, scratch(thread)); });
+    if (!segments.is_private) pool_.barrier();
+    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, scratch(thread)); });
 }
 
-void Executor::multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch) {
-    int stride = step.multiply ? step.matrix->panels() * kPanelRows : width(step.out);
-    float* base = step.multiply ? product_.floats() : at(step.out, 0) + step.column;
-    for (const Part& part : parts.parts) {
-        if (part.rows == 0) continue;
-        Epilogue epilogue{base + size_t(part.first) * size_t(stride),
+void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch) {
+    int stride = op.multiply ? op.matrix->panels() * kPanelRows : width(op.out);
+    float* base = op.multiply ? matmul_out_.floats() : at(op.out, 0) + op.column;
+    for (const Segment& segment : segments.items) {
+        if (segment.rows == 0) continue;
+        Epilogue epilogue{base + size_t(segment.first) * size_t(stride),
                           stride,
-                          step.bias,
-                          step.activation,
-                          step.gated,
-                          step.residual};
-        MatmulJob job{part.matrix, part.input, part.rows, epilogue};
-        kernels_.matmul[int(part.numerics)](job, begin, end, scratch);
+                          op.bias,
+                          op.activation,
+                          op.gated,
+                          op.residual};
+        MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
+        kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
     }
-    if (!step.multiply) return;
-    int from = begin * kPanelRows, to = std::min(end * kPanelRows, step.matrix->rows);
-    for (int r = 0; r < parts.rows; r++) {
-        float* out = at(step.out, r) + step.column;
+    if (!op.multiply) return;
+    int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
+    for (int r = 0; r < segments.rows; r++) {
+        float* out = at(op.out, r) + op.column;
         for (int i = from; i < to; i++) out[i] *= base[size_t(r) * size_t(stride) + size_t(i)];
     }
 }
 
-void Executor::rope_write(const Step& step, int begin, int end) {
-    const AttentionShape& shape = step.shape;
+void Executor::rope_write(const Op& op, int begin, int end) {
+    const AttentionShape& shape = op.shape;
     int half = int(frequencies_.size());
     for (int token = begin; token < end; token++) {
-        float* queries = at(step.source, token);
+        float* queries = at(op.source, token);
         float* keys = queries + shape.heads * shape.head_dim;
         float* values = keys + shape.kv_heads * shape.head_dim;
-        for (int head = 0; step.query_norm && head < shape.heads; head++) {
+        for (int head = 0; op.query_norm && head < shape.heads; head++) {
             float* x = queries + head * shape.head_dim;
-            kernels_.rms_norm(x, step.query_norm, step.eps, shape.head_dim, x);
+            kernels_.rms_norm(x, op.query_norm, op.eps, shape.head_dim, x);
         }
-        for (int head = 0; step.key_norm && head < shape.kv_heads; head++) {
+        for (int head = 0; op.key_norm && head < shape.kv_heads; head++) {
             float* x = keys + head * shape.head_dim;
-            kernels_.rms_norm(x, step.key_norm, step.eps, shape.head_dim, x);
+            kernels_.rms_norm(x, op.key_norm, op.eps, shape.head_dim, x);
         }
-        if (step.rope_dim > 0) {
+        if (op.rope_dim > 0) {
             const float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
             // Keys follow the queries, so one call turns both.
-            kernels_.rotate(queries, shape.heads + shape.kv_heads, shape.head_dim, step.rope_dim, cosines,
-                            cosines + half);
+            kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
+                          cosines + half);
         }
-        kernels_.write_kv(cache_, step.layer, batch_->write_slots[token], keys, values);
+        kernels_.write_kv(cache_, op.layer, batch_->write_slots[token], keys, values);
     }
 }
 
-void Executor::attention(const Step& step, int thread, int& index) {
-    AttentionJob job{&step.shape,        &cache_,         batch_,          step.layer,     at(step.source, 0),
-                     width(step.source), at(step.out, 0), width(step.out), parts_.floats()};
-    int kv_heads = step.shape.kv_heads;
+void Executor::attention(const Op& op, int thread, int& index) {
+    AttentionJob job{&op.shape,        &cache_,       batch_,        op.layer,       at(op.source, 0),
+                     width(op.source), at(op.out, 0), width(op.out), parts_.floats()};
+    int kv_heads = op.shape.kv_heads;
     round(thread, index, [&](int begin, int end) {
         for (int i = begin; i < end; i++) kernels_.attend(job, i / kv_heads, i % kv_heads, scratch(thread));
     });
@@ -340,15 +341,15 @@ void Executor::attention(const Step& step, int thread, int& index) {
     });
 }
 
-void Executor::gather(const Step& step, int begin, int end) {
-    int size = width(step.source), tokens = batch_->tokens;
+void Executor::gather(const Op& op, int begin, int end) {
+    int size = width(op.source), tokens = batch_->tokens;
     for (int i = begin; i < end; i++) {
         if (i < tokens) {
-            finite_[i] &= kernels_.all_finite(at(step.source, i), size);
+            finite_[i] &= kernels_.all_finite(at(op.source, i), size);
             continue;
         }
-        const float* x = at(step.source, batch_->logit_tokens[i - tokens]);
-        std::copy(x, x + size, at(step.out, i - tokens));
+        const float* x = at(op.source, batch_->logit_tokens[i - tokens]);
+        std::copy(x, x + size, at(op.out, i - tokens));
     }
 }
 

@@ -35,7 +35,7 @@ class Executor {
     void set_cache(const KvCache& shape);
     void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
     void add_program(Program program);
-    // Steps of many rows compute all tokens from rounded weights or, with no such weights, generated tokens
+    // Steps of many rows compute all tokens from per_channel weights or, with no such weights, generated tokens
     // like those of prompts: quicker, but then a token's rounding depends on how many rows share its step.
     void set_fast(bool on) { fast_ = on; }
 
@@ -55,7 +55,7 @@ class Executor {
     const Program& program(int tokens) const;
 
     void set_timing(bool on) { timing_ = on; }
-    const std::vector<double>& step_seconds() const { return step_seconds_; }
+    const std::vector<double>& op_seconds() const { return op_seconds_; }
 
   private:
     struct Round {
@@ -64,33 +64,33 @@ class Executor {
     };
     void reserve_scratch();
     void plan_rounds(const Program& program);
-    int rows_of(const Step& step) const;      // of a product
-    bool is_rounded(const Step& step) const;  // computed from rounded weights
-    int grain_of(const Step& step) const;
+    int rows_of(const Op& op) const;            // of a product
+    bool uses_per_channel(const Op& op) const;  // computed from per_channel weights
+    int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
     template <class F>
     void round(int thread, int& index, const F& piece);
 
-    void embed(const Step& step, int begin, int end);
+    void embed(const Op& op, int begin, int end);
     // Rows of a product that are computed alike.
-    struct Part {
+    struct Segment {
         Numerics numerics;
         const Matrix* matrix;
         int first, rows;
         uint8_t* input;  // where they are packed
     };
-    struct Parts {
-        Part parts[2];  // one may be empty
-        int rows;       // of both
+    struct Segments {
+        Segment items[2];  // one may be empty
+        int rows;          // of both
         bool is_private;
     };
-    Parts split(const Step& step, int thread);
-    void linear(const Step& step, int thread, int& index);
-    void multiply(const Step& step, const Parts& parts, int begin, int end, uint8_t* scratch);
-    void pack(const Step& step, const Part& part, int begin, int end, float* row);
-    void rope_write(const Step& step, int begin, int end);
-    void attention(const Step& step, int thread, int& index);
-    void gather(const Step& step, int begin, int end);
+    Segments split(const Op& op, int thread);
+    void linear(const Op& op, int thread, int& index);
+    void multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch);
+    void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
+    void rope_write(const Op& op, int begin, int end);
+    void attention(const Op& op, int thread, int& index);
+    void gather(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
 
     const Kernels& kernels_;
@@ -98,7 +98,7 @@ class Executor {
     WorkQueue queues_[2];
     ArenaShape arena_;
     KvCache cache_{};
-    Block cache_memory_, arena_memory_, parts_, shared_input_, angles_, product_;
+    Block cache_memory_, arena_memory_, parts_, shared_input_, angles_, matmul_out_;
     std::vector<Block> scratch_, private_input_, rows_;
     std::vector<float*> buffers_;
     std::vector<float> frequencies_;
@@ -110,7 +110,7 @@ class Executor {
     uint8_t* finite_ = nullptr;
     bool fast_ = false;
     bool timing_ = false;
-    std::vector<double> step_seconds_;
+    std::vector<double> op_seconds_;
 };
 
 }  // namespace engine

@@ -28,7 +28,7 @@ void Model::check(const StepArrays& step) const {
     need(step.query_start[0] == 0 && step.query_start[step.rows] == step.tokens &&
              std::is_sorted(step.query_start, step.query_start + step.rows + 1),
          "rows of a step that are not its tokens");
-    need(all_within(step.token_ids, step.tokens, program.steps[0].matrix->rows),
+    need(all_within(step.token_ids, step.tokens, program.ops[0].matrix->rows),
          "a token outside the vocabulary");
     need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
     need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)),
@@ -53,15 +53,15 @@ void Model::reorder(const StepArrays& step) {
     size_t tokens = size_t(step.tokens);
     order_.clear();
     row_of_.resize(tokens);
-    int generated = 0;
-    for (bool prompt : {false, true}) {
+    int decode_tokens = 0;
+    for (bool prefill : {false, true}) {
         for (int row = 0; row < step.rows; row++)
             for (int32_t token = step.query_start[row]; token < step.query_start[row + 1]; token++) {
-                if ((step.positions[token] < step.num_prompt[row]) != prompt) continue;
+                if ((step.positions[token] < step.num_prompt[row]) != prefill) continue;
                 row_of_[order_.size()] = row;
                 order_.push_back(token);
             }
-        if (!prompt) generated = int(order_.size());
+        if (!prefill) decode_tokens = int(order_.size());
     }
     token_ids_.resize(tokens);
     positions_.resize(tokens);
@@ -84,11 +84,11 @@ void Model::reorder(const StepArrays& step) {
         logit_place_[size_t(index)] = int32_t(logit_tokens_.size());
         logit_tokens_.push_back(place(index));
     }
-    auto first_prompt = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), generated);
+    auto first_prefill = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), decode_tokens);
 
     batch_ = Batch{};
     batch_.tokens = step.tokens;
-    batch_.generated = generated;
+    batch_.decode_tokens = decode_tokens;
     batch_.rows = step.rows;
     batch_.token_ids = token_ids_.data();
     batch_.positions = positions_.data();
@@ -100,7 +100,7 @@ void Model::reorder(const StepArrays& step) {
     batch_.prefix_blocks = step.prefix_blocks;
     batch_.logit_tokens = logit_tokens_.data();
     batch_.logits = step.logits;
-    batch_.generated_logits = int(first_prompt - logit_tokens_.begin());
+    batch_.decode_logits = int(first_prefill - logit_tokens_.begin());
 }
 
 void Model::forward(const StepArrays& step, uint8_t* finite) {
@@ -121,19 +121,19 @@ void Model::set_sampler(int vocab, int max_slots, int max_seq_len) {
 void Model::sample(const SamplingArrays& inputs, const SampledArrays& outputs) {
     sampler_->begin(inputs, outputs);
     std::atomic<int> next{0};
-    auto draw = [&](int thread) {
+    auto sample_rows = [&](int thread) {
         for (int row; (row = next.fetch_add(1)) < inputs.rows;)
             sampler_->sample_row(executor.kernels(), logits(row), row, sample_scratch_[size_t(thread)]);
     };
     if (inputs.rows > 1)
-        executor.pool().run(draw);
+        executor.pool().run(sample_rows);
     else
-        draw(0);
+        sample_rows(0);
     sampler_->end();
 }
 
 void Model::hidden(int index, float* out) const {
-    const Step& head = executor.program(batch_.tokens).steps.back();
+    const Op& head = executor.program(batch_.tokens).ops.back();
     const float* x = executor.at(head.source, logit_place_[size_t(index)]);
     const Norm& norm = head.norm;
     int size = head.matrix->columns;

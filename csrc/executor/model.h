@@ -34,7 +34,7 @@ class Model {
     // Logits of the row that was `logit_rows[index]`.
     float* logits(int index) const { return executor.at(output, logit_place_[size_t(index)]); }
     int num_logits() const { return batch_.logits; }
-    int hidden_size() const { return executor.program(1).steps.back().matrix->columns; }
+    int hidden_size() const { return executor.program(1).ops.back().matrix->columns; }
     // The state that those logits were computed from, after the last norm.
     void hidden(int index, float* out) const;
 

@@ -1,4 +1,4 @@
-// A plan as the executor runs it: steps over buffers of an arena, weights resolved to memory.
+// A plan as the executor runs it: ops over buffers of an arena, weights resolved to memory.
 #pragma once
 #include <vector>
 
@@ -14,7 +14,7 @@ struct Norm {
     float eps = 0;
 };
 
-struct Step {
+struct Op {
     enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Gather };
     Kind kind = Kind::Embed;
     int source = -1;  // buffers
@@ -26,7 +26,7 @@ struct Step {
     const float* positions = nullptr;
 
     // Linear
-    const Matrix* rounded = nullptr;  // a copy of `matrix` for steps of many rows; null: there is none
+    const Matrix* per_channel = nullptr;  // a copy of `matrix` for ops of many rows; null: there is none
     Norm norm;
     const float* bias = nullptr;
     Activation activation = Activation::None;
@@ -36,7 +36,7 @@ struct Step {
     bool over_logits = false;
     int column = 0;  // where in a row of `out` the product begins
     int grain = 1;   // units that a thread takes at a time
-    Numerics generated = Numerics::F32, prompt = Numerics::F32;
+    Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
     // RopeWrite, Attention
     AttentionShape shape{};
@@ -50,7 +50,7 @@ struct Step {
 
 struct Program {
     int capacity = 0;  // tokens
-    std::vector<Step> steps;
+    std::vector<Op> ops;
 };
 
 }  // namespace engine

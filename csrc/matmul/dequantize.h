@@ -21,7 +21,7 @@ constexpr bool has_minima(Layout layout) {
 }
 
 // How many scales, each for an equal share of the values, a row has in a group.
-constexpr int shares(Layout layout) {
+constexpr int scales_per_group(Layout layout) {
     return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
 }
 
@@ -89,22 +89,22 @@ ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
 
 // A group as floats, [32 values][16 rows]. Unrolled whole, so that places and shifts are constants.
 template <Layout layout>
-ENGINE_INLINE void decode_group(const uint8_t* panel, int groups, int g, float* out) {
+ENGINE_INLINE void dequantize_group(const uint8_t* panel, int groups, int g, float* out) {
     const uint8_t* group = panel + size_t(g) * group_bytes(layout);
     for (int n = 0; n < kPanelRows; n += kLanes) {
         if constexpr (layout < Layout::F16) {
-            constexpr int kShares = shares(layout);
+            constexpr int kScales = scales_per_group(layout);
             const uint16_t* scales = scales_of<layout>(panel, groups, g) + n;
-            Floats scale[kShares], minimum[kShares] = {};
-            for (int i = 0; i < kShares; i++) {
+            Floats scale[kScales], minimum[kScales] = {};
+            for (int i = 0; i < kScales; i++) {
                 scale[i] = load_halves(scales + i * kPanelRows);
-                if (has_minima(layout)) minimum[i] = load_halves(scales + (kShares + i) * kPanelRows);
+                if (has_minima(layout)) minimum[i] = load_halves(scales + (kScales + i) * kPanelRows);
             }
 #pragma GCC unroll 32
             for (int k = 0; k < kGroup; k++) {
                 constexpr float offset = has_minima(layout) ? 0.0f : 128.0f;
-                Floats value = (stored_values<layout>(group, k, n) - offset) * scale[k * kShares / kGroup];
-                if (has_minima(layout)) value += minimum[k * kShares / kGroup];
+                Floats value = (stored_values<layout>(group, k, n) - offset) * scale[k * kScales / kGroup];
+                if (has_minima(layout)) value += minimum[k * kScales / kGroup];
                 store(out + k * kPanelRows + n, value);
             }
         } else {

@@ -12,27 +12,27 @@
 namespace engine {
 namespace {
 
-constexpr size_t kDecodedGroupBytes = 1024;
+constexpr size_t kBf16GroupBytes = 1024;
 
 ENGINE_INLINE __m512 load_halves(const uint8_t* from) {
     return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
 // What takes numbers whose value stands at bit `place` of the mantissa to the weights of 16 rows.
-struct Placed {
+struct MantissaAffine {
     __m512 scale, offset;
 };
 
-ENGINE_INLINE Placed placed_at(int place, __m512 scale, __m512 minimum) {
+ENGINE_INLINE MantissaAffine mantissa_affine(int place, __m512 scale, __m512 minimum) {
     __m512 wide = _mm512_mul_ps(scale, _mm512_set1_ps(float(1 << (23 - place))));
     return {wide, _mm512_sub_ps(minimum, wide)};
 }
 
 // `mask`: where the values stand in `bits`.
-ENGINE_INLINE __m512 weights_of(const Placed& placed, __m512i bits, int mask) {
+ENGINE_INLINE __m512 apply_affine(const MantissaAffine& affine, __m512i bits, int mask) {
     const __m512i one = _mm512_set1_epi32(0x3f800000);
     __m512i number = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(mask), one, 0xea);  // a & b | c
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), placed.scale, placed.offset);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), affine.scale, affine.offset);
 }
 
 // Rounded to nearest (halves away from zero, which takes fewer instructions than to even), interleaved.
@@ -44,40 +44,41 @@ ENGINE_INLINE void store_pair(uint8_t* out, __m512 first, __m512 second) {
 }
 
 // 256 B of nibbles; `low` and `high` give scale and minimum of values 0-15 and 16-31.
-ENGINE_INLINE void decode_nibbles(const uint8_t* from, const Placed& low, const Placed& high, uint8_t* out) {
+ENGINE_INLINE void dequantize_nibbles(const uint8_t* from, const MantissaAffine& low,
+                                      const MantissaAffine& high, uint8_t* out) {
     constexpr int kLow = 0xf0000, kHigh = 0xf000;  // places 16 and 12
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++, out += 128) {
         __m512i bits = _mm512_load_si512(from + 64 * j);
         __m512i left = _mm512_slli_epi32(bits, 8), right = _mm512_srli_epi32(bits, 8);
         __m512i first = _mm512_slli_epi32(bits, 16), last = _mm512_srli_epi32(bits, 16);
-        store_pair(out, weights_of(low, first, kLow), weights_of(low, left, kLow));
-        store_pair(out + 64, weights_of(low, bits, kLow), weights_of(low, right, kLow));
-        store_pair(out + 512, weights_of(high, left, kHigh), weights_of(high, bits, kHigh));
-        store_pair(out + 576, weights_of(high, right, kHigh), weights_of(high, last, kHigh));
+        store_pair(out, apply_affine(low, first, kLow), apply_affine(low, left, kLow));
+        store_pair(out + 64, apply_affine(low, bits, kLow), apply_affine(low, right, kLow));
+        store_pair(out + 512, apply_affine(high, left, kHigh), apply_affine(high, bits, kHigh));
+        store_pair(out + 576, apply_affine(high, right, kHigh), apply_affine(high, last, kHigh));
     }
 }
 
 // 256 B of bytes: values 0-15 of the group, or 16-31.
-ENGINE_INLINE void decode_bytes(const uint8_t* from, const Placed& placed, uint8_t* out) {
+ENGINE_INLINE void dequantize_bytes(const uint8_t* from, const MantissaAffine& affine, uint8_t* out) {
     constexpr int kMask = 0xff00;  // place 8
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++, out += 128) {
         __m512i bits = _mm512_load_si512(from + 64 * j);
         __m512i first = _mm512_slli_epi32(bits, 8);
         __m512i third = _mm512_srli_epi32(bits, 8), last = _mm512_srli_epi32(bits, 16);
-        store_pair(out, weights_of(placed, first, kMask), weights_of(placed, bits, kMask));
-        store_pair(out + 64, weights_of(placed, third, kMask), weights_of(placed, last, kMask));
+        store_pair(out, apply_affine(affine, first, kMask), apply_affine(affine, bits, kMask));
+        store_pair(out + 64, apply_affine(affine, third, kMask), apply_affine(affine, last, kMask));
     }
 }
 
 // Bytes that stand 128 too high. The offset is exact: a half's 11 bits times 2^15 + 128.
-ENGINE_INLINE Placed centred(const uint8_t* scales) {
+ENGINE_INLINE MantissaAffine centered_affine(const uint8_t* scales) {
     __m512 scale = load_halves(scales);
-    return placed_at(8, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)));
+    return mantissa_affine(8, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)));
 }
 
-ENGINE_INLINE void decode_f16(const uint8_t* from, uint8_t* out) {
+ENGINE_INLINE void convert_f16(const uint8_t* from, uint8_t* out) {
 #pragma GCC unroll 4
     for (int pair = 0; pair < 16; pair++, from += 64, out += 64) {
         __m512bh rounded = _mm512_cvtne2ps_pbh(load_halves(from + 32), load_halves(from));
@@ -85,7 +86,7 @@ ENGINE_INLINE void decode_f16(const uint8_t* from, uint8_t* out) {
     }
 }
 
-ENGINE_INLINE void decode_f32(const uint8_t* from, uint8_t* out) {
+ENGINE_INLINE void convert_f32(const uint8_t* from, uint8_t* out) {
     const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i both = _mm512_or_si512(rows, _mm512_slli_epi32(rows, 16));
     const __m512i interleave = _mm512_or_si512(both, _mm512_set1_epi32(16 << 16));
@@ -98,7 +99,7 @@ ENGINE_INLINE void decode_f32(const uint8_t* from, uint8_t* out) {
 
 // Group `group` of the `groups` of a panel. Asks for what lies some groups ahead as well.
 template <Layout kLayout>
-ENGINE_INLINE void decode_group(const uint8_t* panel, int group, int groups, uint8_t* out) {
+ENGINE_INLINE void dequantize_group(const uint8_t* panel, int group, int groups, uint8_t* out) {
     const size_t bytes = group_bytes(kLayout);
     const uint8_t* from = panel + size_t(group) * bytes;
     constexpr int kAhead = 2048;
@@ -106,27 +107,28 @@ ENGINE_INLINE void decode_group(const uint8_t* panel, int group, int groups, uin
         _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + line), _MM_HINT_T0);
     if constexpr (kLayout == Layout::Q4) {
         __m512 scale = load_halves(from + 256), minimum = load_halves(from + 288);
-        decode_nibbles(from, placed_at(16, scale, minimum), placed_at(12, scale, minimum), out);
+        dequantize_nibbles(from, mantissa_affine(16, scale, minimum), mantissa_affine(12, scale, minimum),
+                           out);
     } else if constexpr (kLayout == Layout::Q4G16) {
-        Placed low = placed_at(16, load_halves(from + 256), load_halves(from + 320));
-        Placed high = placed_at(12, load_halves(from + 288), load_halves(from + 352));
-        decode_nibbles(from, low, high, out);
+        MantissaAffine low = mantissa_affine(16, load_halves(from + 256), load_halves(from + 320));
+        MantissaAffine high = mantissa_affine(12, load_halves(from + 288), load_halves(from + 352));
+        dequantize_nibbles(from, low, high, out);
     } else if constexpr (kLayout == Layout::Q8) {
-        Placed placed = centred(panel + size_t(groups) * bytes + size_t(group) * 32);
-        decode_bytes(from, placed, out);
-        decode_bytes(from + 256, placed, out + 512);
+        MantissaAffine affine = centered_affine(panel + size_t(groups) * bytes + size_t(group) * 32);
+        dequantize_bytes(from, affine, out);
+        dequantize_bytes(from + 256, affine, out + 512);
     } else if constexpr (kLayout == Layout::Q8M) {
-        Placed placed = placed_at(8, load_halves(from + 512), load_halves(from + 544));
-        decode_bytes(from, placed, out);
-        decode_bytes(from + 256, placed, out + 512);
+        MantissaAffine affine = mantissa_affine(8, load_halves(from + 512), load_halves(from + 544));
+        dequantize_bytes(from, affine, out);
+        dequantize_bytes(from + 256, affine, out + 512);
     } else if constexpr (kLayout == Layout::Q8G16) {
-        decode_bytes(from, centred(from + 512), out);
-        decode_bytes(from + 256, centred(from + 544), out + 512);
+        dequantize_bytes(from, centered_affine(from + 512), out);
+        dequantize_bytes(from + 256, centered_affine(from + 544), out + 512);
     } else if constexpr (kLayout == Layout::F16) {
-        decode_f16(from, out);
+        convert_f16(from, out);
     } else {
         static_assert(kLayout == Layout::F32, "bfloat16 weights need no decoding");
-        decode_f32(from, out);
+        convert_f32(from, out);
     }
 }
 

@@ -7,7 +7,7 @@ namespace engine {
 namespace {
 
 // Twice the share of a normal distribution that lies above x >= 0.
-ENGINE_INLINE Floats two_tails(Floats x) {
+ENGINE_INLINE Floats erfc_over_sqrt2(Floats x) {
     Floats t = 1.0f / (1.0f + 0.23164189f * x);
     Floats p = t * 1.061405429f - 1.453152027f;
     p = p * t + 1.421413741f;
@@ -20,7 +20,7 @@ template <Activation activation>
 ENGINE_INLINE Floats activate(Floats x) {
     if (activation == Activation::Silu) return x / (1.0f + vexp(-x));
     if (activation == Activation::Gelu) {
-        Floats tail = 0.5f * x * two_tails(x < 0.0f ? -x : x);
+        Floats tail = 0.5f * x * erfc_over_sqrt2(x < 0.0f ? -x : x);
         return x > 0.0f ? x - tail : tail;
     }
     if (activation == Activation::GeluTanh) {  // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
@@ -65,14 +65,14 @@ ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
 }
 
 // Asks for where rows [row, row + rows) of a unit go, which is a line in each and mostly not at hand.
-ENGINE_INLINE void fetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
+ENGINE_INLINE void prefetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
     const Epilogue& to = job.epilogue;
     const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
     for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
 }
 
 // `sums` of a unit: 16 of its panel, or 16 of the gate and 16 of the other.
-__attribute__((noinline)) void finish_unit(const MatmulJob& job, int unit, int row, float* sums) {
+__attribute__((noinline)) void apply_epilogue(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
     if (to.bias) {
         const int size = kPanelRows * (to.gated ? 2 : 1);
@@ -82,10 +82,10 @@ __attribute__((noinline)) void finish_unit(const MatmulJob& job, int unit, int r
     activate_unit(to.activation, to.gated, sums);
     float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
     const int width = unit_width(job, unit);
-    const bool adds = to.residual;
+    const bool accumulates = to.residual;
     if (width < kPanelRows) {
-        for (int i = 0; i < width; i++) out[i] = adds ? out[i] + sums[i] : sums[i];
-    } else if (adds) {
+        for (int i = 0; i < width; i++) out[i] = accumulates ? out[i] + sums[i] : sums[i];
+    } else if (accumulates) {
         for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(out + i) + load(sums + i));
     } else {
         for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(sums + i));

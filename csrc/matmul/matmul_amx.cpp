@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kBlockRows = 2 * kTileRows;
-constexpr int kFinishedBeside = 2;  // rows, with each group
+constexpr int kEpilogueRowsPerGroup = 2;  // rows, with each group
 
 // Sums of two tiles of rows (0 and 1) times two panels (0 and 1): tile 2 * rows + panel.
 struct alignas(64) TileSums {
@@ -21,7 +21,7 @@ struct alignas(64) TileSums {
 };
 
 // Tiles 4 and 5 hold a group of the rows, 6 and 7 of the panels. Each is loaded again right after its last
-// use, which leaves the time of a multiplication or two before the next.
+// use, which leaves the time of a multiplication or two previous the next.
 template <int kTiles, int kPanels>
 struct TileBlock {
     const uint8_t* rows[2];
@@ -53,7 +53,7 @@ struct TileBlock {
         if constexpr (kTiles == 2 && kPanels == 2) tile_multiply_bf16<3, 5, 7>();
     }
 
-    // All groups in ascending order; `beside(group)` is run before each.
+    // All groups in ascending order; `beside(group)` is run previous each.
     template <class Beside>
     __attribute__((always_inline)) void run(int groups, TileSums& sums, Beside beside) const {
         tile_zero<0>();
@@ -63,7 +63,7 @@ struct TileBlock {
         load();
         for (int g = 0; g < groups - 1; g++) {
             beside(g);
-            multiply_and_load(size_t(g + 1) * kDecodedGroupBytes);
+            multiply_and_load(size_t(g + 1) * kBf16GroupBytes);
         }
         beside(groups - 1);
         multiply();
@@ -76,14 +76,14 @@ struct TileBlock {
 
 // Two panels, or the last one, times all rows.
 template <Layout kLayout, int kPanels>
-class PanelProduct {
+class PanelMatmul {
   public:
-    PanelProduct(const MatmulJob& job, int panel, uint8_t* scratch)
+    PanelMatmul(const MatmulJob& job, int panel, uint8_t* scratch)
         : job_(job), groups_(job.weights->groups()), output_(pair_output(job, panel, kPanels == 1)) {
         for (int p = 0; p < kPanels; p++) {
             stored_[p] = job.weights->panel(panel + p);
-            decoded_[p] = scratch + size_t(p) * tile_bytes();
-            panels_[p] = kLayout == Layout::BF16 ? stored_[p] : decoded_[p];
+            dequantized_[p] = scratch + size_t(p) * tile_bytes();
+            panels_[p] = kLayout == Layout::BF16 ? stored_[p] : dequantized_[p];
         }
     }
 
@@ -91,47 +91,49 @@ class PanelProduct {
         TileSums sums[2];
         const int blocks = div_up(job_.rows, kBlockRows);
         for (int block = 0; block < blocks; block++) {
-            TileSums &now = sums[block % 2], &before = sums[(block + 1) % 2];
+            TileSums &current = sums[block % 2], &previous = sums[(block + 1) % 2];
             if (job_.rows - block * kBlockRows > kTileRows)
-                multiply_block<2>(block, now, before);
+                multiply_block<2>(block, current, previous);
             else
-                multiply_block<1>(block, now, before);
+                multiply_block<1>(block, current, previous);
         }
-        finish(blocks - 1, sums[(blocks - 1) % 2], 0, kBlockRows);
+        store_rows(blocks - 1, sums[(blocks - 1) % 2], 0, kBlockRows);
     }
 
   private:
-    size_t tile_bytes() const { return size_t(groups_) * kDecodedGroupBytes; }
+    size_t tile_bytes() const { return size_t(groups_) * kBf16GroupBytes; }
 
     template <int kTiles>
-    __attribute__((always_inline)) void multiply_block(int block, TileSums& now,
-                                                       const TileSums& before) const {
+    __attribute__((always_inline)) void multiply_block(int block, TileSums& current,
+                                                       const TileSums& previous) const {
         const uint8_t* first = job_.input + size_t(block) * 2 * tile_bytes();
         const TileBlock<kTiles, kPanels> tiles{{first, first + tile_bytes()}, {panels_[0], panels_[1]}};
         if (block == 0) {
-            decode(0);
-            decode(1);
-            auto ahead = [&](int group) __attribute__((always_inline)) { decode(group + 2); };
-            return tiles.run(groups_, now, ahead);
+            dequantize(0);
+            dequantize(1);
+            auto ahead = [&](int group) __attribute__((always_inline)) { dequantize(group + 2); };
+            return tiles.run(groups_, current, ahead);
         }
-        auto one_before = [&](int group) __attribute__((always_inline)) {
-            finish(block - 1, before, group * kFinishedBeside, (group + 1) * kFinishedBeside);
+        auto previous_block = [&](int group) __attribute__((always_inline)) {
+            store_rows(block - 1, previous, group * kEpilogueRowsPerGroup,
+                       (group + 1) * kEpilogueRowsPerGroup);
         };
-        tiles.run(groups_, now, one_before);
-        finish(block - 1, before, groups_ * kFinishedBeside, kBlockRows);
+        tiles.run(groups_, current, previous_block);
+        store_rows(block - 1, previous, groups_ * kEpilogueRowsPerGroup, kBlockRows);
     }
 
-    __attribute__((always_inline)) void decode(int group) const {
+    __attribute__((always_inline)) void dequantize(int group) const {
         if constexpr (kLayout != Layout::BF16) {
             if (group >= groups_) return;
-            const size_t at = size_t(group) * kDecodedGroupBytes;
+            const size_t at = size_t(group) * kBf16GroupBytes;
             for (int p = 0; p < kPanels; p++)
-                decode_group<kLayout>(stored_[p], group, groups_, decoded_[p] + at);
+                dequantize_group<kLayout>(stored_[p], group, groups_, dequantized_[p] + at);
         }
     }
 
     // Rows [begin, end) of a block, as far as there are so many.
-    __attribute__((always_inline)) void finish(int block, const TileSums& sums, int begin, int end) const {
+    __attribute__((always_inline)) void store_rows(int block, const TileSums& sums, int begin,
+                                                   int end) const {
         const int first = block * kBlockRows, left = job_.rows - first;
         const int last = left < kBlockRows ? left : kBlockRows;
         for (int r = begin; r < (end < last ? end : last); r++) {
@@ -146,15 +148,15 @@ class PanelProduct {
     const int groups_;
     const PairOutput output_;
     const uint8_t *stored_[2], *panels_[2];
-    uint8_t* decoded_[2];
+    uint8_t* dequantized_[2];
 };
 
 template <Layout kLayout>
 void multiply(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     const int factor = job.epilogue.gated ? 2 : 1;
     int panel = begin * factor;
-    for (; panel + 1 < end * factor; panel += 2) PanelProduct<kLayout, 2>(job, panel, scratch).run();
-    if (panel < end * factor) PanelProduct<kLayout, 1>(job, panel, scratch).run();
+    for (; panel + 1 < end * factor; panel += 2) PanelMatmul<kLayout, 2>(job, panel, scratch).run();
+    if (panel < end * factor) PanelMatmul<kLayout, 1>(job, panel, scratch).run();
 }
 
 void matmul(const MatmulJob& job, int begin, int end, uint8_t* scratch) {

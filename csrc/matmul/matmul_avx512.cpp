@@ -213,7 +213,7 @@ void pack_f32(const float* x, int stride, int columns, int, int begin, int end, 
 
 // Calls sink(k, the 16 rows' value k as floats) for the 32 values of a group, ascending.
 template <Layout L, class Sink>
-ENGINE_INLINE void decode_quants(const uint8_t* panel, int groups, int index, Sink sink) {
+ENGINE_INLINE void dequantize_quants(const uint8_t* panel, int groups, int index, Sink sink) {
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
     unroll<2>([&](auto half) ENGINE_UNROLLED {
         Scales weight = load_scales<L>(panel, groups, index, has_half_scales(L) ? half : 0);
@@ -234,7 +234,7 @@ ENGINE_INLINE void decode_quants(const uint8_t* panel, int groups, int index, Si
 }
 
 template <Layout L, class Sink>
-ENGINE_INLINE void decode_floats(const uint8_t* group, Sink sink) {
+ENGINE_INLINE void convert_floats(const uint8_t* group, Sink sink) {
     if constexpr (L == Layout::F32) {
         unroll<32>([&](auto k) ENGINE_UNROLLED { sink(k, _mm512_load_ps(group + 64 * k)); });
     } else {
@@ -253,18 +253,18 @@ ENGINE_INLINE void decode_floats(const uint8_t* group, Sink sink) {
 }
 
 template <Layout L, class Sink>
-ENGINE_INLINE void decode_group(const uint8_t* panel, int groups, int index, Sink sink) {
+ENGINE_INLINE void dequantize_group(const uint8_t* panel, int groups, int index, Sink sink) {
     prefetch_lines(panel + size_t(index) * group_bytes(L), int(group_bytes(L)) / 64);
     if constexpr (L < Layout::F16)
-        decode_quants<L>(panel, groups, index, sink);
+        dequantize_quants<L>(panel, groups, index, sink);
     else
-        decode_floats<L>(panel + size_t(index) * group_bytes(L), sink);
+        convert_floats<L>(panel + size_t(index) * group_bytes(L), sink);
 }
 
 template <Layout L>
-void decode_panel(const uint8_t* panel, int groups, float* out) {
+void dequantize_panel(const uint8_t* panel, int groups, float* out) {
     for (int index = 0; index < groups; index++, out += kGroup * kPanelRows)
-        decode_group<L>(panel, groups, index, [&](int k, __m512 value) ENGINE_UNROLLED {
+        dequantize_group<L>(panel, groups, index, [&](int k, __m512 value) ENGINE_UNROLLED {
             _mm512_store_ps(out + k * kPanelRows, value);
         });
 }
@@ -275,7 +275,7 @@ void dot_f32_row(const uint8_t* panel, const uint8_t* input, size_t, int groups,
     const float* values = reinterpret_cast<const float*>(input);
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
     for (int index = 0; index < groups; index++, values += kGroup)
-        decode_group<L>(panel, groups, index, [&](int k, __m512 value) ENGINE_UNROLLED {
+        dequantize_group<L>(panel, groups, index, [&](int k, __m512 value) ENGINE_UNROLLED {
             __m512& sum = k % 2 ? odd : even;
             sum = _mm512_fmadd_ps(value, _mm512_set1_ps(values[k]), sum);
         });
@@ -317,53 +317,53 @@ const Dot* f32_dots(std::integer_sequence<int, I...>) {
 using BlockSizes = std::make_integer_sequence<int, kBlockRows>;
 
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    Method method{nullptr, row_bytes_int8(job.weights->columns), nullptr};
+    GemmKernel kernel{nullptr, row_bytes_int8(job.weights->columns), nullptr};
     switch (job.weights->layout) {
         case Layout::Q4:
-            method.dots = int8_dots<Layout::Q4>(BlockSizes{});
+            kernel.dots = int8_dots<Layout::Q4>(BlockSizes{});
             break;
         case Layout::Q4G16:
-            method.dots = int8_dots<Layout::Q4G16>(BlockSizes{});
+            kernel.dots = int8_dots<Layout::Q4G16>(BlockSizes{});
             break;
         case Layout::Q8:
-            method.dots = int8_dots<Layout::Q8>(BlockSizes{});
+            kernel.dots = int8_dots<Layout::Q8>(BlockSizes{});
             break;
         case Layout::Q8M:
-            method.dots = int8_dots<Layout::Q8M>(BlockSizes{});
+            kernel.dots = int8_dots<Layout::Q8M>(BlockSizes{});
             break;
         default:
-            method.dots = int8_dots<Layout::Q8G16>(BlockSizes{});
+            kernel.dots = int8_dots<Layout::Q8G16>(BlockSizes{});
     }
-    run_units(job, method, begin, end, scratch);
+    run_units(job, kernel, begin, end, scratch);
 }
 
 template <Layout L>
-void matmul_f32_of(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+void matmul_f32_for(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     static constexpr Dot one_row = dot_f32_row<L>;
-    Method method{f32_dots(BlockSizes{}), row_bytes_f32(job.weights->columns), decode_panel<L>};
-    if (job.rows == 1) method.dots = &one_row;
-    if (job.rows == 1 || L == Layout::F32) method.decode = nullptr;
-    run_units(job, method, begin, end, scratch);
+    GemmKernel kernel{f32_dots(BlockSizes{}), row_bytes_f32(job.weights->columns), dequantize_panel<L>};
+    if (job.rows == 1) kernel.dots = &one_row;
+    if (job.rows == 1 || L == Layout::F32) kernel.dequantize = nullptr;
+    run_units(job, kernel, begin, end, scratch);
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     switch (job.weights->layout) {
         case Layout::Q4:
-            return matmul_f32_of<Layout::Q4>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::Q4>(job, begin, end, scratch);
         case Layout::Q4G16:
-            return matmul_f32_of<Layout::Q4G16>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::Q4G16>(job, begin, end, scratch);
         case Layout::Q8:
-            return matmul_f32_of<Layout::Q8>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::Q8>(job, begin, end, scratch);
         case Layout::Q8M:
-            return matmul_f32_of<Layout::Q8M>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::Q8M>(job, begin, end, scratch);
         case Layout::Q8G16:
-            return matmul_f32_of<Layout::Q8G16>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::Q8G16>(job, begin, end, scratch);
         case Layout::F16:
-            return matmul_f32_of<Layout::F16>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::F16>(job, begin, end, scratch);
         case Layout::BF16:
-            return matmul_f32_of<Layout::BF16>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::BF16>(job, begin, end, scratch);
         case Layout::F32:
-            return matmul_f32_of<Layout::F32>(job, begin, end, scratch);
+            return matmul_f32_for<Layout::F32>(job, begin, end, scratch);
         case Layout::I8:
             return;  // has a kernel of its own
     }

@@ -53,14 +53,14 @@ struct InputRows {
 using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
                      float* sums);
 
-struct Method {
+struct GemmKernel {
     const Dot* dots;   // by rows in a block, from 1
     size_t row_bytes;  // of packed input
     // Brings a panel into the form that the dots read; null when it is stored in that form.
-    void (*decode)(const uint8_t* panel, int groups, float* out);
+    void (*dequantize)(const uint8_t* panel, int groups, float* out);
 };
 
-ENGINE_INLINE void finish_block(const MatmulJob& job, int unit, int first, int size, const float* sums) {
+ENGINE_INLINE void store_block(const MatmulJob& job, int unit, int first, int size, const float* sums) {
     const Epilogue& to = job.epilogue;
     const __mmask16 lanes = output_lanes(job, unit);
     for (int row = 0; row < size; row++) {
@@ -74,39 +74,39 @@ ENGINE_INLINE void finish_block(const MatmulJob& job, int unit, int first, int s
     }
 }
 
-static void run_unit(const MatmulJob& job, const Method& method, int unit, int begin_row, int end_row,
+static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, int begin_row, int end_row,
                      uint8_t* scratch) {
     const Matrix& weights = *job.weights;
     const int panels = job.epilogue.gated ? 2 : 1, groups = weights.groups();
     const uint8_t* sources[2];
     for (int i = 0; i < panels; i++) {
         sources[i] = weights.panel(unit * panels + i);
-        if (!method.decode) continue;
+        if (!kernel.dequantize) continue;
         uint8_t* room = scratch + size_t(i) * panel_bytes(Layout::F32, weights.columns);
-        method.decode(sources[i], groups, reinterpret_cast<float*>(room));
+        kernel.dequantize(sources[i], groups, reinterpret_cast<float*>(room));
         sources[i] = room;
     }
     alignas(64) float sums[2 * kBlockRows * kPanelRows];
     const int blocks = div_up(end_row - begin_row, kBlockRows);
     for (int block = 0, row = begin_row; block < blocks; block++) {
         const int size = div_up(end_row - row, blocks - block);  // blocks of nearly the same size
-        const uint8_t* input = job.input + size_t(row) * method.row_bytes;
+        const uint8_t* input = job.input + size_t(row) * kernel.row_bytes;
         for (int i = 0; i < panels; i++)
-            method.dots[size - 1](sources[i], input, method.row_bytes, groups, block == 0 && !method.decode,
-                                  sums + i * kBlockRows * kPanelRows);
-        finish_block(job, unit, row, size, sums);
+            kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
+                                  block == 0 && !kernel.dequantize, sums + i * kBlockRows * kPanelRows);
+        store_block(job, unit, row, size, sums);
         row += size;
     }
 }
 
-static void run_units(const MatmulJob& job, const Method& method, int begin, int end, uint8_t* scratch) {
+static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
     constexpr size_t kPassBytes = 512 << 10;  // of input: a part of the second-level cache
-    constexpr int kLeastRows = 6 * kBlockRows;
-    int pass = int(kPassBytes / method.row_bytes) / kBlockRows * kBlockRows;
-    if (pass < kLeastRows) pass = kLeastRows;
+    constexpr int kMinRows = 6 * kBlockRows;
+    int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
+    if (pass < kMinRows) pass = kMinRows;
     for (int row = 0; row < job.rows; row += pass) {
         int end_row = row + pass < job.rows ? row + pass : job.rows;
-        for (int unit = begin; unit < end; unit++) run_unit(job, method, unit, row, end_row, scratch);
+        for (int unit = begin; unit < end; unit++) run_unit(job, kernel, unit, row, end_row, scratch);
     }
 }
 

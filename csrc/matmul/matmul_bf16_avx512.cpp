@@ -14,11 +14,11 @@ constexpr int kTileRows = 16;
 constexpr int kBlockRows = 8;  // rows whose sums are in registers at a time
 
 size_t packed_bytes(int rows, int columns) {
-    return size_t(div_up(rows, kTileRows)) * size_t(div_up(columns, kGroup)) * kDecodedGroupBytes;
+    return size_t(div_up(rows, kTileRows)) * size_t(div_up(columns, kGroup)) * kBf16GroupBytes;
 }
 
 size_t packed_offset(int groups, int row) {
-    const size_t tile = size_t(row / kTileRows) * size_t(groups) * kDecodedGroupBytes;
+    const size_t tile = size_t(row / kTileRows) * size_t(groups) * kBf16GroupBytes;
     return tile + size_t(row % kTileRows) * 64;
 }
 
@@ -29,7 +29,7 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     for (int row = begin; row < end; row++) {
         const float* from = x + size_t(row) * size_t(stride);
         uint8_t* to = input + packed_offset(groups, row);
-        for (int g = 0; g < groups; g++, from += kGroup, to += kDecodedGroupBytes) {
+        for (int g = 0; g < groups; g++, from += kGroup, to += kBf16GroupBytes) {
             __mmask32 mask = g == groups - 1 ? lanes : ~0u;
             __m512 low = _mm512_maskz_loadu_ps(__mmask16(mask), from);
             __m512 high = _mm512_maskz_loadu_ps(__mmask16(mask >> 16), from + 16);
@@ -39,7 +39,7 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     if (end < rows) return;
     for (int row = rows; row < round_up(rows, kTileRows); row++) {
         uint8_t* to = input + packed_offset(groups, row);
-        for (int g = 0; g < groups; g++, to += kDecodedGroupBytes)
+        for (int g = 0; g < groups; g++, to += kBf16GroupBytes)
             _mm512_store_si512(to, _mm512_setzero_si512());
     }
 }
@@ -52,7 +52,7 @@ size_t (*other_scratch_bytes)(int columns);  // what the other numerics of the t
 
 size_t scratch_bytes(int columns) {
     const size_t other = other_scratch_bytes ? other_scratch_bytes(columns) : 0;
-    const size_t two_panels = 2 * size_t(div_up(columns, kGroup)) * kDecodedGroupBytes;
+    const size_t two_panels = 2 * size_t(div_up(columns, kGroup)) * kBf16GroupBytes;
     return two_panels > other ? two_panels : other;
 }
 
@@ -62,9 +62,9 @@ ENGINE_INLINE void multiply_rows(const PairOutput& output, const uint8_t* input,
                                  int groups, int row, int rows, std::integer_sequence<int, kRow...>) {
     __m512 sums[2][kBlockRows] = {};
     for (int g = 0; g < groups; g++) {
-        const uint8_t* values = input + size_t(g) * kDecodedGroupBytes;
-        const uint8_t* first = panels[0] + size_t(g) * kDecodedGroupBytes;
-        const uint8_t* second = panels[1] + size_t(g) * kDecodedGroupBytes;
+        const uint8_t* values = input + size_t(g) * kBf16GroupBytes;
+        const uint8_t* first = panels[0] + size_t(g) * kBf16GroupBytes;
+        const uint8_t* second = panels[1] + size_t(g) * kBf16GroupBytes;
         for (int pair = 0; pair < kGroup / 2; pair++, values += 4, first += 64, second += 64) {
             const __m512i left = _mm512_load_si512(first), right = _mm512_load_si512(second);
             auto one_row = [&](int r) __attribute__((always_inline)) {
@@ -82,11 +82,11 @@ ENGINE_INLINE void multiply_rows(const PairOutput& output, const uint8_t* input,
 }
 
 template <Layout kLayout>
-const uint8_t* decode_panel(const Matrix& weights, int panel, uint8_t* scratch) {
+const uint8_t* dequantize_panel(const Matrix& weights, int panel, uint8_t* scratch) {
     const uint8_t* from = weights.panel(panel);
     if constexpr (kLayout != Layout::BF16) {
         for (int g = 0; g < weights.groups(); g++)
-            decode_group<kLayout>(from, g, weights.groups(), scratch + size_t(g) * kDecodedGroupBytes);
+            dequantize_group<kLayout>(from, g, weights.groups(), scratch + size_t(g) * kBf16GroupBytes);
         return scratch;
     }
     return from;
@@ -96,12 +96,12 @@ template <Layout kLayout>
 void multiply(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     const Matrix& weights = *job.weights;
     const int groups = weights.groups(), factor = job.epilogue.gated ? 2 : 1;
-    const size_t panel_size = size_t(groups) * kDecodedGroupBytes;
+    const size_t panel_size = size_t(groups) * kBf16GroupBytes;
     for (int panel = begin * factor; panel < end * factor; panel += 2) {
         const bool is_single = panel + 1 == end * factor;
-        const uint8_t* first = decode_panel<kLayout>(weights, panel, scratch);
+        const uint8_t* first = dequantize_panel<kLayout>(weights, panel, scratch);
         const uint8_t* second =
-            is_single ? first : decode_panel<kLayout>(weights, panel + 1, scratch + panel_size);
+            is_single ? first : dequantize_panel<kLayout>(weights, panel + 1, scratch + panel_size);
         const uint8_t* panels[2] = {first, second};
         const PairOutput output = pair_output(job, panel, is_single);
         for (int row = 0; row < job.rows; row += kBlockRows) {

@@ -1,4 +1,4 @@
-// Products of F32 numerics around a kernel for one group: weights are decoded once, or when they are read.
+// Products of F32 numerics around a kernel for one group: weights are dequantized once, or when they are read.
 #pragma once
 #include "matmul/dequantize.h"
 #include "matmul/epilogue.h"
@@ -8,12 +8,12 @@ namespace {
 
 constexpr int kBlock = 4;  // rows of activations
 
-// Adds the products of one decoded group with as many rows as the function is for; row r of the input is at
+// Adds the products of one dequantized group with as many rows as the function is for; row r of the input is at
 // input + r * stride, its sums at sums + 32 r.
-using AddFloats = void (*)(const float* weights, const float* input, int stride, float* sums);
+using AddGroup = void (*)(const float* weights, const float* input, int stride, float* sums);
 
-// The groups of a unit's panels as floats: where they lie, if they are floats; decoded when asked for, if
-// they are asked for once; else all decoded beforehand.
+// The groups of a unit's panels as floats: where they lie, if they are floats; dequantized when asked for, if
+// they are asked for once; else all dequantized beforehand.
 template <Layout layout>
 struct FloatUnit {
     static constexpr int kGroupFloats = kGroup * kPanelRows;
@@ -22,41 +22,42 @@ struct FloatUnit {
     bool once;
     float* scratch;
 
-    void decode_all(int count) {
+    void dequantize_all(int count) {
         if (layout == Layout::F32 || once) return;
         for (int i = 0; i < count; i++)
             for (int g = 0; g < groups; g++)
-                decode_group<layout>(panels[i], groups, g, scratch + size_t(i * groups + g) * kGroupFloats);
+                dequantize_group<layout>(panels[i], groups, g,
+                                         scratch + size_t(i * groups + g) * kGroupFloats);
     }
 
     const float* group(int i, int g) {
         const float* stored = reinterpret_cast<const float*>(panels[i]) + size_t(g) * kGroupFloats;
         if (layout == Layout::F32) return stored;
         if (!once) return scratch + size_t(i * groups + g) * kGroupFloats;
-        decode_group<layout>(panels[i], groups, g, scratch);
+        dequantize_group<layout>(panels[i], groups, g, scratch);
         return scratch;
     }
 };
 
 template <Layout layout>
-void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch,
-                     const AddFloats (&add)[kBlock]) {
+void multiply_units_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch,
+                        const AddGroup (&add)[kBlock]) {
     const Matrix& weights = *job.weights;
     int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, stride = groups * kGroup;
     auto input = reinterpret_cast<const float*>(job.input);
     for (int unit = begin; unit < end; unit++) {
         const uint8_t* first = weights.panel(unit * panels);
-        FloatUnit<layout> decoded{
+        FloatUnit<layout> dequantized{
             {first, first + weights.stride()}, groups, job.rows <= kBlock, reinterpret_cast<float*>(scratch)};
-        decoded.decode_all(panels);
+        dequantized.dequantize_all(panels);
         for (int row = 0; row < job.rows; row += kBlock) {
             int rows = job.rows - row < kBlock ? job.rows - row : kBlock;
             const float* x = input + size_t(row) * size_t(stride);
             float sums[kBlock][2 * kPanelRows] = {};
             for (int i = 0; i < panels; i++)
                 for (int g = 0; g < groups; g++)
-                    add[rows - 1](decoded.group(i, g), x + g * kGroup, stride, sums[0] + i * kPanelRows);
-            for (int r = 0; r < rows; r++) finish_unit(job, unit, row + r, sums[r]);
+                    add[rows - 1](dequantized.group(i, g), x + g * kGroup, stride, sums[0] + i * kPanelRows);
+            for (int r = 0; r < rows; r++) apply_epilogue(job, unit, row + r, sums[r]);
         }
     }
 }

@@ -3,7 +3,7 @@
 #include <arm_neon.h>
 
 #include "base/dispatch.h"
-#include "base/repeat.h"
+#include "base/unroll.h"
 #include "base/with_layout.h"
 #include "matmul/matmul_f32.h"
 
@@ -14,30 +14,30 @@ constexpr int kVectors = kPanelRows / kLanes;
 
 // Products are summed on their own so that groups do not wait for one another.
 template <int rows>
-void add_floats(const float* weights, const float* input, int stride, float* sums) {
+void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     float32x4_t total[rows][kVectors];
-    repeat<rows * kVectors>([&](auto i) ALWAYS { total[i / kVectors][i % kVectors] = vdupq_n_f32(0); });
+    unroll<rows * kVectors>([&](auto i) ALWAYS { total[i / kVectors][i % kVectors] = vdupq_n_f32(0); });
     for (int k = 0; k < kGroup; k += 4, weights += 4 * kPanelRows) {
         float32x4_t x[rows];
-        repeat<rows>([&](auto r) ALWAYS { x[r] = vld1q_f32(input + size_t(r) * size_t(stride) + k); });
-        repeat<4>([&](auto i) ALWAYS {
-            repeat<kVectors>([&](auto v) ALWAYS {
+        unroll<rows>([&](auto r) ALWAYS { x[r] = vld1q_f32(input + size_t(r) * size_t(stride) + k); });
+        unroll<4>([&](auto i) ALWAYS {
+            unroll<kVectors>([&](auto v) ALWAYS {
                 float32x4_t four = vld1q_f32(weights + i * kPanelRows + v * 4);
-                repeat<rows>([&](auto r)
+                unroll<rows>([&](auto r)
                                  ALWAYS { total[r][v] = vfmaq_laneq_f32(total[r][v], four, x[r], i); });
             });
         });
     }
-    repeat<rows * kVectors>([&](auto i) ALWAYS {
+    unroll<rows * kVectors>([&](auto i) ALWAYS {
         float* out = sums + i / kVectors * 2 * kPanelRows + i % kVectors * 4;
         vst1q_f32(out, vaddq_f32(vld1q_f32(out), total[i / kVectors][i % kVectors]));
     });
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    constexpr AddFloats add[kBlock] = {add_floats<1>, add_floats<2>, add_floats<3>, add_floats<4>};
+    constexpr AddGroup add[kBlock] = {add_group_f32<1>, add_group_f32<2>, add_group_f32<3>, add_group_f32<4>};
     with_layout(job.weights->layout,
-                [&](auto layout) { multiply_floats<layout>(job, begin, end, scratch, add); });
+                [&](auto layout) { multiply_units_f32<layout>(job, begin, end, scratch, add); });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Matrix products for any CPU, and the plainest statement of their arithmetic.
 //
-// A panel is decoded once, in scratch memory, and then multiplied with row after row.
+// A panel is dequantized once, in scratch memory, and then multiplied with row after row.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -12,16 +12,16 @@ namespace {
 
 constexpr int kVectors = kPanelRows / kLanes;
 
-// A group of a panel as floats.
+// A group of a panel as kF32.
 struct FloatGroup {
     float values[kGroup * kPanelRows];
 };
 
-// A group of a panel before scaling. Its whole numbers are kept as floats, which add up exactly as long as
+// A group of a panel before scaling. Its kInt8 numbers are kept as kF32, which add up exactly as long as
 // they stay below 2^24: the largest dot product of a group is 32 * 255 * 127.
-struct WholeGroup {
+struct QuantizedGroup {
     float values[kGroup * kPanelRows];
-    float scales[2 * kPanelRows];  // of each share of the values
+    float scales[2 * kPanelRows];  // of each part of the values
     float minima[2 * kPanelRows];
 };
 
@@ -30,7 +30,7 @@ struct FloatInput {
 };
 
 size_t scratch_bytes(int columns) {  // a gated unit needs two panels
-    return 2 * size_t(div_up(columns, kGroup)) * sizeof(WholeGroup);
+    return 2 * size_t(div_up(columns, kGroup)) * sizeof(QuantizedGroup);
 }
 
 // Adds `count` values of 16 rows, each times its x.
@@ -40,12 +40,12 @@ ENGINE_INLINE void add_products(const float* values, const float* x, int count, 
 }
 
 template <Layout layout>
-struct FloatProduct {
+struct FloatMatmul {
     using Group = FloatGroup;
     using Input = FloatInput;
 
-    static void decode(const uint8_t* panel, int groups, int g, FloatGroup& out) {
-        decode_group<layout>(panel, groups, g, out.values);
+    static void dequantize(const uint8_t* panel, int groups, int g, FloatGroup& out) {
+        dequantize_group<layout>(panel, groups, g, out.values);
     }
 
     static void multiply(const FloatGroup* panel, const FloatInput* x, int groups, Floats (&sums)[kVectors]) {
@@ -54,12 +54,12 @@ struct FloatProduct {
 };
 
 template <Layout layout>
-struct WholeProduct {
-    using Group = WholeGroup;
+struct QuantizedMatmul {
+    using Group = QuantizedGroup;
     using Input = PackedGroup;
-    static constexpr int kShares = shares(layout), kShare = kGroup / kShares;
+    static constexpr int kScales = scales_per_group(layout), kValuesPerScale = kGroup / kScales;
 
-    static void decode(const uint8_t* panel, int groups, int g, WholeGroup& out) {
+    static void dequantize(const uint8_t* panel, int groups, int g, QuantizedGroup& out) {
         const uint8_t* group = panel + size_t(g) * group_bytes(layout);
         const float offset = has_minima(layout) ? 0.0f : 128.0f;
         for (int n = 0; n < kPanelRows; n += kLanes)
@@ -67,23 +67,23 @@ struct WholeProduct {
             for (int k = 0; k < kGroup; k++)
                 store(out.values + k * kPanelRows + n, stored_values<layout>(group, k, n) - offset);
         const uint16_t* scales = scales_of<layout>(panel, groups, g);
-        for (int i = 0; i < kShares * kPanelRows; i += kLanes) {
+        for (int i = 0; i < kScales * kPanelRows; i += kLanes) {
             store(out.scales + i, load_halves(scales + i));
-            if (has_minima(layout)) store(out.minima + i, load_halves(scales + kShares * kPanelRows + i));
+            if (has_minima(layout)) store(out.minima + i, load_halves(scales + kScales * kPanelRows + i));
         }
     }
 
-    static void multiply(const WholeGroup* panel, const PackedGroup* x, int groups,
+    static void multiply(const QuantizedGroup* panel, const PackedGroup* x, int groups,
                          Floats (&sums)[kVectors]) {
         for (int g = 0; g < groups; g++) {
-            const WholeGroup& weights = panel[g];
+            const QuantizedGroup& weights = panel[g];
             float values[kGroup];
             for (int k = 0; k < kGroup; k++) values[k] = x[g].values[k];
-            for (int share = 0; share < kShares; share++) {
-                int first = share * kShare, row = share * kPanelRows;
+            for (int part = 0; part < kScales; part++) {
+                int first = part * kValuesPerScale, row = part * kPanelRows;
                 Floats dots[kVectors] = {};
-                add_products(weights.values + first * kPanelRows, values + first, kShare, dots);
-                int sum = kShares == 2 ? x[g].sums[share] : x[g].sums[0] + x[g].sums[1];
+                add_products(weights.values + first * kPanelRows, values + first, kValuesPerScale, dots);
+                int sum = kScales == 2 ? x[g].sums[part] : x[g].sums[0] + x[g].sums[1];
                 float scaled_sum = float(sum) * x[g].scale;
                 for (int i = 0; i < kVectors; i++) {
                     sums[i] += dots[i] * (load(weights.scales + row + i * kLanes) * x[g].scale);
@@ -94,49 +94,50 @@ struct WholeProduct {
     }
 };
 
-template <class Product>
+template <class Kernel>
 void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     const Matrix& weights = *job.weights;
     int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1;
-    auto decoded = reinterpret_cast<typename Product::Group*>(scratch);
-    auto input = reinterpret_cast<const typename Product::Input*>(job.input);
+    auto dequantized = reinterpret_cast<typename Kernel::Group*>(scratch);
+    auto input = reinterpret_cast<const typename Kernel::Input*>(job.input);
     for (int unit = begin; unit < end; unit++) {
         for (int i = 0; i < panels; i++)
             for (int g = 0; g < groups; g++)
-                Product::decode(weights.panel(unit * panels + i), groups, g, decoded[i * groups + g]);
+                Kernel::dequantize(weights.panel(unit * panels + i), groups, g, dequantized[i * groups + g]);
         for (int row = 0; row < job.rows; row++) {
             float out[2 * kPanelRows];
             for (int i = 0; i < panels; i++) {
                 Floats sums[kVectors] = {};
-                Product::multiply(decoded + i * groups, input + size_t(row) * size_t(groups), groups, sums);
+                Kernel::multiply(dequantized + i * groups, input + size_t(row) * size_t(groups), groups,
+                                 sums);
                 memcpy(out + i * kPanelRows, sums, sizeof sums);
             }
-            finish_unit(job, unit, row, out);
+            apply_epilogue(job, unit, row, out);
         }
     }
 }
 
 void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout, [&](auto layout) {
-        if constexpr (layout < Layout::F16) multiply_units<WholeProduct<layout>>(job, begin, end, scratch);
+        if constexpr (layout < Layout::F16) multiply_units<QuantizedMatmul<layout>>(job, begin, end, scratch);
     });
 }
 
 void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout,
-                [&](auto layout) { multiply_units<FloatProduct<layout>>(job, begin, end, scratch); });
+                [&](auto layout) { multiply_units<FloatMatmul<layout>>(job, begin, end, scratch); });
 }
 
 }  // namespace
 
 void fill_matmul_generic(Kernels& table) {
-    constexpr int whole = int(Numerics::INT8), floats = int(Numerics::F32);
-    table.packed_bytes[whole] = packed_bytes_int8;
-    table.pack[whole] = pack_int8;
-    table.matmul[whole] = multiply_quantized;
-    table.packed_bytes[floats] = packed_bytes_f32;
-    table.pack[floats] = pack_f32;
-    table.matmul[floats] = multiply_floats;
+    constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
+    table.packed_bytes[kInt8] = packed_bytes_int8;
+    table.pack[kInt8] = pack_int8;
+    table.matmul[kInt8] = multiply_quantized;
+    table.packed_bytes[kF32] = packed_bytes_f32;
+    table.pack[kF32] = pack_f32;
+    table.matmul[kF32] = multiply_floats;
     table.scratch_bytes = scratch_bytes;
 }
 

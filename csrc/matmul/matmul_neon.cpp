@@ -6,7 +6,7 @@
 // where an offset of 128 is a minimum of 128 * scale more. What can be loaded is loaded rather than copied or
 // broadcast, since that needs the units that multiply.
 #include "base/dispatch.h"
-#include "base/repeat.h"
+#include "base/unroll.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
 #include "matmul/epilogue.h"
@@ -17,11 +17,11 @@ namespace {
 
 constexpr int kVectors = kPanelRows / 4;
 
-alignas(16) const int32_t kNoDots[4] = {kShiftBits, kShiftBits, kShiftBits, kShiftBits};
+alignas(16) const int32_t kZeroDots[4] = {kShiftBits, kShiftBits, kShiftBits, kShiftBits};
 
 // As an intrinsic it would become a copy of a register that holds what was loaded before.
 template <class T>
-ENGINE_INLINE float32x4_t load_again(const T (&from)[4]) {
+ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     float32x4_t loaded;
     __asm__ volatile("ldr %q0, %1" : "=w"(loaded) : "m"(from));
     return loaded;
@@ -42,13 +42,14 @@ ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
 template <Layout layout>
 struct Weights {
     int8x16_t values[8];
-    float32x4_t scales[shares(layout)], minima[shares(layout)];
+    float32x4_t scales[scales_per_group(layout)], minima[scales_per_group(layout)];
 
     ALWAYS void load(const uint8_t* group, const uint16_t* stored) {
-        repeat<8>([&](auto i) ALWAYS { values[i] = load_values<layout, i>(group); });
-        repeat<shares(layout)>([&](auto i) ALWAYS {
+        unroll<8>([&](auto i) ALWAYS { values[i] = load_values<layout, i>(group); });
+        unroll<scales_per_group(layout)>([&](auto i) ALWAYS {
             scales[i] = load_halves(stored + i * kPanelRows);
-            if (has_minima(layout)) minima[i] = load_halves(stored + (shares(layout) + i) * kPanelRows);
+            if (has_minima(layout))
+                minima[i] = load_halves(stored + (scales_per_group(layout) + i) * kPanelRows);
             if (layout == Layout::Q8M) minima[i] = vfmaq_n_f32(minima[i], scales[i], 128.0f);
         });
     }
@@ -79,11 +80,11 @@ ENGINE_INLINE void add_dots_of_four(float32x4_t (&sums)[4], const int8x16_t* wei
 #undef ADD_WORD
 
 // sum += a * b
-ENGINE_INLINE void add_product(float32x4_t& sum, float32x4_t a, float32x4_t b) {
+ENGINE_INLINE void fma(float32x4_t& sum, float32x4_t a, float32x4_t b) {
     __asm__ volatile("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b));
 }
 template <int lane>
-ENGINE_INLINE void add_product_lane(float32x4_t& sum, float32x4_t a, float32x4_t b) {
+ENGINE_INLINE void fma_lane(float32x4_t& sum, float32x4_t a, float32x4_t b) {
     __asm__ volatile("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(a), "w"(b), "i"(lane));
 }
 
@@ -93,42 +94,42 @@ ENGINE_INLINE void add_product_lane(float32x4_t& sum, float32x4_t a, float32x4_t
 template <Layout layout, int rows, int wide>
 ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x,
                              float32x4_t (&sums)[wide * rows]) {
-    constexpr int kShares = shares(layout), kCount = 8 / kShares, kSums = wide * rows;
-    repeat<(kSums + 3) / 4 * kShares>([&](auto step) ALWAYS {
-        constexpr int kShare = step % kShares, kFirst = step / kShares * 4;
+    constexpr int kScales = scales_per_group(layout), kCount = 8 / kScales, kSums = wide * rows;
+    unroll<(kSums + 3) / 4 * kScales>([&](auto step) ALWAYS {
+        constexpr int kScale = step % kScales, kFirst = step / kScales * 4;
         constexpr int kNow = kSums - kFirst < 4 ? kSums - kFirst : 4;
         float32x4_t dots[kNow], products[kNow];
-        repeat<kNow>([&](auto c) ALWAYS { dots[c] = load_again(kNoDots); });
-        repeat<kCount / 4>([&](auto part) ALWAYS {
-            constexpr int kHalf = kShare + part;
+        unroll<kNow>([&](auto c) ALWAYS { dots[c] = reload(kZeroDots); });
+        unroll<kCount / 4>([&](auto part) ALWAYS {
+            constexpr int kHalf = kScale + part;
             int8x16_t values[kNow];
-            repeat<kNow>([&](auto c)
+            unroll<kNow>([&](auto c)
                              ALWAYS { values[c] = vld1q_s8(x[(kFirst + c) % rows].values + kHalf * 16); });
             if constexpr (kNow == 4 && wide == 1)
                 add_dots_of_four(dots, weights->values + kHalf * 4, values);
             else
-                repeat<4 * kNow>([&](auto i) ALWAYS {
+                unroll<4 * kNow>([&](auto i) ALWAYS {
                     const Weights<layout>& from = weights[(kFirst + i % kNow) / rows];
                     add_dots<i / kNow>(dots[i % kNow], from.values[kHalf * 4 + i / kNow], values[i % kNow]);
                 });
         });
-        repeat<kNow>([&](auto c) ALWAYS {
-            constexpr int kSum = kFirst + c, kInputSum = kShares == 2 ? 2 + kShare : 1;
-            products[c] = load_again(x[kSum % rows].shift);
+        unroll<kNow>([&](auto c) ALWAYS {
+            constexpr int kSum = kFirst + c, kInputSum = kScales == 2 ? 2 + kScale : 1;
+            products[c] = reload(x[kSum % rows].shift);
             float32x4_t factors = vld1q_f32(&x[kSum % rows].scale);
             if (has_minima(layout))
-                add_product_lane<kInputSum>(sums[kSum], weights[kSum / rows].minima[kShare], factors);
-            add_product_lane<0>(products[c], dots[c], factors);
+                fma_lane<kInputSum>(sums[kSum], weights[kSum / rows].minima[kScale], factors);
+            fma_lane<0>(products[c], dots[c], factors);
         });
-        repeat<kNow>([&](auto c) ALWAYS {
-            add_product(sums[kFirst + c], products[c], weights[(kFirst + c) / rows].scales[kShare]);
+        unroll<kNow>([&](auto c) ALWAYS {
+            fma(sums[kFirst + c], products[c], weights[(kFirst + c) / rows].scales[kScale]);
         });
     });
 }
 
 // Asks for what follows on a group's weights in memory: few rows are done with them before it comes by itself.
 template <Layout layout>
-ENGINE_INLINE void fetch_ahead(const uint8_t* panel, int g) {
+ENGINE_INLINE void prefetch_weights(const uint8_t* panel, int g) {
     constexpr int kAhead = is_4_bit(layout) ? 2048 : 8192;
     const int stream =
         layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // with its share of Q8's scales
@@ -141,21 +142,21 @@ ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, c
                                   float* out) {
     constexpr int kWide = rows <= 2 ? 4 / rows : 1, kSums = kWide * rows;
     float32x4_t sums[vectors / kWide][kSums];
-    repeat<rows * vectors>([&](auto i) ALWAYS { sums[i / kSums][i % kSums] = vdupq_n_f32(0); });
+    unroll<rows * vectors>([&](auto i) ALWAYS { sums[i / kSums][i % kSums] = vdupq_n_f32(0); });
     for (int g = 0; g < groups; g++, x += rows) {
         const uint8_t* group = panel + size_t(g) * group_bytes(layout) + 16 * first;
         const uint16_t* scales = scales_of<layout>(panel, groups, g) + 4 * first;
-        if constexpr (rows <= 2) fetch_ahead<layout>(panel, g);
-        repeat<vectors / kWide>([&](auto step) ALWAYS {
+        if constexpr (rows <= 2) prefetch_weights<layout>(panel, g);
+        unroll<vectors / kWide>([&](auto step) ALWAYS {
             Weights<layout> weights[kWide];
-            repeat<kWide>([&](auto v) ALWAYS {
+            unroll<kWide>([&](auto v) ALWAYS {
                 constexpr int kPlace = step * kWide + v;
                 weights[v].load(group + 16 * kPlace, scales + 4 * kPlace);
             });
             add_group<layout, rows, kWide>(weights, x, sums[step]);
         });
     }
-    repeat<rows * vectors>([&](auto i) ALWAYS {
+    unroll<rows * vectors>([&](auto i) ALWAYS {
         vst1q_f32(out + i % rows * 2 * kPanelRows + i / rows * 4, sums[i / kSums][i % kSums]);
     });
 }
@@ -190,11 +191,11 @@ void multiply_units(const MatmulJob& job, int begin, int end) {
             int rows = job.rows - row < block ? job.rows - row : block;
             Multiply multiply = multiply_for<layout>(rows, std::make_integer_sequence<int, kBlockRows>());
             float sums[kBlockRows][2 * kPanelRows];
-            fetch_outputs(job, unit, row, rows);
+            prefetch_outputs(job, unit, row, rows);
             for (int i = 0; i < panels; i++)
                 multiply(weights.panel(unit * panels + i), groups, input + size_t(row) * size_t(groups),
                          sums[0] + i * kPanelRows);
-            for (int r = 0; r < rows; r++) finish_unit(job, unit, row + r, sums[r]);
+            for (int r = 0; r < rows; r++) apply_epilogue(job, unit, row + r, sums[r]);
         }
 }
 
@@ -207,10 +208,10 @@ void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
 }  // namespace
 
 void fill_matmul_neon(Kernels& table) {
-    constexpr int whole = int(Numerics::INT8);
-    table.packed_bytes[whole] = packed_bytes_int8;
-    table.pack[whole] = pack_int8;
-    table.matmul[whole] = matmul_int8;
+    constexpr int kInt8 = int(Numerics::INT8);
+    table.packed_bytes[kInt8] = packed_bytes_int8;
+    table.pack[kInt8] = pack_int8;
+    table.matmul[kInt8] = matmul_int8;
 }
 
 }  // namespace engine

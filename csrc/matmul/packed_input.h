@@ -22,15 +22,16 @@ ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
 
 // What is not finite among the values makes the scale so, and with it all that is computed from them.
 ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
-    int32_t largest = 0;  // floats without their signs are ordered like whole numbers, and NaN is above all
+    int32_t absmax_bits =
+        0;  // floats without their signs are ordered like whole numbers, and NaN is above all
     for (int i = 0; i < kGroup; i++) {
         int32_t size = int32_t(float_to_bits(x[i]) & 0x7fffffff);
-        largest = size > largest ? size : largest;
+        absmax_bits = size > absmax_bits ? size : absmax_bits;
     }
-    float peak = bits_to_float(uint32_t(largest));
-    bool is_zero = peak < 1e-30f;
-    float inverse = is_zero ? 0.0f : 127.0f / peak;
-    out.scale = is_zero ? 0.0f : peak / 127.0f;
+    float absmax = bits_to_float(uint32_t(absmax_bits));
+    bool is_zero = absmax < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / absmax;
+    out.scale = is_zero ? 0.0f : absmax / 127.0f;
     float scaled[kGroup];
     for (int i = 0; i < kGroup; i++) scaled[i] = x[i] * inverse;
     __asm__("" : "+m"(scaled));  // products are rounded, not fused with the sum below

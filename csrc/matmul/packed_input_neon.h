@@ -26,18 +26,19 @@ ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
     return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
 }
 
-// The largest of 32 without their signs, as whole numbers: so ordered, NaN is above all.
-ENGINE_INLINE float peak_of(const float32x4_t (&x)[8]) {
-    uint32x4_t sizes[8];
-    for (int i = 0; i < 8; i++) sizes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
-    for (int i = 0; i < 4; i++) sizes[i] = vmaxq_u32(sizes[i], sizes[i + 4]);
-    uint32x4_t largest = vmaxq_u32(vmaxq_u32(sizes[0], sizes[1]), vmaxq_u32(sizes[2], sizes[3]));
-    return bits_to_float(vmaxvq_u32(largest));
+// The absmax_bits of 32 without their signs, as whole numbers: so ordered, NaN is above all.
+ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
+    uint32x4_t magnitudes[8];
+    for (int i = 0; i < 8; i++) magnitudes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
+    for (int i = 0; i < 4; i++) magnitudes[i] = vmaxq_u32(magnitudes[i], magnitudes[i + 4]);
+    uint32x4_t absmax_bits =
+        vmaxq_u32(vmaxq_u32(magnitudes[0], magnitudes[1]), vmaxq_u32(magnitudes[2], magnitudes[3]));
+    return bits_to_float(vmaxvq_u32(absmax_bits));
 }
 
 // Sixteen values, each times `factor`, to the nearest whole numbers, ties to even: adding kShift leaves them in
 // the lowest bits.
-ENGINE_INLINE int8x16_t round_values(const float32x4_t* x, float factor) {
+ENGINE_INLINE int8x16_t quantize_values(const float32x4_t* x, float factor) {
     int16x8_t words[4];
     for (int i = 0; i < 4; i++) {
         float32x4_t scaled = vmulq_n_f32(x[i], factor);
@@ -52,11 +53,11 @@ ENGINE_INLINE int8x16_t round_values(const float32x4_t* x, float factor) {
 ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     float32x4_t x[8];
     for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);
-    float peak = peak_of(x);
-    bool is_zero = peak < 1e-30f;
-    float inverse = is_zero ? 0.0f : 127.0f / peak;
-    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(peak * (1 / 127.0f)) & ~3u);
-    int8x16_t first = round_values(x, inverse), second = round_values(x + 4, inverse);
+    float absmax = absmax_of(x);
+    bool is_zero = absmax < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / absmax;
+    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(absmax * (1 / 127.0f)) & ~3u);
+    int8x16_t first = quantize_values(x, inverse), second = quantize_values(x + 4, inverse);
     vst1q_s8(out.values, first);
     vst1q_s8(out.values + 16, second);
     vst1q_f32(out.shift, vdupq_n_f32(float(-kShift) * scale));

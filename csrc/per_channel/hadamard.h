@@ -7,14 +7,14 @@
 namespace engine {
 namespace {
 
-constexpr int kTurned = 64;
-static_assert(kTurned == kTileColumns);
+constexpr int kHadamardSize = 64;
+static_assert(kHadamardSize == kTileColumns);
 
 // A panel's columns [columns][kPanelRows], a multiple of 64 of them, so that they meet turned rows: by a 64th.
-void turn_columns(float* values, int columns) {
-    for (float* block = values; block < values + columns * kPanelRows; block += kTurned * kPanelRows)
-        for (int apart = 1; apart < kTurned; apart *= 2)
-            for (int k = 0; k < kTurned / 2; k++) {
+void rotate_columns(float* values, int columns) {
+    for (float* block = values; block < values + columns * kPanelRows; block += kHadamardSize * kPanelRows)
+        for (int apart = 1; apart < kHadamardSize; apart *= 2)
+            for (int k = 0; k < kHadamardSize / 2; k++) {
                 float* first = block + (k / apart * 2 * apart + k % apart) * kPanelRows;
                 float* second = first + apart * kPanelRows;
                 for (int n = 0; n < kPanelRows; n += kLanes) {

@@ -1,8 +1,8 @@
-// INT8_ROWS products on tiles: weights go from memory to the tile unit as they lie, two panels at a time.
+// INT8_PER_CHANNEL products on tiles: weights go from memory to the tile scale as they lie, two panels at a time.
 //
-// Rows are turned (turned.h) and rounded with one scale, as on any CPU that has such products. Sums of whole
+// Rows are turned (turned.h) and requantized with one scale, as on any CPU that has such products. Sums of whole
 // rows are whole numbers, so that the order of work is free; what only vectors can do, finishing 32 rows, is
-// done beside the next multiplication, a little with each tile.
+// done overlapped the next multiplication, a little with each tile.
 //
 // Packed rows: [16 rows][tile][16 rows][64 values], then what a step of each row is worth; zero past the last
 // column and row.
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kRowsAtOnce = 2 * kTileRows;
-constexpr int kFinishedBeside = 4;  // rows, with each tile of columns
+constexpr int kEpilogueRowsPerTile = 4;  // rows, with each tile of columns
 
 // What 16 packed rows take, and where the parts of it are.
 struct PackedRows {
@@ -29,11 +29,11 @@ struct PackedRows {
     uint8_t* values(uint8_t* input, int row) const {
         return input + size_t(row / kTileRows) * bytes() + size_t(row % kTileRows) * kTileColumns;
     }
-    const uint8_t* sixteen(const uint8_t* input, int row) const {
+    const uint8_t* row_tile(const uint8_t* input, int row) const {
         return input + size_t(row / kTileRows) * bytes();
     }
-    const float* units(const uint8_t* input, int row) const {
-        return reinterpret_cast<const float*>(sixteen(input, row) + values_bytes()) + row % kTileRows;
+    const float* row_scales(const uint8_t* input, int row) const {
+        return reinterpret_cast<const float*>(row_tile(input, row) + values_bytes()) + row % kTileRows;
     }
 };
 
@@ -43,26 +43,26 @@ size_t packed_bytes(int rows, int columns) {
 
 // v[i] and v[i ^ apart] of 16 values become their sum and difference; `swapped` is v[i ^ apart], and `second`
 // the lanes i that have the bit `apart`.
-ENGINE_INLINE __m512 sum_and_difference(__m512 v, __m512 swapped, __mmask16 second) {
+ENGINE_INLINE __m512 butterfly(__m512 v, __m512 swapped, __mmask16 second) {
     const __m512 one = _mm512_set1_ps(1.0f);
     return _mm512_fmadd_ps(v, _mm512_mask_sub_ps(one, second, _mm512_setzero_ps(), one), swapped);
 }
 
-ENGINE_INLINE __m512 turn_sixteen(__m512 v) {
-    v = sum_and_difference(v, _mm512_permute_ps(v, 0b10110001), 0xaaaa);
-    v = sum_and_difference(v, _mm512_permute_ps(v, 0b01001110), 0xcccc);
-    v = sum_and_difference(v, _mm512_shuffle_f32x4(v, v, 0b10110001), 0xf0f0);
-    return sum_and_difference(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
+ENGINE_INLINE __m512 hadamard16(__m512 v) {
+    v = butterfly(v, _mm512_permute_ps(v, 0b10110001), 0xaaaa);
+    v = butterfly(v, _mm512_permute_ps(v, 0b01001110), 0xcccc);
+    v = butterfly(v, _mm512_shuffle_f32x4(v, v, 0b10110001), 0xf0f0);
+    return butterfly(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
 }
 
 // Turns 64 values, of which `count` are there and the others zero.
-ENGINE_INLINE void turn_values(const float* from, int count, __m512 (&v)[4]) {
+ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     for (int i = 0; i < 4; i++) {
         const int left = count - 16 * i;
         const __mmask16 lanes = left >= 16  ? __mmask16(0xffff)
                                 : left <= 0 ? __mmask16(0)
                                             : __mmask16((1 << left) - 1);
-        v[i] = turn_sixteen(_mm512_maskz_loadu_ps(lanes, from + 16 * i));
+        v[i] = hadamard16(_mm512_maskz_loadu_ps(lanes, from + 16 * i));
     }
     const __m512 sums[] = {_mm512_add_ps(v[0], v[1]), _mm512_add_ps(v[2], v[3])};
     const __m512 differences[] = {_mm512_sub_ps(v[0], v[1]), _mm512_sub_ps(v[2], v[3])};
@@ -73,32 +73,32 @@ ENGINE_INLINE void turn_values(const float* from, int count, __m512 (&v)[4]) {
 }
 
 // The largest of a row's turned values, without its sign; NaN is above all.
-float turned_peak(const float* x, int columns) {
-    __m512i peaks = _mm512_setzero_si512();
+float rotated_absmax(const float* x, int columns) {
+    __m512i absmaxes = _mm512_setzero_si512();
     for (int k = 0; k < columns; k += kTileColumns) {
         __m512 v[4];
-        turn_values(x + k, columns - k, v);
+        rotate_values(x + k, columns - k, v);
         for (int i = 0; i < 4; i++) {
             const __m512i size = _mm512_and_si512(_mm512_castps_si512(v[i]), _mm512_set1_epi32(0x7fffffff));
-            peaks = _mm512_max_epi32(peaks, size);
+            absmaxes = _mm512_max_epi32(absmaxes, size);
         }
     }
-    return bits_to_float(uint32_t(_mm512_reduce_max_epi32(peaks)));
+    return bits_to_float(uint32_t(_mm512_reduce_max_epi32(absmaxes)));
 }
 
-// Turned once for the scale and once more to be rounded, so that nothing need be kept. What is not
-// finite makes the row's unit so, and with it all that is computed from the row.
-void pack_row(const float* x, int columns, uint8_t* out, float* unit) {
-    const float peak = turned_peak(x, columns);
-    const bool is_usual = peak > 1e-30f && std::isfinite(peak);
-    *unit = is_usual || !std::isfinite(peak) ? peak / 127.0f : 0.0f;
-    const __m512 inverse = _mm512_set1_ps(is_usual ? 127.0f / peak : 0.0f);
+// Turned once for the scale and once more to be requantized, so that nothing need be kept. What is not
+// finite makes the row's scale so, and with it all that is computed from the row.
+void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
+    const float absmax = rotated_absmax(x, columns);
+    const bool is_normal = absmax > 1e-30f && std::isfinite(absmax);
+    *scale = is_normal || !std::isfinite(absmax) ? absmax / 127.0f : 0.0f;
+    const __m512 inverse = _mm512_set1_ps(is_normal ? 127.0f / absmax : 0.0f);
     for (int k = 0; k < columns; k += kTileColumns, out += kTileBytes) {
         __m512 v[4];
-        turn_values(x + k, columns - k, v);
+        rotate_values(x + k, columns - k, v);
         for (int i = 0; i < 4; i++) {
-            const __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
-            _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtsepi32_epi8(steps));
+            const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+            _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtsepi32_epi8(integers));
         }
     }
 }
@@ -106,12 +106,12 @@ void pack_row(const float* x, int columns, uint8_t* out, float* unit) {
 // Whoever packs the last row clears what is missing of its tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const PackedRows packed(columns);
-    auto unit_of = [&](int row) { return const_cast<float*>(packed.units(input, row)); };
+    auto scale_of = [&](int row) { return const_cast<float*>(packed.row_scales(input, row)); };
     for (int row = begin; row < end; row++)
-        pack_row(x + size_t(row) * size_t(stride), columns, packed.values(input, row), unit_of(row));
+        pack_row(x + size_t(row) * size_t(stride), columns, packed.values(input, row), scale_of(row));
     if (end < rows) return;
     for (int row = rows; row < round_up(rows, kTileRows); row++) {
-        *unit_of(row) = 0;
+        *scale_of(row) = 0;
         for (int tile = 0; tile < packed.tiles; tile++)
             _mm512_store_si512(packed.values(input, row) + size_t(tile) * kTileBytes, _mm512_setzero_si512());
     }
@@ -123,10 +123,10 @@ struct alignas(64) TileSums {
 };
 
 // Tiles 4 and 5 hold rows, 6 and 7 the panels. Each is loaded again right after its last use, which leaves
-// the time of a multiplication or two before the next.
-template <int kSixteens, int kPanels>
+// the time of a multiplication or two previous the next.
+template <int kRowTiles, int kPanels>
 struct TileBlock {
-    static constexpr bool kMoreRows = kSixteens == 2, kMorePanels = kPanels == 2;
+    static constexpr bool kMoreRows = kRowTiles == 2, kMorePanels = kPanels == 2;
     const uint8_t* rows[2];
     const uint8_t* panels[2];
 
@@ -156,19 +156,19 @@ struct TileBlock {
         if constexpr (kMoreRows && kMorePanels) tile_multiply_int8<3, 5, 7>();
     }
 
-    // `beside(tile)` is run before the multiplication of each tile.
+    // `overlapped(tile)` is run previous the multiplication of each tile.
     template <class Beside>
-    __attribute__((always_inline)) void run(int tiles, TileSums& sums, Beside beside) const {
+    __attribute__((always_inline)) void run(int tiles, TileSums& sums, Beside overlapped) const {
         tile_zero<0>();
         tile_zero<1>();
         tile_zero<2>();
         tile_zero<3>();
         load();
         for (int tile = 0; tile < tiles - 1; tile++) {
-            beside(tile);
+            overlapped(tile);
             multiply_and_load(size_t(tile + 1) * kTileBytes);
         }
-        beside(tiles - 1);
+        overlapped(tiles - 1);
         multiply();
         tile_store<0>(sums.values[0]);
         if constexpr (kMorePanels) tile_store<1>(sums.values[1]);
@@ -178,12 +178,12 @@ struct TileBlock {
 };
 
 // Panels [begin, end) times all rows, 32 by 32.
-class Product {
+class PanelMatmul {
   public:
-    Product(const MatmulJob& job, int begin, int end)
+    PanelMatmul(const MatmulJob& job, int begin, int end)
         : job_(job), packed_(job.weights->columns), begin_(begin), end_(end), panel_(begin) {
         const int times = packed_.tiles * div_up(job.rows, kRowsAtOnce);
-        share_ = div_up(int(2 * job.weights->stride() / 64), times);
+        lines_per_tile_ = div_up(int(2 * job.weights->stride() / 64), times);
     }
 
     void run() {
@@ -197,7 +197,7 @@ class Product {
             }
         }
         const Pending last = pending();
-        finish(last, 0, kRowsAtOnce);
+        store_rows(last, 0, kRowsAtOnce);
     }
 
   private:
@@ -205,8 +205,8 @@ class Product {
     struct Pending {
         PairOutput output;
         const TileSums& sums;
-        const float* units[2];  // of twice 16 rows
-        __m512 scales[2];       // of the panels
+        const float* row_scales[2];  // of twice 16 rows
+        __m512 scales[2];            // of the panels
         int row, rows;
     };
 
@@ -215,7 +215,7 @@ class Product {
         const int left = job_.rows - row_;
         return {pair_output(job_, panel_, is_single),
                 sums_[count_ % 2],
-                {packed_.units(job_.input, row_), packed_.units(job_.input, row_ + kTileRows)},
+                {packed_.row_scales(job_.input, row_), packed_.row_scales(job_.input, row_ + kTileRows)},
                 {panel_scales(panel_), panel_scales(is_single ? panel_ : panel_ + 1)},
                 row_,
                 count_ == 0          ? 0
@@ -227,57 +227,57 @@ class Product {
         return _mm512_load_ps(job_.weights->panel(panel) + packed_.values_bytes());
     }
 
-    template <int kSixteens>
+    template <int kRowTiles>
     __attribute__((always_inline)) void multiply_panels(int panel, int row) {
         if (panel + 1 < end_)
-            multiply<kSixteens, 2>(panel, row);
+            multiply<kRowTiles, 2>(panel, row);
         else
-            multiply<kSixteens, 1>(panel, row);
+            multiply<kRowTiles, 1>(panel, row);
     }
 
-    template <int kSixteens, int kPanels>
+    template <int kRowTiles, int kPanels>
     __attribute__((always_inline)) void multiply(int panel, int row) {
-        const Pending before = pending();
-        const uint8_t* rows = packed_.sixteen(job_.input, row);
-        const TileBlock<kSixteens, kPanels> tiles{
+        const Pending previous = pending();
+        const uint8_t* rows = packed_.row_tile(job_.input, row);
+        const TileBlock<kRowTiles, kPanels> tiles{
             {rows, rows + packed_.bytes()}, {job_.weights->panel(panel), job_.weights->panel(panel + 1)}};
         count_++;
         panel_ = panel;
         row_ = row;
-        auto beside = [&](int tile) __attribute__((always_inline)) {
-            if (row == 0) prefetch_soon<kPanels>(tiles.panels, tile);
-            for (int line = 0; line < share_; line++, next_ += 64) ask<_MM_HINT_T1>(next_);
-            finish(before, tile * kFinishedBeside, (tile + 1) * kFinishedBeside);
+        auto overlapped = [&](int tile) __attribute__((always_inline)) {
+            if (row == 0) prefetch_panels<kPanels>(tiles.panels, tile);
+            for (int line = 0; line < lines_per_tile_; line++, next_ += 64) prefetch_line<_MM_HINT_T1>(next_);
+            store_rows(previous, tile * kEpilogueRowsPerTile, (tile + 1) * kEpilogueRowsPerTile);
         };
-        tiles.run(packed_.tiles, sums_[count_ % 2], beside);
-        finish(before, packed_.tiles * kFinishedBeside, kRowsAtOnce);
+        tiles.run(packed_.tiles, sums_[count_ % 2], overlapped);
+        store_rows(previous, packed_.tiles * kEpilogueRowsPerTile, kRowsAtOnce);
     }
 
     // Asks for what comes soon in the two panels. Of the next two a share is asked for with each tile: their
     // lines are spread over the work on these, which is longer the more rows there are.
     template <int kPanels>
-    __attribute__((always_inline)) void prefetch_soon(const uint8_t* const (&panels)[2], int tile) {
+    __attribute__((always_inline)) void prefetch_panels(const uint8_t* const (&panels)[2], int tile) {
         constexpr int kAhead = 2;
         if (tile + kAhead >= packed_.tiles) return;
         for (int p = 0; p < kPanels; p++)
             for (int line = 0; line < kTileRows; line++)
-                ask<_MM_HINT_T0>(panels[p] + size_t(tile + kAhead) * kTileBytes + 64 * line);
+                prefetch_line<_MM_HINT_T0>(panels[p] + size_t(tile + kAhead) * kTileBytes + 64 * line);
     }
 
     template <_mm_hint kHint>
-    ENGINE_INLINE void ask(const uint8_t* line) {
+    ENGINE_INLINE void prefetch_line(const uint8_t* line) {
         _mm_prefetch(reinterpret_cast<const char*>(line), kHint);
     }
 
-    __attribute__((always_inline)) static void finish(const Pending& from, int begin, int end) {
+    __attribute__((always_inline)) static void store_rows(const Pending& from, int begin, int end) {
         for (int r = begin; r < (end < from.rows ? end : from.rows); r++) {
-            const int sixteen = r / kTileRows, i = r % kTileRows;
-            const __m512 unit = _mm512_set1_ps(from.units[sixteen][i]);
+            const int row_tile = r / kTileRows, i = r % kTileRows;
+            const __m512 scale = _mm512_set1_ps(from.row_scales[row_tile][i]);
             __m512 sums[2];
             for (int p = 0; p < 2; p++) {
                 const __m512 sum =
-                    _mm512_cvtepi32_ps(_mm512_load_si512(from.sums.values[2 * sixteen + p][i]));
-                sums[p] = _mm512_mul_ps(_mm512_mul_ps(sum, unit), from.scales[p]);
+                    _mm512_cvtepi32_ps(_mm512_load_si512(from.sums.values[2 * row_tile + p][i]));
+                sums[p] = _mm512_mul_ps(_mm512_mul_ps(sum, scale), from.scales[p]);
             }
             store_pair_row(from.output, from.row + r, sums[0], sums[1]);
         }
@@ -287,7 +287,7 @@ class Product {
     const PackedRows packed_;
     const int begin_, end_;
     const uint8_t* next_ = nullptr;  // what of the next two panels is to be asked for
-    int share_;                      // lines of them with each tile
+    int lines_per_tile_;             // lines of them with each tile
     int count_ = 0;                  // 32 rows times two panels, so often
     int panel_, row_ = 0;            // of the last time
     TileSums sums_[2];
@@ -296,13 +296,13 @@ class Product {
 void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {
     const int factor = job.epilogue.gated ? 2 : 1;
     TileScope tiles;
-    Product(job, begin * factor, end * factor).run();
+    PanelMatmul(job, begin * factor, end * factor).run();
 }
 
 }  // namespace
 
-void fill_matmul_int8_rows_amx(Kernels& table) {
-    constexpr int kRows = int(Numerics::INT8_ROWS);
+void fill_per_channel_amx(Kernels& table) {
+    constexpr int kRows = int(Numerics::INT8_PER_CHANNEL);
     table.packed_bytes[kRows] = packed_bytes;
     table.pack[kRows] = pack;
     table.matmul[kRows] = matmul;

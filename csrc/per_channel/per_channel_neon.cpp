@@ -1,7 +1,7 @@
-// INT8_ROWS products in NEON: nothing but dot products of bytes, whose sums are scaled once for a whole row.
+// INT8_PER_CHANNEL products in NEON: nothing but dot products of bytes, whose sums are scaled once for a whole row.
 //
 // A few values of a row are far larger than the others, so that one scale of 8 bits would leave little of
-// those. Each 64 values are therefore turned (turned.h), which spreads what is large over all of them, and so
+// those. Each 64 values are therefore rotated (rotated.h), which spreads what is large over all of them, and so
 // are the columns of the weights: the products stay the same.
 //
 // Packed rows, in blocks of at most twelve: [piece of 16 columns][row][16], then what a step of each is worth.
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/dispatch.h"
-#include "base/repeat.h"
+#include "base/unroll.h"
 #include "matmul/epilogue.h"
 #include "matmul/row_blocks.h"
 #include "per_channel/requantize_panel.h"
@@ -39,10 +39,10 @@ struct RowBlock {
         return size_t(round_up(columns, kTileColumns)) + sizeof(float32x4_t);
     }
     int pieces() const { return columns / kPiece; }
-    int8_t* steps(int row, int piece) const {
+    int8_t* values(int row, int piece) const {
         return reinterpret_cast<int8_t*>(data) + (size_t(piece) * size_t(rows) + size_t(row)) * kPiece;
     }
-    float& unit(int row) const {
+    float& scale(int row) const {
         return reinterpret_cast<float*>(data + size_t(rows) * size_t(columns))[row];
     }
 };
@@ -51,62 +51,62 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(rows) * RowBlock::row_bytes(columns);
 }
 
-// Turns 64 values in registers, and returns the largest of each four without signs.
-ENGINE_INLINE float32x4_t turn_values(const float* from, float* to) {
+// Turns 64 values in registers, and returns the absmax of each four without signs.
+ENGINE_INLINE float32x4_t rotate_values(const float* from, float* to) {
     static const float kEven[] = {1, -1, 1, -1}, kFirst[] = {1, 1, -1, -1};
     const float32x4_t even = vld1q_f32(kEven), first = vld1q_f32(kFirst);
-    float32x4_t v[kTurned / 4], peaks[4] = {};
-    repeat<kTurned / 4>([&](auto i) ALWAYS {
+    float32x4_t v[kHadamardSize / 4], absmaxes[4] = {};
+    unroll<kHadamardSize / 4>([&](auto i) ALWAYS {
         v[i] = vld1q_f32(from + 4 * i);
         v[i] = vfmaq_f32(vrev64q_f32(v[i]), v[i], even);
         v[i] = vfmaq_f32(vextq_f32(v[i], v[i], 2), v[i], first);
     });
-    repeat<4>([&](auto stage) ALWAYS {
+    unroll<4>([&](auto stage) ALWAYS {
         constexpr int apart = 1 << stage;
-        repeat<kTurned / 8>([&](auto k) ALWAYS {
+        unroll<kHadamardSize / 8>([&](auto k) ALWAYS {
             constexpr int i = k / apart * 2 * apart + k % apart;
             const float32x4_t one = v[i], other = v[i + apart];
             v[i] = vaddq_f32(one, other);
             v[i + apart] = vsubq_f32(one, other);
         });
     });
-    repeat<kTurned / 4>([&](auto i) ALWAYS {
+    unroll<kHadamardSize / 4>([&](auto i) ALWAYS {
         vst1q_f32(to + 4 * i, v[i]);
-        peaks[i % 4] = vmaxq_f32(peaks[i % 4], vabsq_f32(v[i]));
+        absmaxes[i % 4] = vmaxq_f32(absmaxes[i % 4], vabsq_f32(v[i]));
     });
-    return vmaxq_f32(vmaxq_f32(peaks[0], peaks[1]), vmaxq_f32(peaks[2], peaks[3]));
+    return vmaxq_f32(vmaxq_f32(absmaxes[0], absmaxes[1]), vmaxq_f32(absmaxes[2], absmaxes[3]));
 }
 
-// A row with zeros up to whole tiles, turned; returns the largest without its sign, or NaN if there is one.
-float turn_row(const float* x, int columns, std::vector<float>& to) {
-    float32x4_t peaks = vdupq_n_f32(0);
-    for (int i = 0; i < columns; i += kTurned) {
-        float padded[kTurned] = {};
+// A row with zeros up to whole tiles, rotated; returns the absmax without its sign, or NaN if there is one.
+float rotate_row(const float* x, int columns, std::vector<float>& to) {
+    float32x4_t absmaxes = vdupq_n_f32(0);
+    for (int i = 0; i < columns; i += kHadamardSize) {
+        float padded[kHadamardSize] = {};
         const float* from = x + i;
-        if (i + kTurned > columns) from = std::copy(from, x + columns, padded) - (columns - i);
-        peaks = vmaxq_f32(peaks, turn_values(from, to.data() + i));
+        if (i + kHadamardSize > columns) from = std::copy(from, x + columns, padded) - (columns - i);
+        absmaxes = vmaxq_f32(absmaxes, rotate_values(from, to.data() + i));
     }
-    return vmaxvq_f32(peaks);
+    return vmaxvq_f32(absmaxes);
 }
 
-ENGINE_INLINE int8x16_t rounded(const float* x, float inverse) {
-    int16x4_t steps[4];
+ENGINE_INLINE int8x16_t quantize16(const float* x, float inverse) {
+    int16x4_t integers[4];
     for (int i = 0; i < 4; i++)
-        steps[i] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * i), inverse)));
-    return vcombine_s8(vqmovn_s16(vcombine_s16(steps[0], steps[1])),
-                       vqmovn_s16(vcombine_s16(steps[2], steps[3])));
+        integers[i] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * i), inverse)));
+    return vcombine_s8(vqmovn_s16(vcombine_s16(integers[0], integers[1])),
+                       vqmovn_s16(vcombine_s16(integers[2], integers[3])));
 }
 
 // What is not finite makes the row's unit so, and with it all that is computed from the row.
 void pack_row(const float* x, int columns, const RowBlock& block, int row) {
-    thread_local std::vector<float> turned;
-    turned.resize(size_t(block.columns));
-    const float largest = turn_row(x, columns, turned);
-    const bool is_usual = largest > 1e-30f && std::isfinite(largest);
-    block.unit(row) = is_usual || !std::isfinite(largest) ? largest / 127 : 0.0f;
-    const float inverse = is_usual ? 127 / largest : 0.0f;
+    thread_local std::vector<float> rotated;
+    rotated.resize(size_t(block.columns));
+    const float absmax = rotate_row(x, columns, rotated);
+    const bool is_normal = absmax > 1e-30f && std::isfinite(absmax);
+    block.scale(row) = is_normal || !std::isfinite(absmax) ? absmax / 127 : 0.0f;
+    const float inverse = is_normal ? 127 / absmax : 0.0f;
     for (int i = 0; i < block.pieces(); i++)
-        vst1q_s8(block.steps(row, i), rounded(turned.data() + i * kPiece, inverse));
+        vst1q_s8(block.values(row, i), quantize16(rotated.data() + i * kPiece, inverse));
 }
 
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
@@ -120,9 +120,9 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
 template <int rows>
 ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t (&sums)[rows]) {
     int8x16_t words[4], values[rows];
-    repeat<4>([&](auto i) ALWAYS { words[i] = vld1q_s8(reinterpret_cast<const int8_t*>(weights) + 64 * i); });
-    repeat<rows>([&](auto r) ALWAYS { values[r] = vld1q_s8(x + r * kPiece); });
-    repeat<4 * rows>([&](auto i) ALWAYS {
+    unroll<4>([&](auto i) ALWAYS { words[i] = vld1q_s8(reinterpret_cast<const int8_t*>(weights) + 64 * i); });
+    unroll<rows>([&](auto r) ALWAYS { values[r] = vld1q_s8(x + r * kPiece); });
+    unroll<4 * rows>([&](auto i) ALWAYS {
         __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]"
                          : "+w"(sums[i % rows])
                          : "w"(words[i / rows]), "w"(values[i % rows]), "i"(i / rows));
@@ -130,7 +130,7 @@ ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t 
 }
 
 struct BlockSums {
-    int32_t steps[kBlockRows][kPanelRows];
+    int32_t values[kBlockRows][kPanelRows];
 };
 
 using Multiply = void (*)(const uint8_t* panel, const RowBlock& block, BlockSums& out);
@@ -140,10 +140,10 @@ void multiply_rows(const uint8_t* panel, const RowBlock& block, BlockSums& out) 
     for (int v = 0; v < kVectors; v++) {
         int32x4_t sums[rows] = {};
         const uint8_t* weights = panel + 16 * v;
-        const int8_t* x = block.steps(0, 0);
+        const int8_t* x = block.values(0, 0);
         for (int i = 0; i < block.pieces(); i++, weights += kPiece * kPanelRows, x += rows * kPiece)
             add_piece<rows>(weights, x, sums);
-        repeat<rows>([&](auto r) ALWAYS { vst1q_s32(out.steps[r] + 4 * v, sums[r]); });
+        unroll<rows>([&](auto r) ALWAYS { vst1q_s32(out.values[r] + 4 * v, sums[r]); });
     }
 }
 
@@ -157,50 +157,50 @@ Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
 ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int row, const BlockSums& sums,
                               float32x4_t (&out)[kVectors]) {
     const auto* scales = reinterpret_cast<const float*>(panel + size_t(block.columns) * kPanelRows);
-    const float unit = block.unit(row);
-    repeat<kVectors>([&](auto v) ALWAYS {
-        float32x4_t sum = vcvtq_f32_s32(vld1q_s32(sums.steps[row] + 4 * v));
-        out[v] = vmulq_f32(vmulq_n_f32(sum, unit), vld1q_f32(scales + 4 * v));
+    const float scale = block.scale(row);
+    unroll<kVectors>([&](auto v) ALWAYS {
+        float32x4_t sum = vcvtq_f32_s32(vld1q_s32(sums.values[row] + 4 * v));
+        out[v] = vmulq_f32(vmulq_n_f32(sum, scale), vld1q_f32(scales + 4 * v));
     });
 }
 
 // The rows of a block, of units whose sums are the outputs.
-template <bool adds>
-void finish_plain(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums& sums) {
+template <bool accumulates>
+void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums& sums) {
     const uint8_t* panel = job.weights->panel(unit);
     for (int r = 0; r < block.rows; r++) {
         float32x4_t values[kVectors];
         scale_sums(panel, block, r, sums, values);
         float* out = job.epilogue.out + size_t(first + r) * size_t(job.epilogue.stride) + unit * kPanelRows;
-        repeat<kVectors>([&](auto v) ALWAYS {
-            vst1q_f32(out + 4 * v, adds ? vaddq_f32(vld1q_f32(out + 4 * v), values[v]) : values[v]);
+        unroll<kVectors>([&](auto v) ALWAYS {
+            vst1q_f32(out + 4 * v, accumulates ? vaddq_f32(vld1q_f32(out + 4 * v), values[v]) : values[v]);
         });
     }
 }
 
 // Of units whose outputs are gated by SiLU.
-void finish_gated(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
+void store_gated(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
     for (int r = 0; r < block.rows; r++) {
         float32x4_t gates[kVectors], values[kVectors];
         scale_sums(job.weights->panel(unit * 2), block, r, sums[0], gates);
         scale_sums(job.weights->panel(unit * 2 + 1), block, r, sums[1], values);
         float* out = job.epilogue.out + size_t(first + r) * size_t(job.epilogue.stride) + unit * kPanelRows;
-        repeat<kVectors>([&](auto v) ALWAYS {
+        unroll<kVectors>([&](auto v) ALWAYS {
             vst1q_f32(out + 4 * v, activate<Activation::Silu>(Floats(gates[v])) * Floats(values[v]));
         });
     }
 }
 
-void finish_any(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
+void store_any(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
     const int panels = job.epilogue.gated ? 2 : 1;
     for (int r = 0; r < block.rows; r++) {
         float row[2][kPanelRows];
         for (int i = 0; i < panels; i++) {
             float32x4_t values[kVectors];
             scale_sums(job.weights->panel(unit * panels + i), block, r, sums[i], values);
-            repeat<kVectors>([&](auto v) ALWAYS { vst1q_f32(row[i] + 4 * v, values[v]); });
+            unroll<kVectors>([&](auto v) ALWAYS { vst1q_f32(row[i] + 4 * v, values[v]); });
         }
-        finish_unit(job, unit, first + r, row[0]);
+        apply_epilogue(job, unit, first + r, row[0]);
     }
 }
 
@@ -214,28 +214,28 @@ void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {
             const RowBlock block(job.input, job.rows, job.weights->columns, first);
             Multiply multiply = multiply_for(block.rows, std::make_integer_sequence<int, kBlockRows>());
             BlockSums sums[2];
-            fetch_outputs(job, unit, first, block.rows);
+            prefetch_outputs(job, unit, first, block.rows);
             for (int i = 0; i < panels; i++) multiply(job.weights->panel(unit * panels + i), block, sums[i]);
             if (is_silu && unit_width(job, unit) == kPanelRows)
-                finish_gated(job, unit, first, block, sums);
+                store_gated(job, unit, first, block, sums);
             else if (!is_plain || unit_width(job, unit) < kPanelRows)
-                finish_any(job, unit, first, block, sums);
+                store_any(job, unit, first, block, sums);
             else if (to.residual)
-                finish_plain<true>(job, unit, first, block, sums[0]);
+                store_plain<true>(job, unit, first, block, sums[0]);
             else
-                finish_plain<false>(job, unit, first, block, sums[0]);
+                store_plain<false>(job, unit, first, block, sums[0]);
             first += block.rows;
         }
 }
 
 }  // namespace
 
-void fill_matmul_int8_rows_neon(Kernels& table) {
-    constexpr int kRows = int(Numerics::INT8_ROWS);
+void fill_per_channel_neon(Kernels& table) {
+    constexpr int kRows = int(Numerics::INT8_PER_CHANNEL);
     table.packed_bytes[kRows] = packed_bytes;
     table.pack[kRows] = pack;
     table.matmul[kRows] = matmul;
-    table.round_panel = round_panel;
+    table.requantize_panel = requantize_panel;
 }
 
 }  // namespace engine

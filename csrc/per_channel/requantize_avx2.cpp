@@ -3,8 +3,8 @@
 
 namespace engine {
 
-void fill_round_avx2(Kernels& table) {
-    table.round_panel = round_panel;
+void fill_requantize_avx2(Kernels& table) {
+    table.requantize_panel = requantize_panel;
 }
 
 }  // namespace engine

@@ -1,4 +1,4 @@
-// Panels of any layout turned, and rounded to 8 bits with one scale for each row: layout I8.
+// Panels of any layout turned, and requantized to 8 bits with one scale for each channel: layout I8.
 #pragma once
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -8,21 +8,21 @@ namespace engine {
 namespace {
 
 // Rows `n` and on of a panel: the scale, and what brings values to whole numbers from -127 to 127.
-struct RowScale {
+struct ChannelScale {
     Floats scale, inverse;
 };
 
-RowScale row_scale(const float* values, int columns, int n) {
-    Floats peak = {};
+ChannelScale channel_scale(const float* values, int columns, int n) {
+    Floats absmax = {};
     for (int k = 0; k < columns; k++) {
         Floats size = (Floats)((Ints)load(values + k * kPanelRows + n) & 0x7fffffff);
-        peak = size > peak ? size : peak;
+        absmax = size > absmax ? size : absmax;
     }
-    return {peak / 127.0f, peak > 1e-30f ? 127.0f / peak : Floats{}};
+    return {absmax / 127.0f, absmax > 1e-30f ? 127.0f / absmax : Floats{}};
 }
 
 // Four values of as many rows as there are lanes.
-ENGINE_INLINE Ints rounded_four(const float* values, Floats inverse) {
+ENGINE_INLINE Ints quantize_four(const float* values, Floats inverse) {
     Ints four = {};
     for (int c = 0; c < 4; c++) {
         // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
@@ -32,28 +32,28 @@ ENGINE_INLINE Ints rounded_four(const float* values, Floats inverse) {
     return four;
 }
 
-void round_values(const float* values, int columns, uint8_t* out) {
+void quantize_channels(const float* values, int columns, uint8_t* out) {
     const int tiles = div_up(columns, kTileColumns);
     float* scales = reinterpret_cast<float*>(out + size_t(tiles) * kTileBytes);
     for (int n = 0; n < kPanelRows; n += kLanes) {
-        const RowScale row = row_scale(values, columns, n);
-        store(scales + n, row.scale);
+        const ChannelScale channel = channel_scale(values, columns, n);
+        store(scales + n, channel.scale);
         for (int four = 0; four < tiles * kTileColumns / 4; four++) {
-            Ints bytes = rounded_four(values + four * 4 * kPanelRows + n, row.inverse);
+            Ints bytes = quantize_four(values + four * 4 * kPanelRows + n, channel.inverse);
             memcpy(out + (four * kPanelRows + n) * 4, &bytes, sizeof bytes);
         }
     }
 }
 
-void round_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
+void requantize_panel(const Matrix& from, int panel, float* values, uint8_t* out) {
     const int groups = from.groups(), padded = round_up(from.columns, kTileColumns);
     with_layout(from.layout, [&](auto layout) {
         for (int g = 0; g < groups; g++)
-            decode_group<layout>(from.panel(panel), groups, g, values + g * kGroup * kPanelRows);
+            dequantize_group<layout>(from.panel(panel), groups, g, values + g * kGroup * kPanelRows);
     });
     memset(values + from.columns * kPanelRows, 0, size_t(padded - from.columns) * kPanelRows * sizeof(float));
-    turn_columns(values, padded);
-    round_values(values, padded, out);
+    rotate_columns(values, padded);
+    quantize_channels(values, padded, out);
 }
 
 }  // namespace

@@ -7,25 +7,25 @@ namespace {
 
 constexpr int kPanelsAtOnce = 8;
 
-size_t rounded_bytes(const StoredPanels& from) {
+size_t requantized_bytes(const StoredPanels& from) {
     return size_t(from.panels) * panel_bytes(Layout::I8, from.matrix->columns);
 }
 
 }  // namespace
 
-RoundedMatrices round_matrices(const Kernels& kernels, ThreadPool& pool,
-                               const std::vector<StoredPanels>& from) {
+RequantizedMatrices requantize_matrices(const Kernels& kernels, ThreadPool& pool,
+                                        const std::vector<StoredPanels>& from) {
     size_t bytes = 0;
     int columns = 0;
     for (const StoredPanels& each : from) {
-        bytes += rounded_bytes(each);
+        bytes += requantized_bytes(each);
         columns = std::max(columns, round_up(each.matrix->columns, kTileColumns));
     }
-    RoundedMatrices rounded{Block(bytes), {}};
+    RequantizedMatrices requantized{Block(bytes), {}};
     std::vector<Block> values;
     for (int i = 0; i < pool.size(); i++) values.emplace_back(size_t(columns) * kPanelRows * sizeof(float));
     WorkQueue queue(pool.size());
-    uint8_t* out = rounded.memory.data();
+    uint8_t* out = requantized.memory.data();
     for (const auto& [matrix, panels] : from) {
         const Matrix to{Layout::I8, matrix->rows, matrix->columns, out};
         queue.reset(panels, kPanelsAtOnce);
@@ -33,13 +33,13 @@ RoundedMatrices round_matrices(const Kernels& kernels, ThreadPool& pool,
             int begin, end;
             while (queue.take(thread, begin, end))
                 for (int panel = begin; panel < end; panel++)
-                    kernels.round_panel(stored, panel, values[size_t(thread)].floats(),
-                                        out + size_t(panel) * to.stride());
+                    kernels.requantize_panel(stored, panel, values[size_t(thread)].floats(),
+                                             out + size_t(panel) * to.stride());
         });
-        rounded.matrices.push_back(to);
+        requantized.matrices.push_back(to);
         out += size_t(panels) * to.stride();
     }
-    return rounded;
+    return requantized;
 }
 
 }  // namespace engine

@@ -30,7 +30,7 @@ bool all_within(const int32_t* values, int count, int low, int end) {
     return std::all_of(values, values + count, [=](int32_t value) { return value >= low && value < end; });
 }
 
-// Calls `found(i)` for every logit that is at least `floor`.
+// Calls `found(i)` for every logit that is at min_prob `floor`.
 template <class F>
 void for_large(const float* x, int size, float floor, const std::vector<float>& maxima, const F& found) {
     for (int column = 0; column < int(maxima.size()); column++) {
@@ -61,8 +61,8 @@ float kth_largest(const ScanKernels& scan, const float* x, int size, int k, Samp
     return values[k - 1];
 }
 
-// The k likeliest tokens, likeliest first, of equals the first; returns how many there are.
-int likeliest(const ScanKernels& scan, const float* x, int size, int k, SampleScratch& scratch) {
+// The k top_tokens tokens, top_tokens first, of equals the first; returns how many there are.
+int top_tokens(const ScanKernels& scan, const float* x, int size, int k, SampleScratch& scratch) {
     float floor = kth_largest(scan, x, size, k, scratch);
     int32_t* ids = scratch.ids.data();
     int count = 0;
@@ -73,18 +73,18 @@ int likeliest(const ScanKernels& scan, const float* x, int size, int k, SampleSc
     return k;
 }
 
-// The largest probability at or above which tokens sum to at least `target`, by bisection over the bits
+// The largest probability at or above which tokens sum to at min_prob `target`, by bisection over the bits
 // of a float, whose order is that of the values. The last 7 bits stay 0, so that tokens whose
-// probabilities agree to one part in 65,536 count as equally likely. `shares` are the probabilities
-// between `least` and `best`, which are known to reach the target; they are used up.
-float nucleus_floor(const ScanKernels& scan, float* shares, int count, float least, float best,
+// probabilities agree to one part in 65,536 count as equally likely. `probs` are the probabilities
+// between `min_prob` and `best`, which are known to reach the target; they are used up.
+float nucleus_floor(const ScanKernels& scan, float* probs, int count, float min_prob, float best,
                     float target) {
     float low = 0x1p-63f, high = 2;            // the answer lies between
-    double mass_at_high = 0, mass_passed = 0;  // of shares from `high` up; of those no longer in the list
+    double mass_at_high = 0, mass_passed = 0;  // of probs from `high` up; of those no longer in the list
     for (int bit = 28; bit >= 7; bit--) {      // of those set in 2^-63 .. 1, all but the highest
         float middle = bits_to_float(float_to_bits(low) | 1u << bit);
         if (middle > best) continue;
-        double mass = middle > least ? mass_passed + scan.mass_above(shares, count, middle) : 1;
+        double mass = middle > min_prob ? mass_passed + scan.mass_above(probs, count, middle) : 1;
         if (mass >= double(target)) {
             low = middle;
         } else {
@@ -92,7 +92,7 @@ float nucleus_floor(const ScanKernels& scan, float* shares, int count, float lea
             mass_at_high = mass;
         }
         if (bit == 23 || bit == 16) {  // the octave is known, and then a small part of it
-            count = scan.gather_shares(shares, count, 1, low, high, shares);
+            count = scan.gather_probs(probs, count, 1, low, high, probs);
             mass_passed = mass_at_high;
         }
     }
@@ -141,7 +141,7 @@ bool Sampler::is_penalized(int row) const {
 void Sampler::check(const SamplingArrays& in, const SampledArrays& out) const {
     require(all_within(in.slots, in.rows, 0, max_slots_), "slots");
     require(all_within(in.position, in.rows, 0, max_seq_len_ + 1), "position");
-    require(all_within(in.forced, in.rows, kDraw, vocab_), "forced");
+    require(all_within(in.forced, in.rows, kNotForced, vocab_), "forced");
     require(all_within(in.bias_rows, in.biases, 0, in.rows), "bias_rows");
     require(all_within(in.bias_ids, in.biases, 0, vocab_), "bias_ids");
     require(!in.mask || in.mask_words == div_up(vocab_, 32), "mask");
@@ -186,18 +186,18 @@ void Sampler::index_biases() {
 
 void Sampler::sample_row(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const {
     int32_t token = in_.forced[row];
-    if (token == kDraw) {
+    if (token == kNotForced) {
         const float* adjusted = adjust(kernels, logits, row, scratch);
         token = in_.temperature[row] == 0 ? kernels.argmax(adjusted, vocab_)
-                                          : draw(kernels, adjusted, row, scratch);
+                                          : sample_token(kernels, adjusted, row, scratch);
     }
     out_.tokens[row] = token;
-    if (in_.num_logprobs[row] >= 0) tell_logprobs(kernels, logits, row, scratch);
+    if (in_.num_logprobs[row] >= 0) write_logprobs(kernels, logits, row, scratch);
 }
 
 void Sampler::end() {
     for (int row = 0; row < in_.rows; row++) {
-        if (!has_penalties_ || in_.forced[row] != kDraw) continue;
+        if (!has_penalties_ || in_.forced[row] != kNotForced) continue;
         tokens_of(in_.slots[row])[in_.position[row]] = out_.tokens[row];
     }
     in_ = SamplingArrays();
@@ -241,7 +241,8 @@ void Sampler::penalize(float* logits, int row, SampleScratch& scratch) const {
     }
 }
 
-int Sampler::draw(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const {
+int Sampler::sample_token(const Kernels& kernels, const float* logits, int row,
+                          SampleScratch& scratch) const {
     const ScanKernels& scan = scan_kernels(kernels);
     float temperature = in_.temperature[row], top_p = in_.top_p[row], min_p = in_.min_p[row];
     int best = kernels.argmax(logits, vocab_), top_k = in_.top_k[row];
@@ -252,33 +253,35 @@ int Sampler::draw(const Kernels& kernels, const float* logits, int row, SampleSc
     uint64_t key = mix(uint64_t(in_.seed[row]));
     key = mix(key ^ uint64_t(int64_t(in_.choice[row])));
     key = mix(key ^ uint64_t(int64_t(in_.position[row])) << 32);
-    Race race{logits, words_.data(), logits, 1, floor, temperature, uint32_t(key >> 32), uint32_t(key) | 1,
-              vocab_, best};
+    GumbelJob job{
+        logits, words_.data(), logits, 1, floor, temperature, uint32_t(key >> 32), uint32_t(key) | 1,
+        vocab_, best};
     if (top_p < 1 || min_p > 0) {
         float* weights = scratch.weights.data();
-        float share = float(1 / scan.weigh(logits, vocab_, floor, temperature, top, weights));  // of the best
-        race.rank = weights;
-        race.rank_scale = share;
-        race.floor = share * min_p;
+        float prob_scale =
+            float(1 / scan.exp_weights(logits, vocab_, floor, temperature, top, weights));  // of the best
+        job.rank = weights;
+        job.rank_scale = prob_scale;
+        job.floor = prob_scale * min_p;
         if (top_p < 1) {
             // Tokens below this are together less than what top-p leaves out.
-            float least = (1 - top_p) / float(vocab_) / 2;
-            float* shares = scratch.values.data();
-            int count = scan.gather_shares(weights, vocab_, share, least, 2, shares);
-            race.floor = std::max(race.floor, nucleus_floor(scan, shares, count, least, share, top_p));
+            float min_prob = (1 - top_p) / float(vocab_) / 2;
+            float* probs = scratch.values.data();
+            int count = scan.gather_probs(weights, vocab_, prob_scale, min_prob, 2, probs);
+            job.floor = std::max(job.floor, nucleus_floor(scan, probs, count, min_prob, prob_scale, top_p));
         }
     }
-    return scan.race(race);
+    return scan.gumbel_argmax(job);
 }
 
-void Sampler::tell_logprobs(const Kernels& kernels, const float* logits, int row,
-                            SampleScratch& scratch) const {
+void Sampler::write_logprobs(const Kernels& kernels, const float* logits, int row,
+                             SampleScratch& scratch) const {
     float best = logits[kernels.argmax(logits, vocab_)];
     float total = float(double(best) + std::log(kernels.sum_exp(logits, vocab_, best, 1)));
     out_.logprobs[row] = logits[out_.tokens[row]] - total;
     int wanted = in_.num_logprobs[row];
     if (!wanted) return;
-    int found = likeliest(scan_kernels(kernels), logits, vocab_, wanted, scratch);
+    int found = top_tokens(scan_kernels(kernels), logits, vocab_, wanted, scratch);
     for (int i = 0; i < wanted; i++) {
         size_t where = size_t(row) * size_t(out_.top_width) + size_t(i);
         int32_t id = i < found ? scratch.ids[size_t(i)] : 0;

@@ -1,7 +1,7 @@
-// From logits to tokens, row by row: penalties, bias, mask, temperature, top-k, top-p, min-p, draw.
+// From logits to tokens, row by row: penalties, bias, mask, temperature, top-k, top-p, min-p, sample_token.
 //
 // Log-probabilities are those of the model itself, before any of these. Top-k, top-p and min-p are
-// floors: every token as likely as the least likely one kept is kept too. The draw adds noise that is a
+// floors: every token as likely as the min_prob likely one kept is kept too. The sample_token adds noise that is a
 // function of (seed, choice, position, token) and takes the largest; temperature 0 takes it without.
 //
 // A step: `begin`, then `sample_row` once for every row, by any threads in any order, then `end`.
@@ -13,7 +13,7 @@
 
 namespace engine {
 
-constexpr int kDraw = -1;  // in `forced`: nothing is
+constexpr int kNotForced = -1;  // in `forced`: nothing is
 
 // How each row chooses. Borrowed from `begin` to `end`.
 struct SamplingArrays {
@@ -29,8 +29,8 @@ struct SamplingArrays {
     const int64_t* seed = nullptr;
     const int32_t* choice = nullptr;
     const int32_t* position = nullptr;      // of the token being drawn
-    const int32_t* forced = nullptr;        // the token that is told as drawn, or kDraw
-    const int32_t* num_logprobs = nullptr;  // -1: none, 0: the drawn token's, k: and of the k likeliest
+    const int32_t* forced = nullptr;        // the token that is told as drawn, or kNotForced
+    const int32_t* num_logprobs = nullptr;  // -1: none, 0: the drawn token's, k: and of the k top_tokens
     const uint32_t* mask = nullptr;         // (rows, mask_words) bit v: token v is allowed; null: all are
     int mask_words = 0;
     int biases = 0;
@@ -50,7 +50,7 @@ struct SamplingArrays {
 struct SampledArrays {
     int32_t* tokens = nullptr;
     float* logprobs = nullptr;
-    int32_t* top_ids = nullptr;  // (rows, top_width) likeliest first
+    int32_t* top_ids = nullptr;  // (rows, top_width) top_tokens first
     float* top_logprobs = nullptr;
     int top_width = 0;
 };
@@ -86,8 +86,8 @@ class Sampler {
 
     const float* adjust(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
     void penalize(float* logits, int row, SampleScratch& scratch) const;
-    int draw(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
-    void tell_logprobs(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
+    int sample_token(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
+    void write_logprobs(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
 
     int vocab_, max_slots_, max_seq_len_;
     SamplingArrays in_;

@@ -16,8 +16,8 @@ ENGINE_INLINE int first_of(int maximum) {
     return maximum / kColumns * kChunkLogits + maximum % kColumns;
 }
 
-// Tokens race: the largest of logit / temperature + noise wins, among those with rank * scale >= floor.
-struct Race {
+// Tokens gumbel_argmax: the largest of logit / temperature + noise wins, among those with rank * scale >= floor.
+struct GumbelJob {
     const float* logits;
     const uint32_t* words;  // of the tokens
     const float* rank;
@@ -25,7 +25,7 @@ struct Race {
     float temperature;
     uint32_t key, odd_key;  // of the row
     int size;
-    int favourite;  // a token that is likely to win: the better, the fewer are looked at closely
+    int first_guess;  // a token that is likely to win: the better, the fewer are looked at closely
 };
 
 struct ScanKernels {
@@ -34,12 +34,13 @@ struct ScanKernels {
     // `num_maxima(size)` of them; NaN is never largest, and of nothing the largest is -infinity.
     void (*column_maxima)(const float* x, int size, float* maxima);
     // weights[i] = exp(x[i] / temperature - top), 0 where x[i] < floor or NaN; returns their sum.
-    double (*weigh)(const float* x, int size, float floor, float temperature, float top, float* weights);
+    double (*exp_weights)(const float* x, int size, float floor, float temperature, float top,
+                          float* weights);
     // The products weights[i] * scale in [low, high); `out` may be `weights`, else it has room for size + 16.
-    int (*gather_shares)(const float* weights, int size, float scale, float low, float high, float* out);
-    // The sum of the shares that are at least `floor`.
-    double (*mass_above)(const float* shares, int count, float floor);
-    int (*race)(const Race& race);
+    int (*gather_probs)(const float* weights, int size, float scale, float low, float high, float* out);
+    // The sum of the probs that are at min_prob `floor`.
+    double (*mass_above)(const float* probs, int count, float floor);
+    int (*gumbel_argmax)(const GumbelJob& job);
 };
 
 const ScanKernels& scan_kernels(const Kernels& kernels);

@@ -83,15 +83,15 @@ void apply_mask(const float* x, const uint32_t* allowed, int size, float* out) {
 void column_maxima(const float* x, int size, float* maxima) {
     constexpr int kVectors = kColumns / kLanes;
     for (int chunk = 0; chunk < size; chunk += kChunkLogits, maxima += kColumns) {
-        Floats most[kVectors];
-        for (Floats& each : most) each = Floats{} + kMinusInfinity;
+        Floats best[kVectors];
+        for (Floats& each : best) each = Floats{} + kMinusInfinity;
         int left = size - chunk;
         for_vectors(x + chunk, left < kChunkLogits ? left : kChunkLogits, kMinusInfinity,
                     [&](Floats values, int at, int) {
-                        Floats& column = most[at / kLanes % kVectors];
+                        Floats& column = best[at / kLanes % kVectors];
                         column = values > column ? values : column;
                     });
-        memcpy(maxima, most, sizeof most);
+        memcpy(maxima, best, sizeof best);
     }
 }
 
@@ -114,7 +114,7 @@ ENGINE_INLINE Floats exp_negative(Floats x) {
     return in_range ? Floats(power) : Floats{};
 }
 
-double weigh(const float* x, int size, float floor, float temperature, float top, float* weights) {
+double exp_weights(const float* x, int size, float floor, float temperature, float top, float* weights) {
     Total total;
     for_vectors(x, size, kMinusInfinity, [&](Floats values, int at, int count) {
         Floats weight = exp_negative(values / temperature - top);
@@ -125,28 +125,28 @@ double weigh(const float* x, int size, float floor, float temperature, float top
     return total.sum();
 }
 
-int gather_shares(const float* weights, int size, float scale, float low, float high, float* out) {
+int gather_probs(const float* weights, int size, float scale, float low, float high, float* out) {
     int found = 0;
 #if defined(__AVX512F__)
     for_vectors(weights, size, kMinusInfinity, [&](Floats values, int, int) {
-        Floats shares = values * scale;
-        unsigned kept = lane_bits((shares >= low) & (shares < high));
-        _mm512_storeu_ps(out + found, _mm512_maskz_compress_ps(__mmask16(kept), __m512(shares)));
+        Floats probs = values * scale;
+        unsigned kept = lane_bits((probs >= low) & (probs < high));
+        _mm512_storeu_ps(out + found, _mm512_maskz_compress_ps(__mmask16(kept), __m512(probs)));
         found += __builtin_popcount(kept);
     });
 #else
     for (int i = 0; i < size; i++) {
-        float share = weights[i] * scale;
-        out[found] = share;
-        found += int(share >= low) & int(share < high);
+        float prob = weights[i] * scale;
+        out[found] = prob;
+        found += int(prob >= low) & int(prob < high);
     }
 #endif
     return found;
 }
 
-double mass_above(const float* shares, int count, float floor) {
+double mass_above(const float* probs, int count, float floor) {
     Total total;
-    for_vectors(shares, count, 0.0f,
+    for_vectors(probs, count, 0.0f,
                 [&](Floats values, int, int) { total.add(values >= floor ? values : Floats{}); });
     return total.sum();
 }
@@ -163,21 +163,21 @@ ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
     return word & 0x7fffffffu;
 }
 
-float score(const Race& race, int token) {
-    uint32_t bits = noise_bits(race.words[token], race.key, race.odd_key);
+float gumbel_score(const GumbelJob& job, int token) {
+    uint32_t bits = noise_bits(job.words[token], job.key, job.odd_key);
     // Uniform in (0, 1), finest near 0: there lie the exponentials that win.
     float uniform = fminf(fmaxf(float(int32_t(bits)), 0.5f), 2147483520.0f) * 0x1p-31f;
-    return race.logits[token] / race.temperature - logf(-log1pf(-uniform));
+    return job.logits[token] / job.temperature - logf(-log1pf(-uniform));
 }
 
-// A token beats `best` only if its exponential, which is at least its uniform number, is at most
+// A token beats `best` only if its exponential, which is at min_prob its uniform number, is at best
 // exp(logit / temperature - best). That is bounded from above by reading a whole number as a float (the
 // straight line through powers of two), so that only the few tokens below the bound need logarithms.
-int race(const Race& job) {
+int gumbel_argmax(const GumbelJob& job) {
     constexpr float kPerUnit = 12102203.2f, kOne = 1065353216.0f, kBits = 21.4875626f;  // 31 ln 2
     float inverse = 1 / job.temperature;
-    int winner = job.favourite;
-    float best = score(job, winner);
+    int winner = job.first_guess;
+    float best = gumbel_score(job, winner);
     auto shift = [&] { return kBits + 1e-3f + 1e-6f * fabsf(best) - best; };
     Floats shifts = Floats{} + shift();
     for (int at = 0; at < job.size; at += kLanes) {
@@ -194,7 +194,7 @@ int race(const Race& job) {
         if (left < kLanes) close &= (1u << left) - 1;
         for (; close; close &= close - 1) {
             int token = at + __builtin_ctz(close);
-            float reached = score(job, token);
+            float reached = gumbel_score(job, token);
             if (!(reached > best || (reached == best && token < winner))) continue;
             winner = token;
             best = reached;
@@ -204,7 +204,8 @@ int race(const Race& job) {
     return winner;
 }
 
-const ScanKernels kScanKernels = {apply_mask, column_maxima, weigh, gather_shares, mass_above, race};
+const ScanKernels kScanKernels = {apply_mask,   column_maxima, exp_weights,
+                                  gather_probs, mass_above,    gumbel_argmax};
 
 }  // namespace
 }  // namespace engine

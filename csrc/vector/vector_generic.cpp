@@ -29,7 +29,7 @@ ENGINE_INLINE int stored_value(const uint8_t* group, int k, int n) {
 
 template <Layout layout>
 void embed_quantized(const Matrix& table, int index, float* out) {
-    constexpr int share = kGroup / shares(layout), offset = has_minima(layout) ? 0 : 128;
+    constexpr int share = kGroup / scales_per_group(layout), offset = has_minima(layout) ? 0 : 128;
     const uint8_t* panel = table.panel(index / kPanelRows);
     int n = index % kPanelRows;
     for (int begin = 0; begin < table.columns; begin += share) {
@@ -37,7 +37,7 @@ void embed_quantized(const Matrix& table, int index, float* out) {
         const uint8_t* group = panel + size_t(g) * group_bytes(layout);
         const uint16_t* scales = scales_of<layout>(panel, table.groups(), g) + first / share * kPanelRows;
         float scale = half_to_float(scales[n]), minimum = 0;
-        if (has_minima(layout)) minimum = half_to_float(scales[shares(layout) * kPanelRows + n]);
+        if (has_minima(layout)) minimum = half_to_float(scales[scales_per_group(layout) * kPanelRows + n]);
         int count = table.columns - begin < share ? table.columns - begin : share;
         for (int k = 0; k < count; k++)
             out[begin + k] = scale * float(stored_value<layout>(group, first + k, n) - offset) + minimum;

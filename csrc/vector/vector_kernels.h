@@ -72,7 +72,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     }
 }
 
-void rotate(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines) {
+void rope(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines) {
     int half = dim / 2;
     for (int head = 0; head < heads; head++) {
         float *first = x + size_t(head) * size_t(head_dim), *second = first + half;
@@ -167,7 +167,7 @@ bool all_finite(const float* x, int size) {
 ENGINE_INLINE void fill_vector(Kernels& table) {
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
-    table.rotate = rotate;
+    table.rope = rope;
     table.argmax = argmax;
     table.max = max;
     table.sum_exp = sum_exp;

@@ -15,7 +15,7 @@ ENGINE_INLINE void for_each(std::integer_sequence<int, i...>, F&& f) {
     (f(std::integral_constant<int, i>()), ...);
 }
 template <int count, class F>
-ENGINE_INLINE void repeat(F&& f) {
+ENGINE_INLINE void unroll(F&& f) {
     for_each(std::make_integer_sequence<int, count>(), f);
 }
 
