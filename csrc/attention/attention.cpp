@@ -1,4 +1,4 @@
-// The schedule of attention, and erasing.
+// Builds the attention schedule, and erases cache slots.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -9,11 +9,11 @@ namespace engine {
 
 namespace {
 
-// Into how many runs of chunks the work is cut, at least, when its longest spans allow it: each run gives
-// as many units as there are kv heads.
+// The work is split along the KV sequence into at least this many runs of chunks, if its longest spans allow.
+// Each run yields one unit per kv head.
 constexpr int kMinSplits = 8;
 
-// Long prompts have work for all threads without being cut, and their parts would take much memory.
+// A long prefill occupies all threads without a split, and its parts would take much memory.
 constexpr int kMaxPrefillParts = 2048;
 
 }  // namespace
@@ -23,7 +23,7 @@ int AttentionSchedule::first_chunk(int token) const {
     return window_ > 0 && position >= window_ ? (position - window_ + 1) / kChunk : 0;
 }
 
-// How many leading chunks lie in blocks that the token's row shares and are seen to their ends.
+// Leading chunks that lie in blocks shared by the token's row and that the token sees completely.
 int AttentionSchedule::shared_chunks(int token) const {
     if (!batch_->prefix_groups) return 0;
     int group = batch_->prefix_groups[batch_->row_of[token]];
@@ -33,7 +33,7 @@ int AttentionSchedule::shared_chunks(int token) const {
     return sees_all && first_chunk(token) < chunks ? chunks : 0;
 }
 
-// Fills shared_ and the spans of chunks that several generated tokens share.
+// Fills shared_ and adds spans over chunks that several decode tokens share.
 void AttentionSchedule::add_shared_spans() {
     shared_.assign(size_t(batch_->tokens), 0);
     if (!batch_->prefix_groups) return;
@@ -53,7 +53,7 @@ void AttentionSchedule::add_shared_spans() {
     for (int token = batch_->decode_tokens - 1; token >= 0; token--)
         if (shared_[size_t(token)] > 0)
             item_tokens_[base + size_t(--group_ends_[size_t(group_of(token))])] = token;
-    for (size_t group = 0; group < group_ends_.size(); group++) {  // which now are beginnings
+    for (size_t group = 0; group < group_ends_.size(); group++) {  // the ends became beginnings above
         int begin = group_ends_[group], end = group + 1 < group_ends_.size() ? group_ends_[group + 1] : total;
         if (end - begin == 1) shared_[size_t(item_tokens_[base + size_t(begin)])] = 0;
         if (end - begin <= 1) continue;
@@ -67,7 +67,7 @@ void AttentionSchedule::add_shared_spans() {
     }
 }
 
-// Spans of up to `max_tokens` tokens of one row each, over what is not shared.
+// Adds spans of up to `max_tokens` tokens of one row over the chunks that are not shared.
 void AttentionSchedule::add_row_spans(int begin, int end, int max_tokens, bool is_prefill) {
     for (int token = begin; token < end;) {
         int row = batch_->row_of[token], shared = shared_[size_t(token)];
@@ -88,7 +88,7 @@ void AttentionSchedule::add_row_spans(int begin, int end, int max_tokens, bool i
     }
 }
 
-// Cuts a span into items of about `target` tokens times chunks.
+// Splits a span into items of about `target` tokens * chunks.
 void AttentionSchedule::add_items(const Span& span, int64_t target) {
     int length = span.end - span.begin;
     int runs = div_up(length, int(std::max<int64_t>(1, target / span.count)));
@@ -115,7 +115,7 @@ void AttentionSchedule::add_items(const Span& span, int64_t target) {
     }
 }
 
-// Sorts parts by token; those of one token are in order already.
+// Counting sort of the parts by token. The parts of one token are already in order.
 void AttentionSchedule::add_merges() {
     if (token_parts_.empty()) return;
     starts_.assign(size_t(batch_->tokens) + 1, 0);

@@ -1,9 +1,10 @@
-// The work of attention over one step: who looks at which chunk, and whose parts are then merged.
+// The attention schedule of one step: which tokens attend to which chunks, and which partial results are
+// merged.
 //
-// The schedule depends on the batch alone, so it is made once a step and serves all layers. Tokens that
-// look at the same blocks of a chunk (rows with a common prefix, tokens of one prompt) form one item, so
-// that the chunk is read once for all of them. An item that is the only one of each of its tokens writes
-// to `out` at once; the others leave parts, which are merged in a second round.
+// It depends only on the batch, so it is built once per step and serves all layers. Tokens that attend to the
+// same blocks of a chunk (rows with a common prefix, tokens of one prefill) form one item, so that the chunk
+// is read once for all of them. An item that covers its tokens' whole context writes to `out`. The other
+// items leave parts, which a second round merges.
 #pragma once
 #include <vector>
 
@@ -11,19 +12,19 @@
 
 namespace engine {
 
-constexpr int kMaxPrefillTokens = 32;  // max_tokens tokens of a prompt in one item
-constexpr int kMaxDecodeTokens = 16;   // max_tokens generated tokens in one item
+constexpr int kMaxPrefillTokens = 32;  // per item
+constexpr int kMaxDecodeTokens = 16;   // per item
 constexpr int kMaxItemTokens = kMaxPrefillTokens;
 
 struct AttentionItem {
     int32_t first;       // index into Batch::item_tokens
-    int32_t count;       // tokens; all of them find the item's chunks through the first one's block table
-    int32_t chunk;       // first chunk; positions [chunk * kChunk, ...)
-    int32_t chunks;      // consecutive chunks that the item goes through in order
-    int32_t part;        // where its parts begin, those of a token together; -1: the item is its tokens' only
-                         // one, it merges in order itself and writes to `out`
-    bool merges_chunks;  // no token sees anything before the item: it leaves one part per token, all of its
-                         // chunks merged in order; otherwise one part per token and chunk
+    int32_t count;       // tokens; they all use the block table of the first one
+    int32_t chunk;       // first chunk; it starts at position chunk * kChunk
+    int32_t chunks;      // consecutive chunks, processed in order
+    int32_t part;        // first part, the parts of a token adjacent; -1: the item covers its tokens' whole
+                         // context, merges its chunks itself and writes to `out`
+    bool merges_chunks;  // no token attends to earlier positions: the item merges its chunks in order and
+                         // leaves one part per token; otherwise one part per token and chunk
     bool is_prefill;
 
     int parts_per_token() const { return merges_chunks ? 1 : chunks; }
@@ -31,22 +32,22 @@ struct AttentionItem {
 
 struct AttentionMerge {
     int32_t token;
-    int32_t first;  // index into Batch::merge_parts, in order of the chunks
+    int32_t first;  // index into Batch::merge_parts, in chunk order
     int32_t count;
 };
 
 class AttentionSchedule {
   public:
-    // Fills the batch's attention fields, which point into this object until the next call.
+    // Fills the batch's attention fields. They point into this object until the next call.
     void build(Batch& batch, int block_size, int window);
     int num_parts() const { return num_parts_; }
 
   private:
     struct Span {
-        int first, count;  // of item_tokens_
-        int begin, end;    // chunks
-        bool is_first;     // of each of its tokens
-        bool is_only;
+        int first, count;  // range of item_tokens_
+        int begin, end;    // range of chunks
+        bool is_first;     // its tokens have no earlier span
+        bool is_only;      // its tokens have no other span
         bool is_prefill;
     };
     struct TokenPart {
@@ -73,11 +74,11 @@ class AttentionSchedule {
     std::vector<int32_t> group_ends_, starts_;
 };
 
-// A part: the weighted values [heads][dim], then [heads] pairs (maximum, sum), in whole cache lines.
+// Floats of a part: unnormalized outputs [heads][dim], then (max, sum) pairs [heads], in whole cache lines.
 size_t part_floats(const AttentionShape& shape);
 
-// Zeroes the keys and values of `slot` in all layers. The cache must never hold what is not finite where a
-// later sequence could meet it, not even past its end: a step that failed is erased before its blocks go.
+// Zeroes the keys and values of `slot` in all layers. Kernels read whole tiles, past the end of a sequence
+// too, so the cache must never hold NaN or infinity. A failed step is erased before its blocks are freed.
 void erase_kv(const KvCache& cache, int64_t slot);
 
 }  // namespace engine

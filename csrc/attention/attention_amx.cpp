@@ -1,7 +1,9 @@
-// Attention of prompt tokens in bfloat16 tiles: 16 queries at a time against 16 keys or 16 columns of values.
+// Prefill attention over a bfloat16 cache on AMX tiles: 16 queries against 16 keys, or against 16 columns of
+// values.
 //
-// The cache's tiles are right operands as they lie; two tiles of values make one. Queries and weights are
-// quantize16 to bfloat16, sums are float. Generated tokens and other types of cache use float arithmetic.
+// Key tiles of the cache are B operands as stored; two value tiles form one B operand. Queries and softmax
+// weights are rounded to bfloat16, accumulators are float. Decode tokens and other cache types use the float
+// kernels.
 #include "attention/attention_float.h"
 #include "base/amx.h"
 #include "base/dispatch.h"
@@ -10,15 +12,15 @@ namespace engine {
 namespace {
 
 constexpr int kRows = 32;                // queries whose scores are held at a time: two tiles
-constexpr int kStride = kChunk + 16;     // floats from one query's scores to the next's
-constexpr int kPairs = kChunkTiles / 2;  // pairs of tiles: 32 positions
+constexpr int kStride = kChunk + 16;     // floats between the scores of two queries
+constexpr int kPairs = kChunkTiles / 2;  // pairs of tiles, 32 positions each
 
 struct TileScratch {
     uint16_t* queries;  // [16 queries][dim / 32] tiles of [16][32]
     float *state, *state_max_sum;
-    float* scores;    // [kRows][kStride]; weights take their place, as bfloat16
+    float* scores;    // [kRows][kStride]; overwritten by the softmax weights as bfloat16
     float* sums;      // [kRows][dim]
-    uint8_t* values;  // [kPairs][16 pairs of tokens][dim][2], for pairs of tiles that lie apart
+    uint8_t* values;  // [kPairs][16 token pairs][dim][2], for pairs of tiles that are not adjacent
     size_t bytes;
 };
 
@@ -39,7 +41,7 @@ ENGINE_INLINE __m512i to_bf16(Floats low, Floats high) {
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
-// Scaled, quantize16, cut into tiles; rows past the last query are zero.
+// Scales the queries, rounds them to bfloat16 and stores them as tiles. Rows past the last query are zero.
 void pack_queries(const Queries& queries, uint16_t* packed) {
     const AttentionShape& shape = *queries.job->shape;
     int dim = queries.job->cache->dim();
@@ -57,8 +59,8 @@ void pack_queries(const Queries& queries, uint16_t* packed) {
     }
 }
 
-// The chunk's tiles in pairs. The partner of a tile at either end may be one that nobody sees, whose block
-// is not the row's: the tile itself stands in for it, and what it contributes is weighed with zero.
+// The tiles of a chunk in pairs. At either end the other tile of a pair may be invisible and belong to
+// another sequence's block. The visible tile then takes its place, with softmax weights of zero.
 struct TilePairs {
     const uint8_t *even_keys[kPairs], *odd_keys[kPairs], *values[kPairs];
     int begin, end;
@@ -88,7 +90,7 @@ TilePairs pair_tiles(const ChunkTiles& tiles, int dim, uint8_t* joined) {
     return pairs;
 }
 
-// Accumulators 0 to 3 (two tiles of queries times two of columns) += left 4, 5 times right 6, 7.
+// Accumulators 0-3 (two query tiles times two column tiles) += A tiles 4, 5 times B tiles 6, 7.
 template <int tiles>
 ENGINE_INLINE void multiply(const void* left, size_t left_stride, size_t next_left, const void* right_0,
                             const void* right_1, size_t right_stride) {
@@ -114,7 +116,7 @@ ENGINE_INLINE void zero_accumulators() {
     }
 }
 
-// Side by side, the second tile of queries 16 rows below.
+// Stores the column tiles side by side and the second query tile 16 rows below the first.
 template <int tiles>
 ENGINE_INLINE void store_accumulators(float* to, size_t stride) {
     tile_store<0>(to, stride * sizeof(float));
@@ -149,7 +151,7 @@ ENGINE_INLINE void accumulate_pairs(const TilePairs& pairs, const float* weights
     }
 }
 
-// To 3e-6 of the value, which is then quantize16 to eight bits; see the other power_of_two.
+// exp2 with a relative error of 3e-6, enough for a result that is rounded to bfloat16. See vexp2.
 ENGINE_INLINE Floats exp2_bf16(Floats x) {
     Floats r = (Floats)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     const float coefficients[] = {1.0f, 6.930448445e-1f, 2.412802068e-1f, 5.224247137e-2f, 1.342668553e-2f};
@@ -166,7 +168,7 @@ ENGINE_INLINE void mask_positions(float* scores, int position, Range seen) {
     if (hidden) _mm512_mask_storeu_ps(scores + position, __mmask16(hidden), never);
 }
 
-// Turns one query's scores into weights in bfloat16, in their place.
+// Softmax of one query's scores. The bfloat16 weights overwrite the scores.
 ENGINE_INLINE void softmax_pairs(float* scores, const TilePairs& pairs, Range seen, float* max_sum) {
     uint16_t* weights = reinterpret_cast<uint16_t*>(scores);
     int begin = seen.begin / 32, end = seen.empty() ? begin : div_up(seen.end, 32);

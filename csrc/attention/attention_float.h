@@ -1,16 +1,17 @@
-// Attention in float arithmetic over every type of cache, in the vectors of the including file.
+// Attention in float arithmetic over every cache type, in the vectors of the including file.
 //
-// Scores have the 16 tokens of a tile as lanes, weighted values have the dimensions. Each query is computed
-// by the same operations in the same order whatever queries are beside it in the registers.
+// QK has the 16 tokens of a tile as lanes, PV has the dimensions as lanes. Each query goes through the same
+// operations in the same order, whichever queries share the registers.
 #pragma once
 #include "attention/attention_softmax.h"
 
 namespace engine {
 namespace {
 
-constexpr int kMaxConvertedDim = 256;  // dimensions of a head whose keys are converted prefetch
+constexpr int kMaxConvertedDim =
+    256;  // max head dimension for which a tile of keys is converted on the stack
 
-// Four columns of keys [column, column + 4) for lanes [lane, lane + kLanes).
+// Dimensions [column, column + 4) of the keys of tokens [lane, lane + kLanes). INT8 keys are not scaled yet.
 template <KvType type>
 ENGINE_INLINE void load_keys(const uint8_t* tile, int column, int lane, Floats (&keys)[4]) {
     if constexpr (type == KvType::F32) {
@@ -26,7 +27,8 @@ ENGINE_INLINE void load_keys(const uint8_t* tile, int column, int lane, Floats (
     }
 }
 
-// Values of tokens 2 * pair and 2 * pair + 1 in columns [column, column + kLanes).
+// Dimensions [column, column + kLanes) of the values of tokens 2 * pair and 2 * pair + 1. INT8 values are not
+// scaled yet.
 template <KvType type>
 ENGINE_INLINE void load_values(const uint8_t* tile, int dim, int pair, int column, Floats& even,
                                Floats& odd) {
@@ -47,7 +49,7 @@ constexpr int four_columns_bytes(KvType type) {
     return type == KvType::F32 ? 256 : type == KvType::BF16 ? 128 : 64;
 }
 
-// scores[query][0:16] for `N` queries over one tile.
+// QK: scores[query][0:16] of `N` queries over one tile.
 template <KvType type, int N>
 ENGINE_INLINE void score_tile(const uint8_t* tile, Prefetch prefetch, const float* queries, int dim,
                               float* scores) {
@@ -82,7 +84,7 @@ void score_queries(const uint8_t* tile, Prefetch prefetch, const float* queries,
         if (count > 0) score_queries<type, N - 1>(tile, prefetch, queries, count, dim, scores);
 }
 
-// A tile of keys as one of floats.
+// Converts a tile of keys to float.
 template <KvType type>
 void convert_key_tile(const uint8_t* tile, Prefetch prefetch, int dim, float* out) {
     constexpr int kBytes = four_columns_bytes(type);
@@ -96,7 +98,7 @@ void convert_key_tile(const uint8_t* tile, Prefetch prefetch, int dim, float* ou
     }
 }
 
-// scores[query][0:16] for `count` queries over one tile.
+// QK: scores[query][0:16] of `count` queries over one tile.
 template <KvType type>
 void score_batch(const uint8_t* tile, Prefetch prefetch, const float* queries, int count, int dim,
                  float* scores) {
@@ -118,11 +120,11 @@ void score_batch(const uint8_t* tile, Prefetch prefetch, const float* queries, i
     }
 }
 
-constexpr int value_pair_bytes(KvType type) {  // of one column
+constexpr int value_pair_bytes(KvType type) {  // of one dimension of two tokens
     return type == KvType::F32 ? 8 : type == KvType::BF16 ? 4 : 2;
 }
 
-// sums[query][column : column + C * kLanes] for `N` queries over the tiles of a chunk.
+// PV: sums[query][column : column + C * kLanes] of `N` queries over the tiles of a chunk.
 template <KvType type, int N, int C>
 ENGINE_INLINE void accumulate_columns(const ChunkTiles& tiles, const float* weights, int dim, int column,
                                       float* sums) {
@@ -149,7 +151,8 @@ ENGINE_INLINE void accumulate_columns(const ChunkTiles& tiles, const float* weig
     });
 }
 
-// The values of a chunk's tiles in columns [column, column + kColumns * kLanes), position after position.
+// Converts dimensions [column, column + kColumns * kLanes) of a chunk's values to float, one position after
+// another.
 template <KvType type>
 void convert_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     constexpr int kWidth = kColumns * kLanes;
@@ -168,7 +171,7 @@ void convert_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     }
 }
 
-// sums[query][0 : kColumns * kLanes] for `N` queries over four times `fours` converted positions.
+// PV: sums[query][0 : kColumns * kLanes] of `N` queries over 4 * `fours` converted positions.
 template <int N>
 void accumulate_converted(const float* values, int fours, const float* weights, int count, int dim,
                           float* sums) {
@@ -203,7 +206,7 @@ void accumulate_queries(const ChunkTiles& tiles, const float* weights, int count
         if (count > 0) accumulate_queries<type, N - 1>(tiles, weights, count, dim, sums);
 }
 
-// sums[query][0:dim] for `count` queries over the tiles of a chunk.
+// PV: sums[query][0:dim] of `count` queries over the tiles of a chunk.
 template <KvType type>
 void accumulate_batch(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
     constexpr int kWidth = kColumns * kLanes;

@@ -1,4 +1,4 @@
-// Attention and cache writes in plain vectors, for any CPU.
+// Attention and cache writes for any CPU.
 #include "attention/attention_cache.h"
 #include "attention/attention_float.h"
 #include "base/dispatch.h"
@@ -10,7 +10,8 @@ struct Int8Scale {
     float scale, inverse;
 };
 
-// Of INT8: the largest becomes 127. What is not finite gives a scale of NaN, so that it is noticed.
+// int8 scale of a head: absmax maps to 127. NaN or infinity gives a NaN scale, so that the step is found
+// non-finite.
 Int8Scale find_int8_scale(const float* x, int size) {
     float largest = 0;
     bool finite = true;
@@ -32,7 +33,7 @@ ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Int8Scale 
     } else {
         float whole = int8_scale.inverse == 0.0f ? 0.0f : value * int8_scale.inverse;
 #if defined(__aarch64__)
-        __asm__("" : "+w"(whole));  // the product is rounded, not vfma with the sum below
+        __asm__("" : "+w"(whole));  // stops the compiler from fusing the product with the addition below
 #endif
         *to = uint8_t(float_to_bits(whole + 12582912.0f));  // to nearest, ties to even
     }

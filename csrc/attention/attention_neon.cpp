@@ -1,8 +1,8 @@
-// Attention over an INT8 cache in dot products of bytes.
+// Attention over an INT8 cache in int8 dot products.
 //
-// Queries and weights become whole numbers of 15 and 14 bits, in a high term and a low one of seven bits
-// each, so that what is lost is what the cache itself has quantize16. Sums of products are exact. Other types
-// of cache are left to the portable kernels.
+// Queries are quantized to 15 bits and softmax weights to 14 bits, each as a high and a low 7-bit term, so
+// the error is that of the cache itself. The accumulators are exact integers. Other cache types use the
+// portable kernels.
 #include <arm_neon.h>
 
 #include "attention/attention_cache.h"
@@ -12,7 +12,7 @@
 namespace engine {
 namespace {
 
-// Queries whose sums are held in registers: of a tile's scores, and of so many vectors of values.
+// Queries whose accumulators are in registers during QK, during PV, and the vectors of values in PV.
 constexpr int kScored = 6, kAccumulated = 3, kVectors = 8;
 constexpr float kMaxQuery = 127 * 128, kMaxWeight = 127 * 128 + 127;
 
@@ -24,7 +24,7 @@ struct Int8Scale {
     float scale, inverse;
 };
 
-// Whatever is not finite gives a scale that is not, so that it is noticed.
+// NaN or infinity gives a non-finite scale, so that the step is found non-finite.
 ENGINE_INLINE Int8Scale scale_to(float whole, float largest) {
     return {largest / whole, largest > 1e-30f && largest <= __FLT_MAX__ ? whole / largest : 0.0f};
 }
@@ -35,7 +35,7 @@ ENGINE_INLINE int8x16_t narrowed(const int32x4_t (&x)[4]) {
     return vuzp1q_s8(vreinterpretq_s8_s16(first), vreinterpretq_s8_s16(second));
 }
 
-// Of several queries [query][size]: numbers 128 * high + low, and what one is worth.
+// Quantized queries [query][size]: value = scale * (128 * high + low).
 struct Terms {
     int8_t *high, *low;
     float* scales;
@@ -68,7 +68,7 @@ void quantize_query(const float* query, const Terms& to) {
     }
 }
 
-// Sixteen numbers, or as many as there are.
+// Quantizes 16 values, or `count` if there are fewer.
 ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     float padded[16] = {};
     if (count < 16) x = static_cast<const float*>(memcpy(padded, x, size_t(count) * sizeof(float)));
@@ -77,8 +77,8 @@ ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     return narrowed(whole);
 }
 
-// One token's numbers of a head: of keys four lie side by side, of values every fourth byte is its. Other
-// threads may be writing those between.
+// Writes one token of one head. Its keys are in groups of four adjacent bytes, its values are every fourth
+// byte. Other threads may be writing the bytes in between.
 void write_head(const float* keys, const float* values, int size, int dim, int lane, uint8_t* key_tile,
                 uint8_t* value_tile) {
     Int8Scale of_keys = scale_to(127, reduce_max(keys, size));
@@ -109,7 +109,7 @@ void write_kv(const KvCache& cache, int layer, int64_t slot, const float* keys, 
                    cache.value_tile(layer, place.block, head, place.tile));
 }
 
-// Of weights of values that have scales of their own.
+// Multiplies the softmax weights by the scales of their values, then quantizes them.
 void quantize_weights(float* weights, const ChunkTiles& tiles, int dim, const Terms& to) {
     float32x4_t largest[4] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
@@ -135,13 +135,13 @@ void quantize_weights(float* weights, const ChunkTiles& tiles, int dim, const Te
     }
 }
 
-// `V` vectors of sums for each of `N` queries: first those of the high terms, which then count 128 times as
-// much, then those of the low ones. Both at once would not fit into the registers.
+// `V` accumulator vectors for each of `N` queries. The high terms are accumulated first and then shifted left
+// by 7 bits, then the low terms are added. Separate accumulators for both would not fit into the registers.
 template <int N, int V>
 struct Sums {
     int32x4_t sums[N][V] = {};
 
-    // To vector `v`, products of its sixteen bytes and four of the sixteen of each query's term.
+    // Accumulates 16 bytes times four bytes of each query's term into vector `v`.
     template <int v, int FOUR>
     __attribute__((always_inline)) void add(int8x16_t bytes, const int8x16_t (&terms)[N]) {
         unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
@@ -161,7 +161,7 @@ ENGINE_INLINE void load_terms(const int8_t* from, int stride, int8x16_t (&terms)
            [&](auto n) __attribute__((always_inline)) { terms[n] = vld1q_s8(from + n * stride); });
 }
 
-// scores[query][0:16] over one tile.
+// QK: scores[query][0:16] over one tile.
 template <int N>
 void score(const uint8_t* tile, Prefetch prefetch, const Terms& queries, float* scores) {
     const int8_t* keys = reinterpret_cast<const int8_t*>(tile);
@@ -186,7 +186,7 @@ void score(const uint8_t* tile, Prefetch prefetch, const Terms& queries, float* 
     });
 }
 
-// results[query][column : column + 4 * kVectors] over the tiles of a chunk.
+// PV: results[query][column : column + 4 * kVectors] over the tiles of a chunk.
 template <int N>
 void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int column, float* results) {
     Sums<N, kVectors> found;
@@ -212,7 +212,7 @@ void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int colu
     });
 }
 
-// Calls for so many queries at a time.
+// Calls f for blocks of N queries, then of fewer.
 template <int N, class F>
 ENGINE_INLINE void by_blocks(int count, int first, F&& f) {
     for (; count - first >= N; first += N) f(std::integral_constant<int, N>(), first);

@@ -1,8 +1,8 @@
-// What all attention kernels share: who sees what of a chunk, and how results of chunks are put together.
+// What all attention kernels share: the visible part of a chunk, and the merge of partial results.
 //
-// A maximum is in units of log 2: queries are multiplied by scale * log2(e) beforehand, weights are powers
-// of two. `merge_into` is compiled for several instruction sets and must give the same bits in each: it uses no
-// vfma multiplication, and the compiler may not make one.
+// Base-2 online softmax: queries are pre-multiplied by scale * log2(e), so weights are exp2(score - max).
+// `merge_into` must give the same bits in every instruction set. It therefore uses no FMA, and floating-point
+// contraction is off.
 #pragma once
 #include "attention/attention.h"
 
@@ -25,24 +25,24 @@ struct Range {
     bool empty() const { return begin >= end; }
 };
 
-// The positions that a token sees.
+// Positions that a token attends to, under the causal mask and the sliding window.
 ENGINE_INLINE Range visible(const AttentionJob& job, int token) {
     int position = job.batch->positions[token], window = job.shape->window;
     return {window > 0 && position >= window ? position - window + 1 : 0, position + 1};
 }
 
-// Of these, the ones in a chunk, counted from its beginning.
+// The visible positions of one chunk, relative to its start.
 ENGINE_INLINE Range visible_in_chunk(const AttentionJob& job, int token, int chunk) {
     Range range = visible(job, token);
     int begin = range.begin - chunk * kChunk, end = range.end - chunk * kChunk;
     return {begin > 0 ? begin : 0, end < kChunk ? end : kChunk};
 }
 
-// Where the tiles [begin, end) of a chunk lie that any token of the item sees, and what is read after it.
+// Addresses of the tiles [begin, end) that any token of the item sees, and of the tiles to prefetch.
 struct ChunkTiles {
-    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // then the first of the values
-    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // then some of them once more
-    const uint8_t* next_keys[kChunkTiles];                // one for each tile of this chunk
+    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // followed by the first value tiles
+    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // followed by the first value tiles again
+    const uint8_t* next_keys[kChunkTiles];  // of the chunk that is read next, one for each tile of this chunk
     const uint8_t* next_values[kChunkTiles];
     int begin, end;
 };
@@ -67,10 +67,11 @@ ENGINE_INLINE const uint8_t* find_keys(const AttentionJob& job, const AttentionI
 }
 
 struct ChunkPlace {
-    int index, head, chunk;  // of the item, of the kv head
+    int index, head, chunk;  // item, kv head, chunk
 };
 
-// What a thread most likely reads next: the item's next chunk, its next kv head, or the next item.
+// The chunk that the thread most likely reads next: of the same item, of the next kv head, or of the next
+// item.
 ENGINE_INLINE ChunkPlace next_place(const AttentionJob& job, ChunkPlace place) {
     const AttentionItem& item = job.batch->items[place.index];
     if (place.chunk + 1 < item.chunk + item.chunks) return {place.index, place.head, place.chunk + 1};
@@ -108,10 +109,10 @@ ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
     return tiles;
 }
 
-// One head's result over some positions.
+// The partial result of one head: unnormalized output, max and sum of the online softmax.
 struct Part {
     float* values;   // [dim]
-    float* max_sum;  // [2]
+    float* max_sum;  // {max, sum}
 };
 
 ENGINE_INLINE Part part_at(const AttentionJob& job, int index, int head) {
@@ -121,10 +122,10 @@ ENGINE_INLINE Part part_at(const AttentionJob& job, int index, int head) {
     return {part + head * dim, part + shape.heads * dim + 2 * head};
 }
 
-// x <= 0
+// exp2(x) for x <= 0.
 ENGINE_NO_CONTRACTION float exp2_scalar(float x) {
     if (x < -125.0f) return 0.0f;
-    float shifted = x + 12582912.0f;  // the nearest whole number is in its lowest bits
+    float shifted = x + 12582912.0f;  // rounds to nearest; the integer is in the low bits
     float r = x - (shifted - 12582912.0f);
     float p = 1.535336144e-4f * r + 1.339887457e-3f;
     p = p * r + 9.618437361e-3f;
@@ -135,7 +136,7 @@ ENGINE_NO_CONTRACTION float exp2_scalar(float x) {
     return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));
 }
 
-// `into` becomes the result over the positions of both; those of `more` come after its own.
+// Merges two partial results into `into`. The positions of `more` come after those of `into`.
 ENGINE_NO_CONTRACTION void merge_into(Part into, Part more, int dim) {
     float old_max = into.max_sum[0], more_max = more.max_sum[0];
     bool raises = old_max < more_max;
@@ -167,13 +168,13 @@ inline void merge(const AttentionJob& job, int index) {
     }
 }
 
-// An item's queries, token by token and for each token the heads that share a kv head.
+// The queries of an item: token by token, and per token the heads that share the kv head (GQA).
 struct Queries {
     const AttentionJob* job;
     const AttentionItem* item;
     int index;  // of the item
     int kv_head, group, count;
-    float* state;  // [count][dim]: results so far, when the item writes to `out`
+    float* state;  // [count][dim]: running results of an item that writes to `out`
     float* state_max_sum;
 
     int token(int query) const { return job->batch->item_tokens[item->first + query / group]; }
@@ -186,23 +187,24 @@ struct Queries {
         float* of_token = job->out + size_t(token(query)) * size_t(job->out_stride);
         return of_token + head(query) * job->shape->head_dim;
     }
-    // Where the result of a chunk goes.
+    // Where the result of a chunk is accumulated.
     Part destination(int query, int chunk) const {
         if (item->part < 0) return {state + query * job->cache->dim(), state_max_sum + 2 * query};
         int index = item->part + query / group * item->parts_per_token();
         return part_at(*job, item->merges_chunks ? index : index + chunk - item->chunk, head(query));
     }
-    // Whether the destination holds nothing yet.
+    // Whether the destination holds no result yet.
     bool is_empty(int query, int chunk) const {
         bool merges = item->part < 0 || item->merges_chunks;
         return !merges || chunk == item->chunk || visible(*job, token(query)).begin >= chunk * kChunk;
     }
-    // Where to compute results of a chunk from `query` on, [queries][dim]: in their place if possible.
+    // Where to compute the results of a chunk for `query` and the following ones, [queries][dim]: in the
+    // destination if possible.
     float* result_buffer(int query, int chunk, float* elsewhere) const {
         bool in_place = item->part < 0 && chunk == item->chunk;
         return in_place ? state + query * job->cache->dim() : elsewhere;
     }
-    // Puts a chunk's result, if the query saw any of it, where it belongs.
+    // Merges the result of a chunk into its destination if the query sees any of the chunk.
     void add(int query, int chunk, Part result) const {
         if (visible_in_chunk(*job, token(query), chunk).empty()) return;
         Part to = destination(query, chunk);

@@ -1,5 +1,4 @@
-// What attention over any type of cache does between its two products, and where it keeps its numbers, in the
-// vectors of the including file.
+// The softmax between QK and PV, and the scratch memory of attention, in the vectors of the including file.
 #pragma once
 #include <utility>
 
@@ -11,8 +10,8 @@ namespace {
 
 constexpr int kBatch = 48;  // queries whose scores are held at a time
 
-// What to ask for while a tile is read: another one that is read soon, and one of what comes after the chunk,
-// which would not fit into the first-level cache beside it. Or nothing.
+// What to prefetch while a tile is read: a tile that is read soon, into L1, and a tile of the next chunk,
+// into L2. Both may be null.
 struct Prefetch {
     const uint8_t *soon, *later;
 
@@ -30,7 +29,7 @@ ENGINE_INLINE void unroll(std::integer_sequence<int, I...>, F&& f) {
 template <int N>
 using Indices = std::make_integer_sequence<int, N>;
 
-// The tiles of a chunk, and what is read after it.
+// The tiles of a chunk, and those to prefetch.
 ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     const ChunkPlace place{queries.index, queries.kv_head, chunk};
     ChunkTiles tiles = find_tiles(*queries.job, place);
@@ -38,7 +37,7 @@ ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     return tiles;
 }
 
-// Turns one query's scores over the tiles of a chunk into weights; what it does not see weighs nothing.
+// Softmax of one query's scores over the tiles of a chunk, in place. Masked positions get weight 0.
 ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
     if (seen.empty()) {
         memset(scores + tiles.begin * 16, 0, size_t(tiles.end - tiles.begin) * 64);
@@ -51,7 +50,7 @@ ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, f
     for (int i = begin + kLanes; i < end; i += kLanes) largest = vmax(largest, load(scores + i));
     float max = reduce_max(largest);
     Floats sums = {};
-    for (int i = begin; i < end; i += 16) {  // a tile, so that a vector need not wait for the one before
+    for (int i = begin; i < end; i += 16) {  // one tile at a time, so that its vectors are independent
         Floats weights[16 / kLanes];
         unroll(Indices<16 / kLanes>(), [&](auto v) __attribute__((always_inline)) {
             weights[v] = vexp2(load(scores + i + v * kLanes) - all(max));

@@ -1,5 +1,5 @@
-// The operations on vectors that attention needs, for the instruction set that the file is compiled for.
-// The masked forms with all lanes on are there because GCC 12 warns about the plain ones.
+// Vector operations of attention for the instruction set of the including file. Some intrinsics are used in
+// their masked form with all lanes on, because GCC 12 warns about the plain form.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -12,7 +12,7 @@
 namespace engine {
 namespace {
 
-// Queries and vectors of columns whose sums are held in registers together.
+// Queries, and vectors of dimensions, whose accumulators are in registers together.
 #if defined(__AVX512F__)
 constexpr int kQueries = 6, kColumns = 4;
 #elif defined(__aarch64__)
@@ -21,8 +21,8 @@ constexpr int kQueries = 6, kColumns = 2;
 constexpr int kQueries = 4, kColumns = 2;
 #endif
 
-// Whether keys and values are converted once for all queries of a batch, when these take several blocks; and how
-// many queries then share converted values.
+// Whether keys and values are converted to float once for all queries of a batch that spans several blocks,
+// and how many queries share the converted values.
 #if defined(__aarch64__)
 constexpr bool kConvertsOnce = true;
 constexpr int kQueriesConverted = 8;
@@ -48,7 +48,7 @@ ENGINE_INLINE __m256 low_half(Floats a) {
 #endif
 }
 
-// The other half of sixteen; of eight, all of them once more.
+// The upper half of 16 lanes. With 8 lanes, all of them again.
 ENGINE_INLINE __m256 high_half(Floats a) {
 #if defined(__AVX512F__)
     return _mm512_maskz_extractf32x8_ps(0xff, (__m512)a, 1);
@@ -90,7 +90,7 @@ ENGINE_INLINE float reduce_sum(Floats a) {
 }
 #endif
 
-// Pairs of bfloat16: the first of each, the second of each.
+// Splits bfloat16 pairs into the first and the second elements, as floats.
 ENGINE_INLINE void widen_bf16_pairs(const uint8_t* from, Floats& first, Floats& second) {
     Words pairs = load_words(from);
     first = (Floats)(pairs << 16);
@@ -110,7 +110,7 @@ ENGINE_INLINE Floats vfma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// a * factors[index] + c, where `count` factors can be read.
+// a * factors[index] + c. `count` factors are readable.
 template <int count, int index>
 ENGINE_INLINE Floats vfma_lane(Floats a, const float* factors, Floats c) {
     static_assert(index < count && (count == 2 || count == 4));
@@ -130,10 +130,10 @@ ENGINE_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
     return sum;
 }
 
-// For x <= 0, to about 1e-7 of the value; exactly 0 for minus infinity, NaN for NaN.
+// exp2(x) for x <= 0, with a relative error of about 1e-7. Minus infinity gives exactly 0, NaN gives NaN.
 ENGINE_INLINE Floats vexp2(Floats x) {
 #if defined(__AVX512F__)
-    // The remainder from the whole number below; `scalef` takes that number itself.
+    // The fraction above floor(x). `scalef` applies the floor itself.
     const float coefficients[] = {
         1.0f,           6.931470444e-1f, 2.402293056e-1f, 5.548528058e-2f, 9.675451627e-3f, 1.246784596e-3f,
         2.161291642e-4f};
@@ -143,7 +143,7 @@ ENGINE_INLINE Floats vexp2(Floats x) {
 #else
     const Floats lowest = all(-125.0f);
     Floats bounded = x < lowest ? lowest : x;
-    Floats shifted = bounded + 12582912.0f;  // the nearest whole number is in its lowest bits
+    Floats shifted = bounded + 12582912.0f;  // rounds to nearest; the integer is in the low bits
     Floats r = bounded - (shifted - 12582912.0f);
     const float coefficients[] = {
         1.0f,           6.931472029e-1f, 2.402264791e-1f, 5.550332471e-2f, 9.618437361e-3f, 1.339887457e-3f,

@@ -1,4 +1,4 @@
-// Tile registers: eight of them, each 16 rows of 64 bytes.
+// AMX tile instructions. There are eight tile registers of 16 rows by 64 bytes.
 #pragma once
 #include <immintrin.h>
 
@@ -13,7 +13,8 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Configures this thread's tiles for as long as it lives; tiles that stay configured slow other code down.
+// Configures the tiles of this thread while the object lives. Tiles are released afterwards because a
+// configured tile state slows down other code.
 class TileScope {
   public:
     TileScope() {
@@ -24,13 +25,14 @@ class TileScope {
     TileScope(const TileScope&) = delete;
 };
 
-// The compiler's own intrinsics do not tell it that memory is read, nor take the tile as a constant.
+// Inline assembly, because the compiler's intrinsics do not declare the memory that they read and do not
+// accept the tile number as a template constant.
 template <int kTile>
 ENGINE_INLINE void tile_zero() {
     __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// 16 rows of 64 bytes, `stride` bytes apart.
+// Loads 16 rows of 64 bytes that are `stride` bytes apart.
 template <int kTile>
 ENGINE_INLINE void tile_load(const void* from, size_t stride = 64) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
@@ -47,7 +49,7 @@ ENGINE_INLINE void tile_multiply_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kPairs), "i"(kRows), "i"(kSums));
 }
 
-// sums[m][n] += rows[m][4 k + i] * fours[k][n][i] over the four i: signed bytes
+// sums[m][n] += sum over i < 4 of rows[m][4 k + i] * fours[k][n][i], in signed int8
 template <int kSums, int kRows, int kFours>
 ENGINE_INLINE void tile_multiply_int8() {
     __asm__ volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));

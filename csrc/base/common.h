@@ -1,5 +1,6 @@
-// Words that every part uses. Everything here is `static` or a macro: files are compiled for different
-// instruction sets, and a shared inline function could be emitted for a CPU that this machine is not.
+// Helpers that every file uses. All of them are `static` or macros. Files are compiled for different
+// instruction sets, and the linker may keep any copy of a shared inline function: it could keep one that this
+// CPU can't run.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +36,7 @@ ENGINE_INLINE float bf16_to_float(uint16_t value) {
     return bits_to_float(uint32_t(value) << 16);
 }
 
-// To nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. NaN stays NaN.
 ENGINE_INLINE uint16_t float_to_bf16(float value) {
     uint32_t bits = float_to_bits(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
@@ -52,13 +53,13 @@ ENGINE_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-// To nearest, ties to even; overflow becomes infinity.
+// Rounds to nearest, ties to even. Values beyond the half range become infinity.
 ENGINE_INLINE uint16_t float_to_half(float value) {
     uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (bits >= 0x47800000) return uint16_t(sign | 0x7c00);
-    if (bits < 0x38800000) {  // a subnormal half: let the float adder round
+    if (bits < 0x38800000) {  // subnormal half: the float addition rounds
         float shifted = bits_to_float(bits) + 0.5f;
         return uint16_t(sign | (float_to_bits(shifted) - 0x3f000000));
     }

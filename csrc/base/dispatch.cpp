@@ -1,4 +1,4 @@
-// Which instruction sets this CPU has, and their kernels.
+// Detects the instruction sets of this CPU and fills one kernel table for each.
 #include "base/dispatch.h"
 
 #if defined(__x86_64__)
@@ -25,7 +25,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
     return r;
 }
 
-// Which register states the operating system saves.
+// Register states that the operating system saves on a context switch (XCR0).
 uint64_t enabled_states() {
     if (!(cpuid(1, 0).ecx >> 27 & 1)) return 0;
     unsigned low, high;
@@ -50,7 +50,7 @@ bool has_avx512() {
     return has_avx2() && (enabled_states() & 0xe6) == 0xe6 && base && vnni && bf16;
 }
 
-// Linux hands out the tile registers on request.
+// Linux grants the tile data state to a process only on request.
 bool has_amx() {
     Registers seven = cpuid(7, 0);
     bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24);
@@ -67,7 +67,7 @@ bool has_int8_tiles() {
     return has(cpuid(7, 0).edx, 25);
 }
 #elif defined(__aarch64__)
-// Dot products of bytes, and arithmetic on half floats.
+// int8 dot products (sdot) and half-precision arithmetic.
 bool has_neon() {
 #if defined(__linux__)
     constexpr unsigned long kHalves = 1 << 10, kDotProducts = 1 << 20;

@@ -1,4 +1,4 @@
-// What each file of kernels offers: it fills its part of a table.
+// Each kernel file exports one function that fills its part of a table.
 #pragma once
 #include "base/kernels.h"
 

@@ -1,15 +1,17 @@
-// The kernels of one instruction set, as a table. A better set starts from the table of the one below
-// it and replaces what it does better; `dispatch.cpp` fills one table for each set that the CPU has.
+// The kernels of one instruction set, as a table of function pointers. A table starts as a copy of the next
+// lower instruction set's and replaces what it does faster. `dispatch.cpp` fills one table for each set that
+// the CPU has.
 //
-// Numerics. A product is computed in one of four ways, and which one may depend on the weights' layout
-// and on whether a token is a prompt's; on how many tokens share the step only for the last of them:
-//   F32   float activations, weights decoded to float, float sums
-//   INT8  activations rounded to 8 bits in groups of 32; whole-number dot products of a group are exact,
-//         and are scaled and added up in float, group after group, in ascending order
-//   BF16  activations and decoded weights rounded to bfloat16, float sums
-//   INT8_PER_CHANNEL  weights of layout I8, activations turned like them (turned.h) and rounded to 8 bits with one
-//         scale for each row; the dot product of whole rows is exact
-// A row's result must be the same to the last bit whatever `rows` is and whichever rows are beside it.
+// Numerics. A matmul runs in one of four modes. The mode may depend on the weight layout and on whether a
+// token is prefill or decode. Only INT8_PER_CHANNEL may also depend on the number of tokens in the step.
+//   F32   float activations, weights dequantized to float, float accumulators
+//   INT8  activations quantized to int8 in groups of 32. The dot product of a group is an exact integer.
+//         Groups are scaled and accumulated in float, in ascending order.
+//   BF16  activations and dequantized weights rounded to bfloat16, float accumulators
+//   INT8_PER_CHANNEL  weights of layout I8, which have one scale per output channel. Activations are
+//         Hadamard-rotated like the weights (hadamard.h) and quantized to int8 with one scale per row.
+//         The integer dot product over all of K is exact.
+// A row's result is bit-identical for every batch: it depends neither on `rows` nor on the other rows.
 #pragma once
 #include "base/layout.h"
 #include "executor/batch.h"
@@ -21,31 +23,31 @@ constexpr int kNumerics = 4;
 
 enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
 
-// What happens to a product before it is stored.
+// The epilogue of a matmul: what happens to the accumulators before they are stored.
 struct Epilogue {
-    float* out;         // row r of the product goes to out + r * stride
+    float* out;         // output row r starts at out + r * stride
     int stride;         // in floats
-    const float* bias;  // one per row of the matrix, padded like it to whole panels; or null
+    const float* bias;  // one per output channel, padded to whole panels; or null
     Activation activation;
-    bool gated;     // panels come in pairs (gate, up): out = activation(gate) * up, 16 values per pair
-    bool residual;  // add to what `out` holds
+    bool gated;     // panels come in pairs (gate, up): out = activation(gate) * up, 16 outputs per pair
+    bool residual;  // out += result
 };
 
 struct MatmulJob {
     const Matrix* weights;
-    const uint8_t* input;  // packed by the same table's `pack` of the same numerics
+    const uint8_t* input;  // written by `pack` of the same table and numerics
     int rows;              // tokens
     Epilogue epilogue;
 };
 
 enum class KvType : uint8_t { F32, BF16, INT8 };
 
-// The paged cache. Tokens lie in tiles of 16. For each layer and block: the keys of all kv heads, then
-// the values; for each kv head block_size / 16 tiles. `dim` is the head's size rounded up to 32, the rest
-// zero. A tile of keys has the tokens as lanes, one of values has the dimensions as lanes:
+// The paged KV cache. A tile holds 16 tokens. Each layer and block stores the keys of all kv heads, then the
+// values; each kv head has block_size / 16 tiles. `dim` is head_dim rounded up to 32, and the padding is
+// zero. A key tile has tokens as vector lanes, a value tile has dimensions as lanes:
 //   F32   keys [dim][16], values [16][dim]
-//   BF16  keys [dim / 2][16][2], values [8 pairs of tokens][dim][2]
-//   INT8  keys [dim / 4][16][4] then 16 float scales; values [4 fours of tokens][dim][4] then 16 float scales
+//   BF16  keys [dim / 2][16][2], values [8 token pairs][dim][2]
+//   INT8  keys [dim / 4][16][4] then 16 float scales; values [4 token quads][dim][4] then 16 float scales
 struct KvCache {
     KvType type;
     int layers, kv_heads, head_dim, block_size;
@@ -53,7 +55,7 @@ struct KvCache {
     uint8_t* data;
 
     int dim() const { return round_up(head_dim, 32); }
-    size_t tile_bytes() const {  // of keys or of values: the same
+    size_t tile_bytes() const {  // the same for keys and values
         size_t values = size_t(dim()) * 16;
         return type == KvType::F32 ? values * 4 : type == KvType::BF16 ? values * 2 : values + 64;
     }
@@ -72,12 +74,13 @@ struct KvCache {
 struct AttentionShape {
     int heads, kv_heads, head_dim;
     float scale;
-    int window;  // a token sees this many, itself included; 0: all
+    int window;  // sliding window in tokens, the query's own included; 0: no window
 };
 
-// Attention is computed chunk by chunk: 256 consecutive positions of a sequence, at fixed places. A part
-// is what one token's one head got from one chunk. Parts are merged in ascending order, so it does not
-// matter which thread or which step computed them, nor which tokens looked at a chunk together.
+// Attention is split over the KV sequence (split-K) into chunks of 256 positions at fixed boundaries. A part
+// is the partial result (unnormalized output, max, sum) of one head of one token over one or more chunks.
+// Parts are merged in ascending order, so the result depends neither on the thread that computed them nor on
+// the tokens that shared a chunk.
 constexpr int kChunk = 256;
 
 struct AttentionJob {
@@ -85,58 +88,58 @@ struct AttentionJob {
     const KvCache* cache;
     const Batch* batch;
     int layer;
-    const float* queries;  // token t, head h at queries + t * query_stride + h * head_dim
+    const float* queries;  // token t, head h starts at queries + t * query_stride + h * head_dim
     int query_stride;
-    float* out;  // the same for `out`
+    float* out;  // the same layout as `queries`
     int out_stride;
-    float* parts;  // see attention.h
+    float* parts;  // partial results, see part_floats in attention.h
 };
 
 struct Kernels {
     const char* name;         // "generic", "avx2", "avx512", "amx", "neon"
-    bool has_bf16;            // BF16 numerics
-    bool has_int8_attention;  // over an INT8 cache, in whole numbers: faster than over the others
+    bool has_bf16;            // has BF16 numerics
+    bool has_int8_attention;  // integer arithmetic over an INT8 cache, faster than other caches
 
-    // Matrices. `pack` brings rows [begin, end) of `rows` floats into the form its `matmul` reads; `input`
-    // has room for `packed_bytes(rows, columns)`, on a 64-byte boundary. `matmul` computes units
-    // [begin, end): a unit is one panel, or a pair when the epilogue is gated. `scratch` is private to the
-    // thread, `scratch_bytes(columns)` large, on a 64-byte boundary.
+    // `pack` converts rows [begin, end) of `rows` float rows to the packed form that `matmul` reads. `input`
+    // has `packed_bytes(rows, columns)` bytes and is 64-byte aligned. `matmul` computes units [begin, end). A
+    // unit is one panel, or a (gate, up) pair of panels if the epilogue is gated. `scratch` belongs to the
+    // calling thread, has `scratch_bytes(columns)` bytes and is 64-byte aligned.
     size_t (*packed_bytes[kNumerics])(int rows, int columns);
     void (*pack[kNumerics])(const float* x, int stride, int columns, int rows, int begin, int end,
                             uint8_t* input);
     void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
     size_t (*scratch_bytes)(int columns);
-    // Panel `panel` of any other layout as one of layout I8; `values` has room for a panel of floats, padded
-    // to whole tiles. Null where there is no INT8_PER_CHANNEL.
+    // Requantizes panel `panel` of any other layout to layout I8. `values` has room for one panel of floats,
+    // padded to whole tiles. Null if the table has no INT8_PER_CHANNEL.
     void (*requantize_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
 
-    // out[columns] = row `index` of the matrix as float.
+    // out[columns] = row `index` of the table, dequantized.
     void (*embed)(const Matrix& table, int index, float* out);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size,
                        float* out);
-    // x[0:dim] of each of `heads` consecutive heads is turned; value i pairs with i + dim / 2.
+    // RoPE on x[0:dim] of each of `heads` consecutive heads. Dimension i pairs with i + dim / 2.
     void (*rope)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
-    // One token's keys and values (kv_heads * head_dim floats each) go to `slot`, which is
-    // block * block_size + offset.
+    // Writes the keys and values of one token (kv_heads * head_dim floats each) to `slot` = block *
+    // block_size + offset.
     void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);
 
-    // Attention of work item `index` of the batch's schedule (attention.h), for kv head `head`.
+    // Computes attention for item `index` of the batch's schedule (attention.h) and one kv head.
     void (*attend)(const AttentionJob& job, int index, int head, uint8_t* scratch);
     size_t (*attend_scratch_bytes)(const AttentionShape& shape);
-    // Merges the parts of Batch::merges[index] and writes to `out`: the same bits in every set.
+    // Merges the parts of Batch::merges[index] into `out`. All instruction sets give the same bits.
     void (*merge)(const AttentionJob& job, int index);
 
-    // Sampling, over one row of logits.
-    int (*argmax)(const float* x, int size);  // the first of the largest; NaN is never largest
+    // Reductions over one row of logits, for sampling.
+    int (*argmax)(const float* x, int size);  // the first maximum; NaN is never the maximum
     float (*max)(const float* x, int size);
-    // sum of exp((x[i] - max) * scale), in double
+    // sum of exp((x[i] - max) * scale), accumulated in double
     double (*sum_exp)(const float* x, int size, float max, float scale);
     bool (*all_finite)(const float* x, int size);
 };
 
-// The tables, best last; those that this CPU lacks are not there.
+// The tables of this CPU, fastest last.
 struct KernelSet {
     const Kernels* tables[4];
     int count;

@@ -1,23 +1,24 @@
-// How weights lie in memory: panels of 16 output rows, cut along the input into groups of 32 values.
+// Packed weight layouts. A panel holds 16 output channels and is cut along the input dimension (K) into
+// groups of 32 values.
 //
-// A panel holds its groups one after the other, so a matrix-vector product reads memory straight
-// through. Inside a group the 16 rows are the lanes of a vector register:
+// The groups of a panel are contiguous, so a GEMV streams memory sequentially. Within a group the 16 channels
+// are the lanes of a vector register:
 //
 //   Q4     256 B of nibbles, 16 half scales, 16 half minima = 320 B. Byte 64 j + 4 n + c (j < 4, c < 4)
-//          holds row n: value 4 j + c in its low nibble, value 16 + 4 j + c in its high one.
+//          holds channel n: value 4 j + c in its low nibble, value 16 + 4 j + c in its high nibble.
 //          weight = scale * nibble + minimum.
 //   Q4G16  the same nibbles; scales[2][16] then minima[2][16] for values 0-15 and 16-31 = 384 B.
-//   Q8     512 B: byte 64 j + 4 n + c (j < 8) is value 4 j + c of row n, plus 128. The half scales
-//          [group][16] follow after the panel's last group, padded to 64 B.  weight = scale * (byte - 128).
-//   Q8M    512 B as in Q8 but without the 128; 16 half scales, 16 half minima = 576 B.
+//   Q8     512 B: byte 64 j + 4 n + c (j < 8) is value 4 j + c of channel n, plus 128. The half scales
+//          [group][16] follow the panel's last group, padded to 64 B.  weight = scale * (byte - 128).
+//   Q8M    512 B as in Q8, without the offset of 128; 16 half scales, 16 half minima = 576 B.
 //   Q8G16  512 B as in Q8, then scales[2][16] = 576 B.
-//   F16, BF16   [16 pairs][16 rows][2] = 1024 B.
-//   F32    [32][16 rows] = 2048 B.
-//   I8     made from the layouts above, never stored: 512 B of signed bytes in the order of Q8, two groups to
-//          a tile; after the panel's last tile 16 float scales, one for each row.  weight = scale * byte.
+//   F16, BF16   [16 pairs][16 channels][2] = 1024 B.
+//   F32    [32][16 channels] = 2048 B.
+//   I8     requantized in memory from the layouts above, never stored in a file: 512 B of signed bytes in
+//          the order of Q8, two groups to a tile. 16 float scales, one per channel, follow the panel's
+//          last tile.  weight = scale * byte.
 //
-// Rows past the last and values past the last column are such that they decode to zero.
-// Panels begin on 64-byte boundaries.
+// Padding channels and padding columns dequantize to zero. Panels are 64-byte aligned.
 #pragma once
 #include "base/common.h"
 
@@ -27,7 +28,7 @@ enum class Layout : uint8_t { Q4, Q4G16, Q8, Q8M, Q8G16, F16, BF16, F32, I8 };
 
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
-constexpr int kTileColumns = 64;  // of I8
+constexpr int kTileColumns = 64;  // of a tile of layout I8
 constexpr size_t kTileBytes = kTileColumns * kPanelRows;
 
 // Bytes from one group to the next.
@@ -59,11 +60,11 @@ ENGINE_INLINE size_t panel_bytes(Layout layout, int columns) {
     return layout == Layout::Q8 ? bytes + round_up_size(groups * 32, 64) : bytes;
 }
 
-// A weight matrix, or several stacked. Whoever made it owns the bytes.
+// A weight matrix, or several stacked along the output dimension. It does not own its bytes.
 struct Matrix {
     Layout layout;
-    int rows;     // outputs; what lies past them in the last panel is zero
-    int columns;  // inputs
+    int rows;     // output channels; padding channels of the last panel are zero
+    int columns;  // input dimension (K)
     const uint8_t* data;
 
     int panels() const { return div_up(rows, kPanelRows); }

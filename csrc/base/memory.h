@@ -1,4 +1,4 @@
-// Aligned zeroed memory that the system hands out page by page, as it is touched.
+// Page-aligned zeroed memory. The system commits a page when it is first touched.
 #pragma once
 #include <sys/mman.h>
 
@@ -17,7 +17,7 @@ class Block {
         if (data == MAP_FAILED) throw std::bad_alloc();
         data_ = static_cast<uint8_t*>(data);
 #if defined(MADV_HUGEPAGE)
-        // Fewer, larger pages: attention touches another one with every tile.
+        // Huge pages reduce TLB misses: attention touches a different page for every tile.
         if (bytes_ >= kHugeFrom) madvise(data_, bytes_, MADV_HUGEPAGE);
 #endif
     }

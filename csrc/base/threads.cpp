@@ -50,7 +50,8 @@ void wake_all(std::atomic<uint32_t>&) {}
 void pin_to(int) {}
 #endif
 
-// Returns when the word is no longer `value`. `sleepers` tells the other side whether to wake anybody.
+// Returns when `word` differs from `value`. It spins first, then sleeps; `sleepers` tells the writer whether
+// it must wake a thread.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& sleepers) {
     auto deadline = std::chrono::steady_clock::now() + kSpin;
     do {
@@ -76,7 +77,7 @@ ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus) : size_(thread
                 work(thread);
             });
         }
-    } catch (const std::system_error&) {  // the system has no more threads for us
+    } catch (const std::system_error&) {  // the system refused another thread
         stop();
         throw;
     }

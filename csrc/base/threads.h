@@ -1,7 +1,7 @@
-// A few threads that run one function together, again and again.
+// A thread pool that runs one function on all threads together.
 //
-// Between jobs, and at barriers, a thread spins for microseconds and then sleeps, so that an idle engine
-// takes no CPU and a busy one shares its cores with the server that feeds it.
+// Between jobs and at barriers a thread spins for some microseconds, then sleeps. An idle engine uses no CPU,
+// and a busy one leaves the cores to the server process while it waits.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -14,7 +14,7 @@ namespace engine {
 
 class ThreadPool {
   public:
-    // The caller is thread 0; `cpus` (one per thread, or empty) pins all of them.
+    // The caller is thread 0. `cpus` has one CPU number per thread, or is empty for no pinning.
     ThreadPool(int threads, const std::vector<int>& cpus);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -22,7 +22,7 @@ class ThreadPool {
     int size() const { return size_; }
     // Runs `job(thread)` on all threads and returns when all are done. Not reentrant.
     void run(const std::function<void(int)>& job);
-    // To be called by every thread of a job: none goes on before all have come.
+    // Every thread of a job must call it. It returns when all of them have arrived.
     void barrier();
 
   private:
@@ -39,11 +39,11 @@ class ThreadPool {
     std::atomic<bool> stopping_{false};
 };
 
-// Hands out [0, count) in pieces: each thread takes from a share of its own, then from the others'.
+// Work stealing over [0, count): a thread claims pieces of `grain` from its own share, then from the others'.
 class WorkQueue {
   public:
     explicit WorkQueue(int threads) : shares_(size_t(threads)) {}
-    // By one thread, before the barrier that starts the work.
+    // Called by one thread, before the barrier that starts the work.
     void reset(int count, int grain);
     bool take(int thread, int& begin, int& end);
 

@@ -1,4 +1,4 @@
-// Loops that the compiler must unroll.
+// Compile-time loop unrolling.
 #pragma once
 #include <utility>
 
@@ -9,7 +9,7 @@
 namespace engine {
 namespace {
 
-// f(0), f(1) ... as constants: an array so indexed stays in registers.
+// Calls f with 0, 1, ... as integral constants, so that arrays indexed by them stay in registers.
 template <int... i, class F>
 ENGINE_INLINE void for_each(std::integer_sequence<int, i...>, F&& f) {
     (f(std::integral_constant<int, i>()), ...);

@@ -1,4 +1,4 @@
-// From a layout that is known when a product runs to code that was compiled for it.
+// Dispatches a layout that is known at run time to code that was compiled for it.
 #pragma once
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 namespace engine {
 namespace {
 
-// f(layout as a constant)
+// Calls f with the layout as an integral constant.
 template <class F>
 ENGINE_INLINE void with_layout(Layout layout, F f) {
     switch (layout) {
@@ -28,7 +28,7 @@ ENGINE_INLINE void with_layout(Layout layout, F f) {
         case Layout::F32:
             return f(std::integral_constant<Layout, Layout::F32>());
         case Layout::I8:
-            return;  // has a kernel of its own
+            return;  // per_channel/ has its kernels
     }
 }
 

@@ -1,4 +1,4 @@
-// Attention over a cache that Python holds, for tests and micro-benchmarks.
+// Attention over a cache that Python owns, for tests and micro-benchmarks.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -15,7 +15,7 @@ namespace {
 
 using Floats2 = Array<float, 2>;
 
-// On the heap, so that a sanitizer notices what goes past the end.
+// On the heap, so that AddressSanitizer detects accesses past the end.
 struct alignas(64) Line {
     uint8_t bytes[64];
 };
@@ -88,7 +88,7 @@ class Cache {
     Lines memory_;
 };
 
-// One step of attention: its batch, its schedule, and threads that execute it.
+// A batch of attention with its schedule.
 class BoundBatch {
   public:
     BoundBatch(int heads, double scale, int window, int decode_tokens, Array<const int32_t, 1> positions,
@@ -127,7 +127,7 @@ class BoundBatch {
         return result;
     }
 
-    // Runs `repeats` layers in turn, beginning with `layer`, and returns the seconds of each.
+    // Runs `repeats` layers round robin, starting with `layer`. Returns the seconds of each.
     std::vector<double> run(const std::string& isa, const Cache& holder, int layer,
                             Array<const float, 2> queries, Floats2 out, int threads, int repeats) {
         const KvCache& cache = holder.get();

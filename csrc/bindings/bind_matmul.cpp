@@ -1,4 +1,4 @@
-// The matrix kernels, one call at a time, for tests and micro-benchmarks.
+// Single matmul calls, for tests and micro-benchmarks.
 #include <nanobind/stl/optional.h>
 
 #include <chrono>
@@ -21,7 +21,7 @@ void check(bool holds, const char* message) {
     if (!holds) throw nb::value_error(message);
 }
 
-// From the heap, without slack, so that a sanitizer sees who leaves it.
+// On the heap and without slack, so that AddressSanitizer detects accesses past the end.
 class Buffer {
   public:
     explicit Buffer(size_t bytes) : data_(aligned_alloc(64, round_up_size(bytes + 1, 64))) {
@@ -36,7 +36,7 @@ class Buffer {
     void* data_;
 };
 
-// One matrix with the kernels of one instruction set and numerics, and the memory that they need.
+// One matrix with the kernels of one instruction set and numerics, and their memory.
 class BoundMatmul {
   public:
     BoundMatmul(const std::string& isa, int numerics, int layout, const Bytes& weights, int rows, int columns,
@@ -143,10 +143,10 @@ void bind_matmul(nb::module_& module) {
         [](const std::string& isa) { return kernels_named(isa).requantize_panel != nullptr; }, "isa"_a,
         "Whether there is a matmul over int8 weights with one scale per output channel.");
     module.def("requantize", &requantize, "isa"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a);
-    // A gated matrix is pairs of panels (gate, up): `rows` counts both, biases are in the panels' order.
+    // A gated matrix is pairs of panels (gate, up): `rows` counts both, and biases are in panel order.
     module.def("matmul", &matmul, "isa"_a, "numerics"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a,
                "x"_a, "bias"_a.none(), "activation"_a, "gated"_a, "residual"_a.none());
-    // Seconds of the fastest pass, packing included, on the calling thread.
+    // Returns the seconds of the fastest run, packing included, on the calling thread.
     module.def("bench_matmul", &bench_matmul, "isa"_a, "numerics"_a, "layout"_a, "weights"_a, "rows"_a,
                "columns"_a, "tokens"_a, "repeats"_a);
 }

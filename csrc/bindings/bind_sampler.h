@@ -1,4 +1,4 @@
-// The seam's `SamplingInputs` as raw arrays, and fresh arrays for what a step gives.
+// The model runner's `SamplingInputs` as raw arrays, and new arrays for the results of a step.
 //
 //   SamplingCall call(sampling);
 //   sampler.begin(call.inputs, call.outputs);
@@ -15,9 +15,9 @@ namespace engine {
 
 class SamplingCall {
   public:
-    // Raises ValueError when sizes disagree.
+    // Raises ValueError if sizes disagree.
     explicit SamplingCall(nb::handle sampling);
-    // (tokens, logprobs, top_ids, top_logprobs) as `StepOutput` has them; the last three may be None.
+    // (tokens, logprobs, top_ids, top_logprobs) as in `StepOutput`; the last three may be None.
     nb::tuple results() const;
 
     SamplingArrays inputs;
@@ -29,7 +29,7 @@ class SamplingCall {
     void read_biases(nb::handle sampling);
     void read_histories(nb::handle sampling);
 
-    std::vector<nb::object> keep_;  // arrays that `inputs` borrows from
+    std::vector<nb::object> keep_;  // the arrays that `inputs` borrows from
     nb::object tokens_, logprobs_, top_ids_, top_logprobs_;
 };
 

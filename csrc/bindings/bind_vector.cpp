@@ -1,4 +1,4 @@
-// Norms, rotation, embedding and the scans of sampling, one row at a time, for tests and benchmarks.
+// Norms, RoPE, embedding and logit reductions, one row at a time, for tests and benchmarks.
 #include <nanobind/stl/optional.h>
 
 #include "bindings/bindings.h"

@@ -1,4 +1,4 @@
-// The Python module. Kernels are bound one by one for tests and micro-benchmarks; serving uses `Model`.
+// The Python module. Serving uses `Model`; single kernels are bound for tests and micro-benchmarks.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/vector.h>

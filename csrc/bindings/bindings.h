@@ -13,7 +13,7 @@ namespace nb = nanobind;
 template <class T, int N>
 using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
-// The table of that name; raises ValueError when this CPU has none.
+// The kernel table of that name. Raises ValueError if this CPU has none.
 const Kernels& kernels_named(const std::string& name);
 
 void bind_matmul(nb::module_& module);

@@ -1,26 +1,27 @@
-// One step's tokens, as the executor and the kernels see them.
+// The tokens of one step, as the executor and the kernels see them.
 #pragma once
 #include "base/common.h"
 
 namespace engine {
 
-// Tokens are in the executor's order: decode_tokens ones first, then those of prompts, each in the order of
-// their sequences. Arrays are borrowed for the step.
+// Decode tokens come first, then prefill tokens, each in the order of their sequences. The arrays are
+// borrowed for the step.
 struct Batch {
     int tokens = 0;
-    int decode_tokens = 0;                 // tokens [0, decode_tokens) are not a prompt's
-    int rows = 0;                          // sequences
+    int decode_tokens = 0;                 // tokens [0, decode_tokens) are decode, the others prefill
+    int rows = 0;                          // sequences in the step
     const int32_t* token_ids = nullptr;    // (tokens)
     const int32_t* positions = nullptr;    // (tokens)
     const int64_t* write_slots = nullptr;  // (tokens) block * block_size + offset
-    const int32_t* row_of = nullptr;       // (tokens) whose token it is
+    const int32_t* row_of = nullptr;       // (tokens) the row of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block ids
     int table_width = 0;
-    const int32_t* prefix_groups = nullptr;  // (rows) rows of one number share their leading blocks; -1: none
-    const int32_t* prefix_blocks = nullptr;  // (groups) how many they share
-    const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are wanted, ascending
+    const int32_t* prefix_groups =
+        nullptr;  // (rows) rows of the same group share leading blocks; -1: no group
+    const int32_t* prefix_blocks = nullptr;  // (groups) number of shared blocks
+    const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are computed, ascending
     int logits = 0;
-    int decode_logits = 0;  // of these, how many are of decode_tokens tokens
+    int decode_logits = 0;  // how many of these are decode tokens
     // The attention schedule, see attention.h.
     const struct AttentionItem* items = nullptr;
     int num_items = 0;

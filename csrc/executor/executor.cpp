@@ -7,12 +7,12 @@
 namespace engine {
 namespace {
 
-// Up to so many rows every thread packs the input for itself, which is quicker than waiting for others.
+// Up to this many rows each thread packs the activations for itself, which is faster than a barrier.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;  // from here on per_channel weights are ahead
+constexpr int kFastRows = 16;  // at least this many rows use the per-channel weights in fast mode
 static_assert(kFastRows > kPrivateRows);
 
-constexpr int kClaims = 4;  // of each thread at least
+constexpr int kClaims = 4;  // each thread claims at least this often, for load balance
 constexpr int kTokenGrain = 4;
 constexpr int kAttentionGrain = 1;
 
@@ -125,8 +125,8 @@ void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
         if (!finite[size_t(token)]) erase_kv(cache_, batch.write_slots[token]);
 }
 
-// Tiles take two panels at a time, and finish them beside the next two: a claim of a few is quicker than as
-// many claims.
+// The AMX kernels take two panels at a time and overlap the epilogue with the next two, so larger claims are
+// faster than many small ones.
 int Executor::grain_of(const Op& op) const {
     if (rows_of(op) < kFastRows || !kernels_.has_bf16) return op.grain;
     int shared = uses_per_channel(op) ? op.units() / (pool_.size() * kClaims) : 1;
@@ -164,8 +164,8 @@ void Executor::plan_rounds(const Program& program) {
     queues_[0].reset(rounds_[0].count, rounds_[0].grain);
 }
 
-// One round: take pieces until there are none, then wait for the others. The next round's queue is made
-// ready meanwhile; nobody can still be taking from it, for that was the round before this one.
+// One round: claim pieces until the queue is empty, then wait at the barrier. Thread 0 resets the queue of
+// the next round meanwhile; its last users left it before the barrier of the previous round.
 template <class F>
 void Executor::round(int thread, int& index, const F& piece) {
     if (thread == 0)
@@ -246,7 +246,7 @@ void Executor::pack(const Op& op, const Segment& segment, int begin, int end, fl
             kernels_.rms_norm(x, norm.weight, norm.eps, columns, row);
         else
             kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, columns, row);
-        // a stride of 0: every row of the source is this one
+        // `row` is the only source row, so the stride is 0.
         pack(row, 0, columns, segment.rows, r, r + 1, segment.input);
     }
 }
@@ -320,7 +320,7 @@ void Executor::rope_write(const Op& op, int begin, int end) {
         }
         if (op.rope_dim > 0) {
             const float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
-            // Keys follow the queries, so one call turns both.
+            // The keys follow the queries in memory, so one call rotates both.
             kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
                           cosines + half);
         }

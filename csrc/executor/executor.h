@@ -1,7 +1,7 @@
-// Runs a program for one mixed batch, on all threads together, step after step.
+// Runs a program for one mixed batch of prefill and decode tokens, op by op, on all threads together.
 //
-// A step is one or two rounds of work; the pieces of a round are independent and threads take them from
-// a queue. Every thread goes through the same rounds, with a barrier after each.
+// An op is one or two rounds of work. The pieces of a round are independent; threads claim them from a queue.
+// All threads go through the same rounds, with a barrier after each.
 #pragma once
 #include <memory>
 
@@ -35,11 +35,12 @@ class Executor {
     void set_cache(const KvCache& shape);
     void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
     void add_program(Program program);
-    // Steps of many rows compute all tokens from per_channel weights or, with no such weights, generated tokens
-    // like those of prompts: quicker, but then a token's rounding depends on how many rows share its step.
+    // Fast mode: an op over many rows uses the per-channel int8 weights for all tokens. Without such weights
+    // it computes decode tokens with prefill numerics. A token's rounding then depends on the number of rows
+    // in its step.
     void set_fast(bool on) { fast_ = on; }
 
-    // Computes the batch; its attention fields are filled here. `finite[t]` tells which tokens are sound.
+    // Computes the batch and fills its attention fields. finite[t] is 0 if token t produced NaN or infinity.
     void run(Batch& batch, std::vector<uint8_t>& finite);
 
     ThreadPool& pool() { return pool_; }
@@ -64,24 +65,24 @@ class Executor {
     };
     void reserve_scratch();
     void plan_rounds(const Program& program);
-    int rows_of(const Op& op) const;            // of a product
-    bool uses_per_channel(const Op& op) const;  // computed from per_channel weights
+    int rows_of(const Op& op) const;            // M dimension of the op's matmul
+    bool uses_per_channel(const Op& op) const;  // in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
     template <class F>
     void round(int thread, int& index, const F& piece);
 
     void embed(const Op& op, int begin, int end);
-    // Rows of a product that are computed alike.
+    // Consecutive rows of a matmul that share numerics and weights.
     struct Segment {
         Numerics numerics;
         const Matrix* matrix;
         int first, rows;
-        uint8_t* input;  // where they are packed
+        uint8_t* input;  // packed activations
     };
     struct Segments {
         Segment items[2];  // one may be empty
-        int rows;          // of both
+        int rows;          // in both together
         bool is_private;
     };
     Segments split(const Op& op, int thread);

@@ -18,7 +18,7 @@ bool all_within(const int32_t* values, int count, int limit) {
 
 }  // namespace
 
-// Every index that memory is addressed with.
+// Checks every index that later addresses memory.
 void Model::check(const StepArrays& step) const {
     const Program& program = executor.program(step.tokens);
     const KvCache& cache = executor.cache();
@@ -48,7 +48,8 @@ void Model::check(const StepArrays& step) const {
     }
 }
 
-// Generated tokens first: their arithmetic differs from that of prompts, so each kind is one range.
+// Puts decode tokens before prefill tokens. The two use different numerics, so each kind is one contiguous
+// range.
 void Model::reorder(const StepArrays& step) {
     size_t tokens = size_t(step.tokens);
     order_.clear();

@@ -1,4 +1,4 @@
-// A plan as the executor runs it: ops over buffers of an arena, weights resolved to memory.
+// An execution plan in executable form: ops over arena buffers, with weights resolved to pointers.
 #pragma once
 #include <vector>
 
@@ -17,25 +17,25 @@ struct Norm {
 struct Op {
     enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Gather };
     Kind kind = Kind::Embed;
-    int source = -1;  // buffers
+    int source = -1;  // buffer index
     int out = -1;
     int layer = 0;
 
-    // Embed: the table is `matrix`; learned positions are added where there are some.
+    // Embed: `matrix` is the embedding table. Learned position embeddings are added if `positions` is set.
     const Matrix* matrix = nullptr;
     const float* positions = nullptr;
 
     // Linear
-    const Matrix* per_channel = nullptr;  // a copy of `matrix` for ops of many rows; null: there is none
+    const Matrix* per_channel = nullptr;  // requantized copy of `matrix` for many rows; or null
     Norm norm;
     const float* bias = nullptr;
     Activation activation = Activation::None;
     bool gated = false;
     bool residual = false;
-    bool multiply = false;  // out *= product
+    bool multiply = false;  // out *= result
     bool over_logits = false;
-    int column = 0;  // where in a row of `out` the product begins
-    int grain = 1;   // units that a thread takes at a time
+    int column = 0;  // first column of `out` that is written
+    int grain = 1;   // units that a thread claims at a time
     Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
     // RopeWrite, Attention
@@ -49,7 +49,7 @@ struct Op {
 };
 
 struct Program {
-    int capacity = 0;  // tokens
+    int capacity = 0;  // max tokens per step
     std::vector<Op> ops;
 };
 

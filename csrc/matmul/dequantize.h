@@ -1,5 +1,5 @@
-// Where a panel's values, scales and minima lie, and what they are worth, for as many rows at a time as a
-// vector has lanes. See layout.h.
+// Reads the values, scales and minima of a panel (layout.h) for as many channels at a time as a vector has
+// lanes.
 #pragma once
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -20,12 +20,12 @@ constexpr bool has_minima(Layout layout) {
     return is_4_bit(layout) || layout == Layout::Q8M;
 }
 
-// How many scales, each for an equal share of the values, a row has in a group.
+// Scales that a channel has in a group; each covers an equal number of values.
 constexpr int scales_per_group(Layout layout) {
     return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
 }
 
-// The scales [share][16 rows] of a group; its minima, where it has them, come after.
+// The scales [scale][16 channels] of a group. Its minima, if it has any, follow in the same order.
 template <Layout layout>
 ENGINE_INLINE const uint16_t* scales_of(const uint8_t* panel, int groups, int group) {
     size_t where = size_t(group) * group_bytes(layout) + (is_4_bit(layout) ? 256 : 512);
@@ -54,7 +54,7 @@ ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     return vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(halves)));
 }
 #else
-// Half floats in the lower 16 bits.
+// The half floats are in the low 16 bits of each lane.
 ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     Floats magnitude = (Floats)((halves & 0x7fff) << 13) * 0x1p112f;
     Ints special = (magnitude >= 65536.0f) & 0x7f800000;
@@ -69,7 +69,7 @@ ENGINE_INLINE Floats load_halves(const uint16_t* from) {
 }
 #endif
 
-// Value `k` of rows `n` and on, as it is stored in a quantized group.
+// The stored integer `k` of channels [n, n + kLanes) of a quantized group.
 template <Layout layout>
 ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     constexpr bool nibbles = is_4_bit(layout);
@@ -78,7 +78,7 @@ ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     return __builtin_convertvector(value, Floats);
 }
 
-// Value `k` of rows `n` and on of a group that holds floats.
+// Value `k` of channels [n, n + kLanes) of a group that holds floats.
 template <Layout layout>
 ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     if (layout == Layout::F32) return load(reinterpret_cast<const float*>(group) + k * kPanelRows + n);
@@ -87,7 +87,8 @@ ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     return halves_to_floats(k % 2 ? pair >> 16 : pair);
 }
 
-// A group as floats, [32 values][16 rows]. Unrolled whole, so that places and shifts are constants.
+// Dequantizes a group to float [32 values][16 channels]. The loop over k is fully unrolled, so that offsets
+// and shifts are constants.
 template <Layout layout>
 ENGINE_INLINE void dequantize_group(const uint8_t* panel, int groups, int g, float* out) {
     const uint8_t* group = panel + size_t(g) * group_bytes(layout);

@@ -1,4 +1,4 @@
-// From the sums of a panel to the output: bias, activation, gate, residual, and the last panel's tail.
+// The epilogue in portable vectors: bias, activation, gate, residual, and the tail of the last panel.
 #pragma once
 #include "base/kernels.h"
 #include "vector/vector_math.h"
@@ -6,7 +6,7 @@
 namespace engine {
 namespace {
 
-// Twice the share of a normal distribution that lies above x >= 0.
+// erfc(x / sqrt(2)) for x >= 0.
 ENGINE_INLINE Floats erfc_over_sqrt2(Floats x) {
     Floats t = 1.0f / (1.0f + 0.23164189f * x);
     Floats p = t * 1.061405429f - 1.453152027f;
@@ -30,7 +30,7 @@ ENGINE_INLINE Floats activate(Floats x) {
     return x;
 }
 
-// In place, and nothing is decided on the way: so a unit's vectors do not wait for one another.
+// Works in place and without branches, so that the vectors of a unit are independent.
 template <Activation activation, bool gated>
 ENGINE_INLINE void activate_unit(float* sums) {
     for (int i = 0; i < kPanelRows; i += kLanes) {
@@ -57,21 +57,21 @@ ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums)
     }
 }
 
-// How many values a unit puts out for a row.
+// Outputs that a unit has per row.
 ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
     int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
     int left = width - unit * kPanelRows;
     return left < kPanelRows ? left : kPanelRows;
 }
 
-// Asks for where rows [row, row + rows) of a unit go, which is a line in each and mostly not at hand.
+// Prefetches the output lines of rows [row, row + rows): one cache line per row, usually not cached.
 ENGINE_INLINE void prefetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
     const Epilogue& to = job.epilogue;
     const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
     for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
 }
 
-// `sums` of a unit: 16 of its panel, or 16 of the gate and 16 of the other.
+// `sums` holds the 16 accumulators of the panel, or 16 of the gate and 16 of the up panel.
 __attribute__((noinline)) void apply_epilogue(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
     if (to.bias) {

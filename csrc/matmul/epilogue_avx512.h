@@ -1,4 +1,4 @@
-// From sums in registers to the output: bias, activation, gate, residual, and the last panel's tail.
+// The epilogue in AVX-512 registers: bias, activation, gate, residual, and the tail of the last panel.
 #pragma once
 #include <immintrin.h>
 
@@ -8,7 +8,7 @@
 namespace engine {
 namespace {
 
-// Which lanes of a unit's output exist. A gated matrix counts the rows of both halves.
+// Mask of the outputs that a unit has. The rows of a gated matrix count gate and up.
 ENGINE_INLINE __mmask16 output_lanes(const MatmulJob& job, int unit) {
     int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
     int left = width - unit * kPanelRows;
@@ -23,8 +23,9 @@ static inline __m512 activate(Activation activation, __m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), half = _mm512_mul_ps(_mm512_set1_ps(0.5f), x);
     switch (activation) {
         case Activation::Silu: {
-            // x / (1 + exp(-x)) by an estimate and one of Newton's steps, half the price of a division; the
-            // limit keeps the estimate a normal number. As a second operand NaN survives the minimum.
+            // x / (1 + exp(-x)) by a reciprocal estimate and one Newton step, half the cost of a division.
+            // The min keeps the estimate a normal number. NaN is the second operand of the min and survives
+            // it.
             __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
             __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
             __m512 inverse = _mm512_rcp14_ps(divisor);
@@ -52,19 +53,19 @@ ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 
     _mm512_mask_storeu_ps(out, lanes, value);
 }
 
-// One row's sums of a panel, of an epilogue that is not gated.
+// Epilogue for one row of one panel, not gated.
 ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
     store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));
 }
 
-// One row's sums of a pair of panels, of a gated epilogue.
+// Epilogue for one row of a (gate, up) pair of panels.
 ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmask16 lanes, __m512 gate,
                                    __m512 up) {
     gate = activate(to.activation, add_bias(to, 2 * pair, gate));
     store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, add_bias(to, 2 * pair + 1, up)));
 }
 
-// Where the sums of two neighbouring panels go, or of the last one alone.
+// The outputs of two adjacent panels, or of the last panel alone.
 struct PairOutput {
     const Epilogue& to;
     int panel;  // the first
@@ -79,7 +80,7 @@ ENGINE_INLINE PairOutput pair_output(const MatmulJob& job, int panel, bool is_si
     return {job.epilogue, panel, is_single, {output_lanes(job, unit), next}};
 }
 
-// `second` counts for nothing when the panel is single.
+// `second` is ignored if there is only one panel.
 ENGINE_INLINE void store_pair_row(const PairOutput& pair, int row, __m512 first, __m512 second) {
     if (pair.to.gated) return store_gated_row(pair.to, pair.panel / 2, row, pair.lanes[0], first, second);
     store_row(pair.to, pair.panel, row, pair.lanes[0], first);

@@ -1,8 +1,9 @@
-// Products in bfloat16 on tiles, two panels at a time. Rows are packed as for vdpbf16ps.
+// BF16 GEMM on AMX tiles, two panels at a time. Activations are packed as for vdpbf16ps
+// (matmul_bf16_avx512.cpp).
 //
-// The tile unit and the vector units work at the same time, so what only vectors can do is done beside the
-// multiplication, a little with each group: decoding the panels, two groups ahead, beside the first rows,
-// and finishing a block of rows beside the next one.
+// The tile unit and the vector units run in parallel, so vector work is interleaved with the tile multiplies
+// of each group. The first block of rows dequantizes the panels two groups ahead. Each later block runs the
+// epilogue of the block before it.
 #include "base/amx.h"
 #include "base/dispatch.h"
 #include "matmul/dequantize_avx512.h"
@@ -13,15 +14,15 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kBlockRows = 2 * kTileRows;
-constexpr int kEpilogueRowsPerGroup = 2;  // rows, with each group
+constexpr int kEpilogueRowsPerGroup = 2;  // of the previous block, with each group
 
-// Sums of two tiles of rows (0 and 1) times two panels (0 and 1): tile 2 * rows + panel.
+// Accumulators of two row tiles times two panels: tile 2 * row tile + panel.
 struct alignas(64) TileSums {
     float values[4][kTileRows][kPanelRows];
 };
 
-// Tiles 4 and 5 hold a group of the rows, 6 and 7 of the panels. Each is loaded again right after its last
-// use, which leaves the time of a multiplication or two previous the next.
+// Tiles 4 and 5 hold one group of the activations, 6 and 7 of the panels. Each is reloaded right after its
+// last use, which hides the load latency behind one or two multiplies.
 template <int kTiles, int kPanels>
 struct TileBlock {
     const uint8_t* rows[2];
@@ -34,7 +35,7 @@ struct TileBlock {
         if constexpr (kTiles == 2) tile_load<5>(rows[1]);
     }
 
-    // Multiplies the group that is loaded, and loads the one at `next`.
+    // Multiplies the loaded group and loads the group at byte offset `next`.
     __attribute__((always_inline)) void multiply_and_load(size_t next) const {
         tile_multiply_bf16<0, 4, 6>();
         if constexpr (kPanels == 2) tile_multiply_bf16<1, 4, 7>();
@@ -53,7 +54,7 @@ struct TileBlock {
         if constexpr (kTiles == 2 && kPanels == 2) tile_multiply_bf16<3, 5, 7>();
     }
 
-    // All groups in ascending order; `beside(group)` is run previous each.
+    // Accumulates all groups in ascending order and calls `beside(group)` before each.
     template <class Beside>
     __attribute__((always_inline)) void run(int groups, TileSums& sums, Beside beside) const {
         tile_zero<0>();
@@ -74,7 +75,7 @@ struct TileBlock {
     }
 };
 
-// Two panels, or the last one, times all rows.
+// All rows times two panels, or times the last panel alone.
 template <Layout kLayout, int kPanels>
 class PanelMatmul {
   public:
@@ -131,7 +132,7 @@ class PanelMatmul {
         }
     }
 
-    // Rows [begin, end) of a block, as far as there are so many.
+    // Runs the epilogue for rows [begin, end) of a block, limited to the rows that exist.
     __attribute__((always_inline)) void store_rows(int block, const TileSums& sums, int begin,
                                                    int end) const {
         const int first = block * kBlockRows, left = job_.rows - first;

@@ -1,5 +1,5 @@
-// Matrix products in AVX2: 16 rows of weights are two registers, and up to four rows of activations share
-// what is read of the weights.
+// GEMM in AVX2. The 16 channels of a panel are two registers, and up to four rows of activations share each
+// load of the weights.
 #include <immintrin.h>
 
 #include "base/dispatch.h"
@@ -15,7 +15,7 @@ ENGINE_INLINE __m256i load_bytes(const uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-// Four values of each of eight rows, from the half of the group that begins with value 16 * half.
+// Four values of each of eight channels, from the half of the group that starts at value 16 * half.
 template <Layout layout>
 ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int part) {
     if (!is_4_bit(layout)) {
@@ -26,8 +26,8 @@ ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int 
     return _mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
 }
 
-// Adds products. Of 4-bit values 8 pairs fit into 16 bits; pairs of 8-bit ones fit because neither -128
-// nor more than 127 occurs in x, and are added up in 32 bits.
+// Accumulates dot products. Eight pairs of 4-bit products fit into 16 bits. Pairs of 8-bit products fit
+// because x is within [-127, 127]; they are then accumulated in 32 bits.
 template <Layout layout>
 ENGINE_INLINE __m256i add_dot_products(__m256i sums, __m256i weights, __m256i x) {
     if (is_4_bit(layout)) return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, x));
@@ -41,7 +41,7 @@ ENGINE_INLINE __m256i broadcast_four(const int8_t* from) {
     return _mm256_set1_epi32(four);
 }
 
-// Scales the dot products of a share (both halves of a group, or one) and adds them up.
+// Scales the integer dot products that share a scale (a group, or half of it) and accumulates them in float.
 template <Layout layout, int rows>
 ENGINE_INLINE void add_scaled(const uint16_t* scales, const PackedGroup* const* x, int half,
                               __m256i (&dots)[rows][2], __m256 (&sums)[rows][2]) {
@@ -65,7 +65,7 @@ ENGINE_INLINE void add_scaled(const uint16_t* scales, const PackedGroup* const* 
     });
 }
 
-// One panel with `rows` rows of activations; row r's sums go to out + 32 r.
+// `rows` rows of activations times one panel. The accumulators of row r go to out + 32 r.
 template <Layout layout, int rows>
 void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, float* out) {
     __m256 sums[rows][2];
@@ -87,7 +87,7 @@ void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, 
                     __m256i four = broadcast_four(x[r]->values + 16 * half + 4 * quad);
                     dots[r][0] = add_dot_products<layout>(dots[r][0], low, four);
                     dots[r][1] = add_dot_products<layout>(dots[r][1], high, four);
-                    // In this order: the compiler would keep all products and add them in a tree.
+                    // Fixes the order: the compiler would otherwise keep all products and add them as a tree.
                     __asm__("" : "+x"(dots[r][0]), "+x"(dots[r][1]));
                 });
             });
@@ -122,8 +122,8 @@ void multiply_quantized(const MatmulJob& job, int begin, int end) {
         }
 }
 
-// Adds the products of one decoded group, summed on their own so that groups do not wait for one another.
-// Row r's sums are at sums + 32 r.
+// Accumulates one dequantized group. The group has accumulators of its own, so that groups do not depend on
+// each other. Row r's sums are at sums + 32 r.
 template <int rows>
 void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     __m256 total[rows][2];
@@ -158,7 +158,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-// Scratch memory is as large as the generic kernels'.
+// The scratch size is that of the generic kernels.
 void fill_matmul_avx2(Kernels& table) {
     constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
     table.pack[kInt8] = pack_int8;

@@ -1,12 +1,14 @@
-// Matrix products on AVX-512: INT8 with VNNI, and F32.
+// INT8 GEMM with VNNI, and F32 GEMM, in AVX-512.
 //
-// Of an INT8 input's values and a group's (a half's, where halves have scales) the exact dot product is
-// multiplied by the input's scale, and then to a row's sum are added, in this order and rounded once each:
-//     whole groups   product * scale,  input sum * minimum
-//     halves         product * scale of the first, of the second;
-//                    first half's input sum * (first minimum - second),  input sum * second minimum
-// where an offset of 128 is a minimum of -128 * scale. In F32 the products of even values make one sum, those
-// of odd values another.
+// INT8: the exact integer dot product of a group (or of half a group that has its own scale) is multiplied by
+// the activation scale. Then these terms are added to the float accumulator, in this order, each rounded
+// once:
+//     one scale per group    dot * scale,  activation sum * minimum
+//     two scales per group   dot * scale of the first half, dot * scale of the second half,
+//                            activation sum of the first half * (first minimum - second minimum),
+//                            activation sum * second minimum
+// A byte offset of 128 counts as a minimum of -128 * scale. F32 keeps one accumulator for even values and one
+// for odd values.
 #include "matmul/matmul_avx512.h"
 
 #include "base/dispatch.h"
@@ -14,17 +16,17 @@
 namespace engine {
 namespace {
 
-// A whole number in the lowest bits of this float's mantissa is a float that much larger.
+// The float with these bits is kShift. Adding a small integer to the bits gives the float kShift + integer.
 constexpr int32_t kShiftBits = 0x4b400000;
 constexpr int32_t kShift = 3 << 22;
 
-// 32 values of a row, rounded to 8 bits.
+// 32 activations of a row, quantized to int8.
 struct InputGroup {
-    int32_t values[8];  // four each
-    float scale;        // of few enough bits for shift to be exact
+    int32_t values[8];  // four int8 values each
+    float scale;        // the low bits are cleared, so that `shift` is exact
     float shift;        // -kShift * scale
-    float sum;          // of the values, times scale
-    float first_sum;    // of the first 16
+    float sum;          // sum of the values * scale
+    float first_sum;    // the same over the first 16 values
 };
 
 constexpr bool has_nibbles(Layout layout) {
@@ -37,7 +39,7 @@ constexpr bool has_minima(Layout layout) {
     return has_nibbles(layout) || layout == Layout::Q8M;
 }
 
-// 16 rows' values 16 * Half + 4 * quad and the three after it, as unsigned bytes.
+// Values 16 * Half + 4 * quad and the next three of 16 channels, as unsigned bytes.
 template <Layout L, int Half>
 ENGINE_INLINE __m512i four_values(const uint8_t* group, int quad) {
     if constexpr (!has_nibbles(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
@@ -49,7 +51,7 @@ struct Scales {
     __m512 scale, minimum;
 };
 
-// Of half `half` of group `index`, or of the whole group.
+// The scales of half `half` of group `index`, or of the whole group if it has one scale.
 template <Layout L>
 ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, int half) {
     const uint8_t* at = panel + size_t(index) * group_bytes(L) + (has_nibbles(L) ? 256 : 512) + 32 * half;
@@ -59,8 +61,8 @@ ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, in
     return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
 }
 
-// dots[i] += bytes . word `word` of row i's values, in each lane. As intrinsics it would become a load, a
-// broadcast and the product.
+// dots[i] += bytes . word `word` of row i, in each lane. The intrinsic would compile to a load, a broadcast
+// and a dot product instead of one instruction with a broadcast operand.
 template <int R>
 ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R>& rows, int word) {
     unroll<R>([&](auto i) ENGINE_UNROLLED {
@@ -70,7 +72,7 @@ ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R
     });
 }
 
-// `dots` began at kShiftBits.
+// `dots` were initialized to kShiftBits, so that they convert to float without an instruction.
 template <int R>
 ENGINE_INLINE void add_dots(__m512 (&sums)[R], const __m512i (&dots)[R], __m512 scale,
                             const InputRows<R>& rows) {
@@ -125,7 +127,7 @@ ENGINE_INLINE void add_group(__m512 (&sums)[R], const uint8_t* panel, int groups
 template <Layout L, int R>
 void dot_int8(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
               float* out) {
-    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // with its share of Q8's scales
+    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // includes the group's Q8 scales
     InputRows<R> rows(input, stride);
     __m512 sums[R];
     unroll<R>([&](auto i) ENGINE_UNROLLED { sums[i] = _mm512_setzero_ps(); });
@@ -155,7 +157,7 @@ ENGINE_INLINE void pack_group(__m512 low, __m512 high, float scale, float invers
     _mm_storeu_ps(&out.scale, _mm_mul_ps(_mm_cvtepi32_ps(sums), _mm_set1_ps(scale)));
 }
 
-// At most 16 groups of a row.
+// Quantizes up to 16 groups of a row.
 void pack_groups(const float* x, int columns, InputGroup* out) {
     const int count = div_up(columns, kGroup);
     alignas(64) uint32_t largest[16] = {};
@@ -163,7 +165,7 @@ void pack_groups(const float* x, int columns, InputGroup* out) {
     auto load = [&](int at)
                     ENGINE_UNROLLED { return _mm512_maskz_loadu_ps(columns_left(columns, at), x + at); };
     for (int i = 0; i < count; i++) {
-        // as whole numbers, where a NaN is larger than all and so reaches the scale
+        // absmax compared as uint32 bit patterns: NaN sorts highest and so reaches the scale
         __m512i low = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup)));
         __m512i high = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup + 16)));
         largest[i] = _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
@@ -211,7 +213,7 @@ void pack_f32(const float* x, int stride, int columns, int, int begin, int end, 
     }
 }
 
-// Calls sink(k, the 16 rows' value k as floats) for the 32 values of a group, ascending.
+// Calls sink(k, value k of 16 channels as floats) for the 32 values of a group, in ascending order.
 template <Layout L, class Sink>
 ENGINE_INLINE void dequantize_quants(const uint8_t* panel, int groups, int index, Sink sink) {
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
@@ -269,7 +271,7 @@ void dequantize_panel(const uint8_t* panel, int groups, float* out) {
         });
 }
 
-// One row, with the weights as they are stored.
+// GEMV: dequantizes in registers, without scratch.
 template <Layout L>
 void dot_f32_row(const uint8_t* panel, const uint8_t* input, size_t, int groups, bool, float* out) {
     const float* values = reinterpret_cast<const float*>(input);
@@ -365,11 +367,11 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
         case Layout::F32:
             return matmul_f32_for<Layout::F32>(job, begin, end, scratch);
         case Layout::I8:
-            return;  // has a kernel of its own
+            return;  // per_channel/ has its kernels
     }
 }
 
-// A pair of decoded panels.
+// Two dequantized panels.
 size_t scratch_bytes(int columns) {
     return 2 * panel_bytes(Layout::F32, columns);
 }

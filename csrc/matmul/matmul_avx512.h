@@ -1,5 +1,5 @@
-// How the AVX-512 matrix kernels go over a job: blocks of rows, and units of panels in an order that keeps
-// the rows of a pass in the cache while the weights go by.
+// Loop order of the AVX-512 GEMM. Rows are taken in passes that stay in the L2 cache while the panels stream
+// by, and in blocks whose accumulators fit into registers.
 #pragma once
 #include <utility>
 
@@ -9,7 +9,7 @@
 namespace engine {
 namespace {
 
-constexpr int kBlockRows = 12;  // as many as have two registers each, with some to spare
+constexpr int kBlockRows = 12;  // two accumulators per row leave a few registers free
 
 template <int I>
 struct Index {
@@ -21,17 +21,17 @@ ENGINE_INLINE void call_each(F& f, std::integer_sequence<int, I...>) {
     (f(Index<I>{}), ...);
 }
 
-// f(0), f(1), ... f(N - 1) with constants: a loop here would leave arrays of registers in memory.
+// Calls f(0), f(1), ... f(N - 1) with constants. A loop would leave arrays of registers in memory.
 template <int N, class F>
 ENGINE_INLINE void unroll(F f) {
     call_each(f, std::make_integer_sequence<int, N>{});
 }
 
-// Checks of every address in them would make a sanitized build take many minutes.
+// UBSan checks on every address would make a sanitized build take many minutes.
 #define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
 
-// R rows of packed input, `stride` bytes apart. Addresses are made of few pointers and of multiples of the
-// stride that an instruction can add itself: one pointer for each row would not fit into the registers.
+// R rows of packed input, `stride` bytes apart. Three rows share one base pointer and use scaled-index
+// addressing (0, 1 or 2 strides): one pointer per row would not fit into the registers.
 template <int R>
 struct InputRows {
     const uint8_t* bases[(R + 2) / 3];
@@ -49,14 +49,14 @@ struct InputRows {
     }
 };
 
-// The sums of a block of rows over one panel: sums[row][16]. `prefetch` is set when the panel is new.
+// Computes a block of rows times one panel: sums[row][16]. `prefetch` is set on the first pass over a panel.
 using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
                      float* sums);
 
 struct GemmKernel {
-    const Dot* dots;   // by rows in a block, from 1
-    size_t row_bytes;  // of packed input
-    // Brings a panel into the form that the dots read; null when it is stored in that form.
+    const Dot* dots;   // indexed by rows in the block - 1
+    size_t row_bytes;  // of packed activations
+    // Dequantizes a panel to the form that `dots` read; null if it is stored in that form.
     void (*dequantize)(const uint8_t* panel, int groups, float* out);
 };
 
@@ -89,7 +89,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
     alignas(64) float sums[2 * kBlockRows * kPanelRows];
     const int blocks = div_up(end_row - begin_row, kBlockRows);
     for (int block = 0, row = begin_row; block < blocks; block++) {
-        const int size = div_up(end_row - row, blocks - block);  // blocks of nearly the same size
+        const int size = div_up(end_row - row, blocks - block);  // blocks of nearly equal size
         const uint8_t* input = job.input + size_t(row) * kernel.row_bytes;
         for (int i = 0; i < panels; i++)
             kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
@@ -100,7 +100,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
 }
 
 static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
-    constexpr size_t kPassBytes = 512 << 10;  // of input: a part of the second-level cache
+    constexpr size_t kPassBytes = 512 << 10;  // of activations; a part of the L2 cache
     constexpr int kMinRows = 6 * kBlockRows;
     int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
     if (pass < kMinRows) pass = kMinRows;

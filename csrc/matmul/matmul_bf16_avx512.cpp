@@ -1,6 +1,6 @@
-// Products in bfloat16 with vdpbf16ps: two panels are decoded to scratch, then rows go over them.
+// BF16 GEMM with vdpbf16ps: two panels are dequantized to scratch, then all rows are multiplied with them.
 //
-// Packed rows: tiles of 16 rows, [tile][group][16 rows][32 values], zero past the last column and row.
+// Packed activations: [row tile][group][16 rows][32 values], zero past the last column and row.
 #include <utility>
 
 #include "base/dispatch.h"
@@ -11,7 +11,7 @@ namespace engine {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kBlockRows = 8;  // rows whose sums are in registers at a time
+constexpr int kBlockRows = 8;  // rows whose accumulators are in registers
 
 size_t packed_bytes(int rows, int columns) {
     return size_t(div_up(rows, kTileRows)) * size_t(div_up(columns, kGroup)) * kBf16GroupBytes;
@@ -22,7 +22,7 @@ size_t packed_offset(int groups, int row) {
     return tile + size_t(row % kTileRows) * 64;
 }
 
-// Whoever packs the last row clears what is missing of its tile.
+// The thread that packs the last row zeroes the rest of its tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const int groups = div_up(columns, kGroup), rest = columns - (groups - 1) * kGroup;
     const __mmask32 lanes = rest == kGroup ? ~0u : (1u << rest) - 1;
@@ -56,7 +56,7 @@ size_t scratch_bytes(int columns) {
     return two_panels > other ? two_panels : other;
 }
 
-// Eight packed rows times two decoded panels; `row` is the first of them.
+// Eight packed rows, starting at `row`, times two dequantized panels.
 template <int... kRow>
 ENGINE_INLINE void multiply_rows(const PairOutput& output, const uint8_t* input, const uint8_t* const* panels,
                                  int groups, int row, int rows, std::integer_sequence<int, kRow...>) {

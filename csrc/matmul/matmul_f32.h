@@ -1,4 +1,4 @@
-// Products of F32 numerics around a kernel for one group: weights are dequantized once, or when they are read.
+// F32 GEMM around a kernel for one group. Weights are dequantized once per panel, or on the fly for few rows.
 #pragma once
 #include "matmul/dequantize.h"
 #include "matmul/epilogue.h"
@@ -6,14 +6,14 @@
 namespace engine {
 namespace {
 
-constexpr int kBlock = 4;  // rows of activations
+constexpr int kBlock = 4;  // rows of activations that share each load of the weights
 
-// Adds the products of one dequantized group with as many rows as the function is for; row r of the input is at
-// input + r * stride, its sums at sums + 32 r.
+// Accumulates one dequantized group for a fixed number of rows. Row r of the input is at input + r * stride,
+// its sums at sums + 32 r.
 using AddGroup = void (*)(const float* weights, const float* input, int stride, float* sums);
 
-// The groups of a unit's panels as floats: where they lie, if they are floats; dequantized when asked for, if
-// they are asked for once; else all dequantized beforehand.
+// The groups of a unit's panels as floats. Layout F32 is read in place. Other layouts are dequantized when
+// read if each group is read once, else all are dequantized first.
 template <Layout layout>
 struct FloatUnit {
     static constexpr int kGroupFloats = kGroup * kPanelRows;

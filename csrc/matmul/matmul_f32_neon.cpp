@@ -1,5 +1,5 @@
-// Products of F32 numerics in NEON: 16 rows of weights are four registers, and up to four rows of activations
-// share what is read of the weights.
+// F32 GEMM in NEON. The 16 channels of a panel are four registers, and up to four rows of activations share
+// each load of the weights.
 #include <arm_neon.h>
 
 #include "base/dispatch.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kVectors = kPanelRows / kLanes;
 
-// Products are summed on their own so that groups do not wait for one another.
+// The group has accumulators of its own, so that groups do not depend on each other.
 template <int rows>
 void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     float32x4_t total[rows][kVectors];
@@ -42,7 +42,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-// Scratch memory is as large as the generic kernels', and rows are packed as for them.
+// The scratch size and the packed form are those of the generic kernels.
 void fill_matmul_f32_neon(Kernels& table) {
     table.matmul[int(Numerics::F32)] = matmul_f32;
 }

@@ -1,6 +1,6 @@
-// Matrix products for any CPU, and the plainest statement of their arithmetic.
+// GEMM for any CPU; it also defines the arithmetic of F32 and INT8.
 //
-// A panel is dequantized once, in scratch memory, and then multiplied with row after row.
+// A panel is dequantized once to scratch, then multiplied with all rows.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -12,16 +12,16 @@ namespace {
 
 constexpr int kVectors = kPanelRows / kLanes;
 
-// A group of a panel as kF32.
+// A group of a panel, dequantized.
 struct FloatGroup {
     float values[kGroup * kPanelRows];
 };
 
-// A group of a panel before scaling. Its kInt8 numbers are kept as kF32, which add up exactly as long as
-// they stay below 2^24: the largest dot product of a group is 32 * 255 * 127.
+// A group of a panel before scaling. The integers are stored as floats. Their sums are exact below 2^24, and
+// the largest dot product of a group is 32 * 255 * 127.
 struct QuantizedGroup {
     float values[kGroup * kPanelRows];
-    float scales[2 * kPanelRows];  // of each part of the values
+    float scales[2 * kPanelRows];  // [scale][16 channels]
     float minima[2 * kPanelRows];
 };
 
@@ -29,11 +29,11 @@ struct FloatInput {
     float values[kGroup];
 };
 
-size_t scratch_bytes(int columns) {  // a gated unit needs two panels
+size_t scratch_bytes(int columns) {  // two panels, for a gated unit
     return 2 * size_t(div_up(columns, kGroup)) * sizeof(QuantizedGroup);
 }
 
-// Adds `count` values of 16 rows, each times its x.
+// sums[16 channels] += values[k] * x[k] over `count` values.
 ENGINE_INLINE void add_products(const float* values, const float* x, int count, Floats (&sums)[kVectors]) {
     for (int k = 0; k < count; k++)
         for (int i = 0; i < kVectors; i++) sums[i] += load(values + k * kPanelRows + i * kLanes) * x[k];

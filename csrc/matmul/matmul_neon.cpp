@@ -1,10 +1,10 @@
-// Products of INT8 numerics in NEON: up to twelve rows of activations share what is read of the weights.
+// INT8 GEMM in NEON. Up to twelve rows of activations share each load of the weights.
 //
-// Of an input's values and a group's (a half's, where halves have scales) the exact dot product is multiplied
-// by the input's scale, and then to a row's sum are added, in this order and rounded once each:
-//     input sum * minimum,  product * scale
-// where an offset of 128 is a minimum of 128 * scale more. What can be loaded is loaded rather than copied or
-// broadcast, since that needs the units that multiply.
+// The exact integer dot product of a group (or of half a group that has its own scale) is multiplied by the
+// activation scale. Then these terms are added to the float accumulator, in this order, each rounded once:
+//     activation sum * minimum,  dot * scale
+// Q8M bytes are read as byte - 128, so their minimum is 128 * scale larger. Operands are loaded rather than
+// copied or broadcast, because copies and broadcasts occupy the multiply pipelines.
 #include "base/dispatch.h"
 #include "base/unroll.h"
 #include "base/with_layout.h"
@@ -19,7 +19,7 @@ constexpr int kVectors = kPanelRows / 4;
 
 alignas(16) const int32_t kZeroDots[4] = {kShiftBits, kShiftBits, kShiftBits, kShiftBits};
 
-// As an intrinsic it would become a copy of a register that holds what was loaded before.
+// An intrinsic would compile to a copy of the register that already holds the value.
 template <class T>
 ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     float32x4_t loaded;
@@ -27,7 +27,7 @@ ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     return loaded;
 }
 
-// Four values of each of four rows, of which there are eight in a group.
+// Four values of each of four channels. A group has eight such vectors.
 template <Layout layout, int index>
 ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
     if (!is_4_bit(layout)) {
@@ -38,7 +38,7 @@ ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
     return vreinterpretq_s8_u8(index < 4 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4));
 }
 
-// What four outputs have in a group.
+// The weights of four channels in one group.
 template <Layout layout>
 struct Weights {
     int8x16_t values[8];
@@ -61,7 +61,8 @@ ENGINE_INLINE void add_dots(float32x4_t& sum, int8x16_t weights, int8x16_t x) {
     __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(weights), "w"(x), "i"(word));
 }
 
-// The same for four words and four rows. As one statement, since the compiler would copy sums in between.
+// The same for four words and four rows. It is one asm statement because the compiler would insert register
+// copies between separate ones.
 #define ADD_WORD(weights, word)                  \
     "sdot %0.4s, %" weights ".16b, %8.4b[" word  \
     "]\n"                                        \
@@ -88,9 +89,9 @@ ENGINE_INLINE void fma_lane(float32x4_t& sum, float32x4_t a, float32x4_t b) {
     __asm__ volatile("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(a), "w"(b), "i"(lane));
 }
 
-// Adds the products of a group, four sums at a time: sum c is of row c % rows and of vector c / rows. Dot
-// products stay together in just this order, and so does their scaling: where the one follows the other, an
-// instruction is lost.
+// Accumulates one group, four sums at a time: sum c is row c % rows and vector c / rows. Dot products are
+// grouped together, and so is their scaling, in exactly this order: alternating between the two costs an
+// issue slot.
 template <Layout layout, int rows, int wide>
 ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x,
                              float32x4_t (&sums)[wide * rows]) {
@@ -127,16 +128,16 @@ ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x
     });
 }
 
-// Asks for what follows on a group's weights in memory: few rows are done with them before it comes by itself.
+// Prefetches the weights that follow: with few rows the hardware prefetcher is too slow.
 template <Layout layout>
 ENGINE_INLINE void prefetch_weights(const uint8_t* panel, int g) {
     constexpr int kAhead = is_4_bit(layout) ? 2048 : 8192;
     const int stream =
-        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // with its share of Q8's scales
+        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // includes the group's Q8 scales
     for (int i = 0; i < stream; i += 64) __builtin_prefetch(panel + size_t(g) * size_t(stream) + kAhead + i);
 }
 
-// `vectors` times four outputs of a panel with `rows` rows of activations; row r's sums go to out + 32 r.
+// `rows` rows of activations times 4 * `vectors` channels of a panel. The sums of row r go to out + 32 r.
 template <Layout layout, int rows, int vectors>
 ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, const InputGroup* x,
                                   float* out) {
@@ -161,7 +162,7 @@ ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, c
     });
 }
 
-// As many as have room for their sums beside what is computed with.
+// Vectors whose accumulators fit into registers beside the operands.
 constexpr int vectors_for(int rows) {
     return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }

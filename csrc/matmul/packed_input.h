@@ -1,14 +1,14 @@
-// Activations as the generic and the AVX2 matrix kernels read them, padded with zeros to whole groups.
+// Packed activations of the generic and AVX2 kernels, zero-padded to whole groups.
 #pragma once
 #include "base/layout.h"
 
 namespace engine {
 namespace {
 
-// INT8: value = scale * whole number.
+// INT8: value = scale * integer.
 struct PackedGroup {
     int8_t values[kGroup];
-    int32_t sums[2];  // of the first and of the last 16 values
+    int32_t sums[2];  // of values 0-15 and of values 16-31
     float scale;
 };
 
@@ -20,10 +20,9 @@ ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
     return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
 }
 
-// What is not finite among the values makes the scale so, and with it all that is computed from them.
+// NaN or infinity in the group makes the scale non-finite, and with it every result.
 ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
-    int32_t absmax_bits =
-        0;  // floats without their signs are ordered like whole numbers, and NaN is above all
+    int32_t absmax_bits = 0;  // absmax compared as integer bit patterns: NaN sorts highest
     for (int i = 0; i < kGroup; i++) {
         int32_t size = int32_t(float_to_bits(x[i]) & 0x7fffffff);
         absmax_bits = size > absmax_bits ? size : absmax_bits;
@@ -34,11 +33,11 @@ ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
     out.scale = is_zero ? 0.0f : absmax / 127.0f;
     float scaled[kGroup];
     for (int i = 0; i < kGroup; i++) scaled[i] = x[i] * inverse;
-    __asm__("" : "+m"(scaled));  // products are rounded, not fused with the sum below
+    __asm__("" : "+m"(scaled));  // stops the compiler from fusing the product with the addition below
     for (int half = 0; half < 2; half++) {
         int32_t sum = 0;
         for (int i = half * 16; i < half * 16 + 16; i++) {
-            // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the lowest bits.
+            // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the integer in the low bits.
             int8_t value = int8_t(float_to_bits(scaled[i] + 12582912.0f) & 0xff);
             out.values[i] = value;
             sum += value;

@@ -1,4 +1,4 @@
-// Activations as the NEON kernels of INT8 numerics read them, padded with zeros to whole groups.
+// Packed int8 activations of the NEON kernels, zero-padded to whole groups.
 #pragma once
 #include <arm_neon.h>
 
@@ -8,25 +8,25 @@
 namespace engine {
 namespace {
 
-// A whole number in the lowest bits of this float's mantissa is a float that much larger.
+// The float with these bits is kShift. Adding a small integer to the bits gives the float kShift + integer.
 constexpr int32_t kShiftBits = 0x4b400000;
 constexpr int32_t kShift = 3 << 22;
 
-// 32 values of a row, rounded to 8 bits: a cache line.
+// 32 activations of a row, quantized to int8. The size is one cache line.
 struct InputGroup {
     int8_t values[kGroup];
-    float shift[4];   // each -kShift * scale
-    float scale;      // of few enough bits for shift to be exact
-    float sum;        // of the values, times scale
-    float halves[2];  // the same of the first and of the last 16
+    float shift[4];   // each is -kShift * scale
+    float scale;      // the low bits are cleared, so that `shift` is exact
+    float sum;        // sum of the values * scale
+    float halves[2];  // the same over values 0-15 and over values 16-31
 };
 
-// In a block of rows group after group: [group][row].
+// Within a block of rows the order is [group][row].
 ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
     return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
 }
 
-// The absmax_bits of 32 without their signs, as whole numbers: so ordered, NaN is above all.
+// absmax of 32 values, compared as uint32 bit patterns so that NaN sorts highest.
 ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
     uint32x4_t magnitudes[8];
     for (int i = 0; i < 8; i++) magnitudes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
@@ -36,20 +36,19 @@ ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
     return bits_to_float(vmaxvq_u32(absmax_bits));
 }
 
-// Sixteen values, each times `factor`, to the nearest whole numbers, ties to even: adding kShift leaves them in
-// the lowest bits.
+// Quantizes 16 values. Adding kShift rounds to nearest, ties to even, and leaves the integer in the low bits.
 ENGINE_INLINE int8x16_t quantize_values(const float32x4_t* x, float factor) {
     int16x8_t words[4];
     for (int i = 0; i < 4; i++) {
         float32x4_t scaled = vmulq_n_f32(x[i], factor);
-        __asm__("" : "+w"(scaled));  // rounded, not fused with the sum
+        __asm__("" : "+w"(scaled));  // stops the compiler from fusing the product with the addition
         words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(float(kShift))));
     }
     int16x8_t low = vuzp1q_s16(words[0], words[1]), high = vuzp1q_s16(words[2], words[3]);
     return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
 }
 
-// What is not finite among the values makes the scale so, and with it all that is computed from them.
+// NaN or infinity in the group makes the scale non-finite, and with it every result.
 ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     float32x4_t x[8];
     for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);
@@ -61,7 +60,7 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     vst1q_s8(out.values, first);
     vst1q_s8(out.values + 16, second);
     vst1q_f32(out.shift, vdupq_n_f32(float(-kShift) * scale));
-    // Four sums of four, then {sum, first half, last half} as InputGroup has them behind the scale.
+    // Horizontal sums, arranged as {sum, first half, second half} to match InputGroup after `scale`.
     const int32x4_t none = vdupq_n_s32(0);
     int32x4_t halves =
         vpaddq_s32(vdotq_s32(none, first, vdupq_n_s8(1)), vdotq_s32(none, second, vdupq_n_s8(1)));

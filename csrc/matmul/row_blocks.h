@@ -1,4 +1,4 @@
-// How many rows of activations the NEON kernels take at a time: blocks are all of one size but for the last.
+// Rows of activations that the NEON kernels take at a time. All blocks have one size except the last.
 #pragma once
 #include "base/common.h"
 

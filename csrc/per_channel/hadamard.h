@@ -1,5 +1,5 @@
-// Columns turned, 64 at a time, by a matrix of ones and minus ones (Hadamard's): the product of two rows that
-// are turned is 64 times that of the rows, and what is large in one column is then spread over all 64.
+// 64-wide block Hadamard rotation of weight columns. It spreads activation outliers over 64 columns. The dot
+// product of two rotated vectors is 64 times that of the original vectors.
 #pragma once
 #include "base/layout.h"
 #include "vector/vectors.h"
@@ -10,7 +10,8 @@ namespace {
 constexpr int kHadamardSize = 64;
 static_assert(kHadamardSize == kTileColumns);
 
-// A panel's columns [columns][kPanelRows], a multiple of 64 of them, so that they meet turned rows: by a 64th.
+// Rotates the columns of a panel [columns][kPanelRows] and divides by 64, so that its dot products with
+// rotated activations are those of the original vectors. `columns` is a multiple of 64.
 void rotate_columns(float* values, int columns) {
     for (float* block = values; block < values + columns * kPanelRows; block += kHadamardSize * kPanelRows)
         for (int apart = 1; apart < kHadamardSize; apart *= 2)

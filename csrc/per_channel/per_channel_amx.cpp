@@ -1,11 +1,11 @@
-// INT8_PER_CHANNEL products on tiles: weights go from memory to the tile scale as they lie, two panels at a time.
+// Per-channel int8 GEMM on AMX tiles. Tiles load the weights straight from memory, two panels at a time.
 //
-// Rows are turned (turned.h) and requantized with one scale, as on any CPU that has such products. Sums of whole
-// rows are whole numbers, so that the order of work is free; what only vectors can do, finishing 32 rows, is
-// done overlapped the next multiplication, a little with each tile.
+// Activations are Hadamard-rotated (hadamard.h) and quantized with one scale per row. Accumulators over all
+// of K are exact integers, so the order of accumulation is free. The vector units run the epilogue of the
+// previous 32 rows between the tile multiplies of the current ones.
 //
-// Packed rows: [16 rows][tile][16 rows][64 values], then what a step of each row is worth; zero past the last
-// column and row.
+// Packed activations: [16 rows][tile][16 rows][64 values], then one dequantization scale per row; zero past
+// the last column and row.
 #include <cmath>
 
 #include "base/amx.h"
@@ -17,9 +17,9 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kRowsAtOnce = 2 * kTileRows;
-constexpr int kEpilogueRowsPerTile = 4;  // rows, with each tile of columns
+constexpr int kEpilogueRowsPerTile = 4;  // of the previous rows, with each tile of columns
 
-// What 16 packed rows take, and where the parts of it are.
+// Sizes and offsets of 16 packed rows.
 struct PackedRows {
     int tiles;
 
@@ -41,8 +41,8 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(div_up(rows, kTileRows)) * PackedRows(columns).bytes();
 }
 
-// v[i] and v[i ^ apart] of 16 values become their sum and difference; `swapped` is v[i ^ apart], and `second`
-// the lanes i that have the bit `apart`.
+// One Hadamard stage on 16 lanes: v[i] and v[i ^ apart] become their sum and difference. `swapped` is v[i ^
+// apart]; `second` masks the lanes i that have the bit `apart`.
 ENGINE_INLINE __m512 butterfly(__m512 v, __m512 swapped, __mmask16 second) {
     const __m512 one = _mm512_set1_ps(1.0f);
     return _mm512_fmadd_ps(v, _mm512_mask_sub_ps(one, second, _mm512_setzero_ps(), one), swapped);
@@ -55,7 +55,7 @@ ENGINE_INLINE __m512 hadamard16(__m512 v) {
     return butterfly(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
 }
 
-// Turns 64 values, of which `count` are there and the others zero.
+// Rotates 64 values. Only `count` exist; the others are zero.
 ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     for (int i = 0; i < 4; i++) {
         const int left = count - 16 * i;
@@ -72,7 +72,7 @@ ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     v[3] = _mm512_sub_ps(differences[0], differences[1]);
 }
 
-// The largest of a row's turned values, without its sign; NaN is above all.
+// absmax of a rotated row, compared as integer bit patterns so that NaN sorts highest.
 float rotated_absmax(const float* x, int columns) {
     __m512i absmaxes = _mm512_setzero_si512();
     for (int k = 0; k < columns; k += kTileColumns) {
@@ -86,8 +86,8 @@ float rotated_absmax(const float* x, int columns) {
     return bits_to_float(uint32_t(_mm512_reduce_max_epi32(absmaxes)));
 }
 
-// Turned once for the scale and once more to be requantized, so that nothing need be kept. What is not
-// finite makes the row's scale so, and with it all that is computed from the row.
+// Rotates the row twice, once for the scale and once to quantize, so that it needs no buffer. NaN or infinity
+// makes the row's scale non-finite, and with it every result of the row.
 void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
     const float absmax = rotated_absmax(x, columns);
     const bool is_normal = absmax > 1e-30f && std::isfinite(absmax);
@@ -103,7 +103,7 @@ void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
     }
 }
 
-// Whoever packs the last row clears what is missing of its tile.
+// The thread that packs the last row zeroes the rest of its tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const PackedRows packed(columns);
     auto scale_of = [&](int row) { return const_cast<float*>(packed.row_scales(input, row)); };
@@ -117,13 +117,13 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
-// Sums of twice 16 rows (0 and 1) times two panels (0 and 1): tile 2 * rows + panel.
+// Accumulators of two row tiles times two panels: tile 2 * row tile + panel.
 struct alignas(64) TileSums {
     int32_t values[4][kTileRows][kPanelRows];
 };
 
-// Tiles 4 and 5 hold rows, 6 and 7 the panels. Each is loaded again right after its last use, which leaves
-// the time of a multiplication or two previous the next.
+// Tiles 4 and 5 hold activations, 6 and 7 the panels. Each is reloaded right after its last use, which hides
+// the load latency behind one or two multiplies.
 template <int kRowTiles, int kPanels>
 struct TileBlock {
     static constexpr bool kMoreRows = kRowTiles == 2, kMorePanels = kPanels == 2;
@@ -137,7 +137,7 @@ struct TileBlock {
         if constexpr (kMoreRows) tile_load<5>(rows[1]);
     }
 
-    // Multiplies what is loaded, and loads what lies `next` bytes on.
+    // Multiplies the loaded tiles and loads those at byte offset `next`.
     __attribute__((always_inline)) void multiply_and_load(size_t next) const {
         tile_multiply_int8<0, 4, 6>();
         if constexpr (kMorePanels) tile_multiply_int8<1, 4, 7>();
@@ -156,7 +156,7 @@ struct TileBlock {
         if constexpr (kMoreRows && kMorePanels) tile_multiply_int8<3, 5, 7>();
     }
 
-    // `overlapped(tile)` is run previous the multiplication of each tile.
+    // Calls `overlapped(tile)` before the multiplies of each tile.
     template <class Beside>
     __attribute__((always_inline)) void run(int tiles, TileSums& sums, Beside overlapped) const {
         tile_zero<0>();
@@ -177,7 +177,7 @@ struct TileBlock {
     }
 };
 
-// Panels [begin, end) times all rows, 32 by 32.
+// All rows times panels [begin, end), 32 rows by two panels at a time.
 class PanelMatmul {
   public:
     PanelMatmul(const MatmulJob& job, int begin, int end)
@@ -201,12 +201,12 @@ class PanelMatmul {
     }
 
   private:
-    // 32 rows, or fewer, whose sums are there.
+    // Up to 32 rows whose accumulators await the epilogue.
     struct Pending {
         PairOutput output;
         const TileSums& sums;
-        const float* row_scales[2];  // of twice 16 rows
-        __m512 scales[2];            // of the panels
+        const float* row_scales[2];  // of the two row tiles
+        __m512 scales[2];            // per channel, of the two panels
         int row, rows;
     };
 
@@ -253,8 +253,8 @@ class PanelMatmul {
         store_rows(previous, packed_.tiles * kEpilogueRowsPerTile, kRowsAtOnce);
     }
 
-    // Asks for what comes soon in the two panels. Of the next two a share is asked for with each tile: their
-    // lines are spread over the work on these, which is longer the more rows there are.
+    // Prefetches the next tiles of the two current panels into L1. The next two panels are prefetched into L2
+    // a few lines per tile, spread evenly over the work on the current ones.
     template <int kPanels>
     __attribute__((always_inline)) void prefetch_panels(const uint8_t* const (&panels)[2], int tile) {
         constexpr int kAhead = 2;
@@ -286,10 +286,10 @@ class PanelMatmul {
     const MatmulJob& job_;
     const PackedRows packed_;
     const int begin_, end_;
-    const uint8_t* next_ = nullptr;  // what of the next two panels is to be asked for
-    int lines_per_tile_;             // lines of them with each tile
-    int count_ = 0;                  // 32 rows times two panels, so often
-    int panel_, row_ = 0;            // of the last time
+    const uint8_t* next_ = nullptr;  // next line of the following two panels to prefetch
+    int lines_per_tile_;             // lines prefetched with each tile
+    int count_ = 0;                  // blocks of 32 rows by two panels so far
+    int panel_, row_ = 0;            // of the last block
     TileSums sums_[2];
 };
 

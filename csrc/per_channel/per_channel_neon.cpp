@@ -1,10 +1,11 @@
-// INT8_PER_CHANNEL products in NEON: nothing but dot products of bytes, whose sums are scaled once for a whole row.
+// Per-channel int8 GEMM in NEON: int8 dot products over all of K, scaled once per output.
 //
-// A few values of a row are far larger than the others, so that one scale of 8 bits would leave little of
-// those. Each 64 values are therefore rotated (rotated.h), which spreads what is large over all of them, and so
-// are the columns of the weights: the products stay the same.
+// Activation rows have a few outliers, and one int8 scale per row would leave few bits for the other values.
+// The Hadamard rotation (hadamard.h) of activations and weights spreads outliers over 64 columns and keeps
+// the dot products.
 //
-// Packed rows, in blocks of at most twelve: [piece of 16 columns][row][16], then what a step of each is worth.
+// Packed activations, in blocks of at most twelve rows: [piece of 16 columns][row][16], then one
+// dequantization scale per row.
 #include <arm_neon.h>
 
 #include <algorithm>
@@ -26,9 +27,9 @@ constexpr int kVectors = kPanelRows / 4;
 
 struct RowBlock {
     uint8_t* data;
-    int rows, columns;  // columns padded to whole tiles of weights
+    int rows, columns;  // columns are padded to whole weight tiles
 
-    // `row` of all `rows` is somewhere in the block.
+    // The block that contains row `row` of `all_rows`.
     RowBlock(const uint8_t* input, int all_rows, int all_columns, int row)
         : columns(round_up(all_columns, kTileColumns)) {
         const int size = block_rows(all_rows), first = row / size * size;
@@ -51,7 +52,7 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(rows) * RowBlock::row_bytes(columns);
 }
 
-// Turns 64 values in registers, and returns the absmax of each four without signs.
+// Rotates 64 values in registers and returns their absmax per lane.
 ENGINE_INLINE float32x4_t rotate_values(const float* from, float* to) {
     static const float kEven[] = {1, -1, 1, -1}, kFirst[] = {1, 1, -1, -1};
     const float32x4_t even = vld1q_f32(kEven), first = vld1q_f32(kFirst);
@@ -77,7 +78,7 @@ ENGINE_INLINE float32x4_t rotate_values(const float* from, float* to) {
     return vmaxq_f32(vmaxq_f32(absmaxes[0], absmaxes[1]), vmaxq_f32(absmaxes[2], absmaxes[3]));
 }
 
-// A row with zeros up to whole tiles, rotated; returns the absmax without its sign, or NaN if there is one.
+// Rotates a row, zero-padded to whole tiles. Returns its absmax, or NaN if it contains one.
 float rotate_row(const float* x, int columns, std::vector<float>& to) {
     float32x4_t absmaxes = vdupq_n_f32(0);
     for (int i = 0; i < columns; i += kHadamardSize) {
@@ -97,7 +98,7 @@ ENGINE_INLINE int8x16_t quantize16(const float* x, float inverse) {
                        vqmovn_s16(vcombine_s16(integers[2], integers[3])));
 }
 
-// What is not finite makes the row's unit so, and with it all that is computed from the row.
+// NaN or infinity makes the row's scale non-finite, and with it every result of the row.
 void pack_row(const float* x, int columns, const RowBlock& block, int row) {
     thread_local std::vector<float> rotated;
     rotated.resize(size_t(block.columns));
@@ -116,7 +117,7 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
-// sums[r] += weights of four outputs . 16 values of row r
+// sums[r] += four channels . 16 values of row r
 template <int rows>
 ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t (&sums)[rows]) {
     int8x16_t words[4], values[rows];
@@ -153,7 +154,7 @@ Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
     return all[rows - 1];
 }
 
-// A row's sums as floats.
+// Dequantizes the accumulators of one row.
 ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int row, const BlockSums& sums,
                               float32x4_t (&out)[kVectors]) {
     const auto* scales = reinterpret_cast<const float*>(panel + size_t(block.columns) * kPanelRows);
@@ -164,7 +165,7 @@ ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int r
     });
 }
 
-// The rows of a block, of units whose sums are the outputs.
+// Epilogue without bias, activation and gate.
 template <bool accumulates>
 void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums& sums) {
     const uint8_t* panel = job.weights->panel(unit);
@@ -178,7 +179,7 @@ void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& bloc
     }
 }
 
-// Of units whose outputs are gated by SiLU.
+// Epilogue of a SiLU-gated unit without bias and residual.
 void store_gated(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
     for (int r = 0; r < block.rows; r++) {
         float32x4_t gates[kVectors], values[kVectors];

@@ -1,4 +1,4 @@
-// Panels of any layout turned, and requantized to 8 bits with one scale for each channel: layout I8.
+// Rotates panels of any layout and requantizes them to int8 with one scale per channel: layout I8.
 #pragma once
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -7,7 +7,7 @@
 namespace engine {
 namespace {
 
-// Rows `n` and on of a panel: the scale, and what brings values to whole numbers from -127 to 127.
+// The scales of channels [n, n + kLanes), and the factors that map their values to [-127, 127].
 struct ChannelScale {
     Floats scale, inverse;
 };
@@ -21,11 +21,11 @@ ChannelScale channel_scale(const float* values, int columns, int n) {
     return {absmax / 127.0f, absmax > 1e-30f ? 127.0f / absmax : Floats{}};
 }
 
-// Four values of as many rows as there are lanes.
+// Quantizes four values of each of kLanes channels to one word per channel.
 ENGINE_INLINE Ints quantize_four(const float* values, Floats inverse) {
     Ints four = {};
     for (int c = 0; c < 4; c++) {
-        // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
+        // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits.
         Floats shifted = load(values + c * kPanelRows) * inverse + 12582912.0f;
         four |= ((Ints)shifted & 255) << 8 * c;
     }

@@ -1,5 +1,6 @@
-// Second copies of quantized matrices, requantized to 8 bits with one scale for each row (layout I8): a third
-// larger or more than what they are made from, but read as they lie, and scaled once for a whole row.
+// Requantized int8 copies of quantized matrices with one scale per output channel (layout I8). They are at
+// least a third larger than the originals, but the kernels read them without dequantizing and scale once per
+// output.
 #pragma once
 #include <vector>
 
@@ -9,18 +10,18 @@
 
 namespace engine {
 
-// Beyond it a sum of products of bytes could leave 32 bits.
+// Above this, a dot product of int8 values could overflow 32 bits.
 constexpr int kMaxPerChannelColumns = 1 << 17;
 static_assert(int64_t(kMaxPerChannelColumns) * 127 * 127 <= INT32_MAX);
 
 struct StoredPanels {
     const Matrix* matrix;
-    int panels;  // padding between gate and up counts, which the matrix does not know of
+    int panels;  // includes the padding panels between gate and up, which `matrix` does not count
 };
 
 struct RequantizedMatrices {
     Block memory;
-    std::vector<Matrix> matrices;  // as many as were given, in their order
+    std::vector<Matrix> matrices;  // in the order of the inputs
 };
 
 RequantizedMatrices requantize_matrices(const Kernels& kernels, ThreadPool& pool,

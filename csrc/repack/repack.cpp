@@ -10,9 +10,9 @@ namespace engine {
 namespace {
 
 constexpr int kPanelsAtOnce = 4;
-constexpr int kPieceColumns = 256;  // whole blocks of every type; 16 rows of a piece stay in the first cache
+constexpr int kPieceColumns = 256;  // whole blocks of every type; 16 rows of a piece fit into L1
 
-// Everything decodes to zero: 128 stands for zero where values are stored with that added.
+// Makes the panel dequantize to zero. A byte of 128 is zero in layouts with an offset of 128.
 void clear_panel(Layout layout, int columns, uint8_t* panel) {
     memset(panel, 0, panel_bytes(layout, columns));
     if (layout != Layout::Q8 && layout != Layout::Q8G16) return;
@@ -20,7 +20,8 @@ void clear_panel(Layout layout, int columns, uint8_t* panel) {
         memset(panel + size_t(group) * group_bytes(layout), 128, kPanelRows * kGroup);
 }
 
-// The part that row `row` of the matrix comes from and its number there; null: padding.
+// The part that row `row` of the matrix comes from. `row` becomes the row within the part. Null means
+// padding.
 const StoredPart* find_row(const Repacking& matrix, int& row) {
     if (matrix.interleaved) {
         int panel = row / kPanelRows;
@@ -39,7 +40,7 @@ const StoredPart* find_row(const Repacking& matrix, int& row) {
 struct PanelRow {
     const StoredType* type;  // null: padding
     const uint8_t* data;
-    size_t step;  // bytes from one block to the next; a float is a block of its own
+    size_t step;  // bytes between blocks; a float is a block of its own
 };
 
 PanelRow locate(const Repacking& matrix, int row) {
@@ -71,7 +72,7 @@ bool pack_panel(const Repacking& matrix, int panel) {
     return accepted;
 }
 
-// The panels of all matrices, handed out in order to whoever asks.
+// Hands out the panels of all matrices to threads, in order.
 class PanelQueue {
   public:
     explicit PanelQueue(const std::vector<Repacking>& matrices) : matrices_(matrices) {
@@ -119,7 +120,7 @@ int repack(const std::vector<Repacking>& matrices, int threads) {
         try {
             helpers.emplace_back([&queue] { queue.work(); });
         } catch (const std::system_error&) {
-            break;  // no more threads to be had: those that run do the work
+            break;  // no more threads available: the running ones do the work
         }
     }
     queue.work();

@@ -1,7 +1,7 @@
-// How a row of each stored type becomes a row of a panel.
+// Packs a row of each stored type into a row of a panel.
 //
-// A type unpacks a block into groups of 32 values, and the layout says where a group's bytes go: a row
-// owns one word of every 64 bytes of values, and one half of every 32 bytes of scales.
+// A type unpacks its block into groups of 32 values. The layout places the group: a row owns one word of
+// every 64 bytes of values, and one half of every 32 bytes of scales.
 #include "repack/repack.h"
 
 namespace engine {
@@ -9,8 +9,8 @@ namespace engine {
 namespace {
 
 struct Group {
-    uint8_t values[32];  // as the layout has them; 4-bit ones are pairs (i, 16 + i) in the first 16
-    uint16_t scales[2];  // the second only where groups are halved
+    uint8_t values[32];  // in the layout's encoding; 4-bit values are pairs (i, 16 + i) in the first 16 bytes
+    uint16_t scales[2];  // the second only in layouts with two scales per group
     uint16_t minima[2];
 };
 
@@ -72,7 +72,7 @@ bool pack_blocks(const RowPiece& piece, uint8_t* panel, int lane) {
     return finite;
 }
 
-// In the panel a float row is one word of every 64 bytes.
+// A float row owns one word of every 64 bytes of the panel.
 bool pack_f32(const RowPiece& piece, uint8_t* panel, int lane) {
     const uint8_t* value = piece.data;
     for (int k = piece.begin; k < piece.end; k++, value += piece.step)
@@ -91,12 +91,12 @@ bool pack_16bit(const RowPiece& piece, uint8_t* panel, int lane) {
     return true;
 }
 
-// Pairs (i, 16 + i) of 32 values below 16.
+// Packs 32 values below 16 as pairs (i, 16 + i).
 void pair_up(const uint8_t* values, uint8_t* pairs) {
     for (int i = 0; i < 16; i++) pairs[i] = uint8_t(values[i] | values[16 + i] << 4);
 }
 
-// Low halves of 16 bytes, then the high ones.
+// Unpacks the low nibbles of 16 bytes, then the high ones.
 void split_nibbles(const uint8_t* packed, uint8_t* values) {
     for (int i = 0; i < 16; i++) {
         values[i] = packed[i] & 15;
@@ -159,7 +159,7 @@ struct Q8_0 {
     }
 };
 
-// The sixteen levels of IQ4 types, 128 added.
+// The 16 quantization levels of the IQ4 types, plus 128.
 constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 void look_up_levels(const uint8_t* packed, uint8_t* values) {
@@ -176,7 +176,7 @@ struct IQ4_NL {
     }
 };
 
-// 0 factor, 2-3 high pairs and 4-7 low halves of eight scales, 8-135 indices of levels.
+// Bytes: 0-1 scale factor, 2-3 high two bits and 4-7 low four bits of eight scales, 8-135 level indices.
 struct IQ4_XS {
     static constexpr Layout kLayout = Layout::Q8;
     static constexpr int kGroups = 8, kBytes = 136;
@@ -190,7 +190,8 @@ struct IQ4_XS {
     }
 };
 
-// 0-15 scale | minimum << 4 per 16 values, 16-79 two bits each, 80 and 82 their factors.
+// Bytes: 0-15 scale | minimum << 4 per 16 values, 16-79 2-bit values, 80-81 scale factor, 82-83 minimum
+// factor.
 struct Q2_K {
     static constexpr Layout kLayout = Layout::Q4G16;
     static constexpr int kGroups = 8, kBytes = 84;
@@ -208,7 +209,8 @@ struct Q2_K {
     }
 };
 
-// 0-31 third bits, 32-95 low two bits, 96-107 sixteen 6-bit scales, 108 factor. Values are 4 too large.
+// Bytes: 0-31 third bits, 32-95 low two bits, 96-107 sixteen 6-bit scales, 108-109 scale factor. Values have
+// an offset of 4.
 struct Q3_K {
     static constexpr Layout kLayout = Layout::Q4G16;
     static constexpr int kGroups = 8, kBytes = 110;
@@ -233,8 +235,9 @@ struct Q3_K {
     }
 };
 
-// Eight scales and eight minima of 6 bits in 12 bytes. Bytes 0-3 and 4-7 hold the first four of each in
-// their low 6 bits; the last four have their low 4 bits in bytes 8-11, the high 2 on top of the first.
+// Eight 6-bit scales and eight 6-bit minima in 12 bytes. The first four of each are the low 6 bits of bytes
+// 0-3 and 4-7. The last four have their low 4 bits in bytes 8-11 and their high 2 bits in the top of bytes
+// 0-7.
 void scale_group(const uint8_t* block, int g, Group& out) {
     const uint8_t* packed = block + 4;
     int scale = packed[g % 4] & 63, minimum = packed[4 + g % 4] & 63;
@@ -246,7 +249,7 @@ void scale_group(const uint8_t* block, int g, Group& out) {
     out.minima[0] = times(half_at(block + 2), -minimum);
 }
 
-// 0 factor, 2 factor of minima, 4-15 scales and minima, 16-143 four bits each.
+// Bytes: 0-1 scale factor, 2-3 minimum factor, 4-15 scales and minima, 16-143 4-bit values.
 struct Q4_K {
     static constexpr Layout kLayout = Layout::Q4;
     static constexpr int kGroups = 8, kBytes = 144;
@@ -260,7 +263,7 @@ struct Q4_K {
     }
 };
 
-// As Q4_K, with fifth bits in 16-47 and low four bits in 48-175.
+// Bytes: as Q4_K, with the fifth bits in 16-47 and the low four bits in 48-175.
 struct Q5_K {
     static constexpr Layout kLayout = Layout::Q8M;
     static constexpr int kGroups = 8, kBytes = 176;
@@ -275,8 +278,8 @@ struct Q5_K {
     }
 };
 
-// 0-127 low four bits, 128-191 high two, 192-207 signed scale per 16 values, 208 factor. Values are 32
-// too large.
+// Bytes: 0-127 low four bits, 128-191 high two bits, 192-207 signed scales per 16 values, 208-209 scale
+// factor. Values have an offset of 32.
 struct Q6_K {
     static constexpr Layout kLayout = Layout::Q8G16;
     static constexpr int kGroups = 8, kBytes = 210;

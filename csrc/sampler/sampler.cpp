@@ -30,7 +30,7 @@ bool all_within(const int32_t* values, int count, int low, int end) {
     return std::all_of(values, values + count, [=](int32_t value) { return value >= low && value < end; });
 }
 
-// Calls `found(i)` for every logit that is at min_prob `floor`.
+// Calls `found(i)` for every logit >= `floor`. Columns whose maximum is below it are skipped.
 template <class F>
 void for_large(const float* x, int size, float floor, const std::vector<float>& maxima, const F& found) {
     for (int column = 0; column < int(maxima.size()); column++) {
@@ -41,8 +41,8 @@ void for_large(const float* x, int size, float floor, const std::vector<float>& 
     }
 }
 
-// The k-th largest logit, -infinity if fewer are no NaN; leaves the maxima of all columns in the scratch.
-// Of the columns' own maxima the k-th largest is a lower bound, so few columns need a closer look.
+// The k-th largest logit, or -infinity if fewer than k are not NaN. Leaves the column maxima in the scratch.
+// The k-th largest column maximum is a lower bound, so few columns need a full scan.
 float kth_largest(const ScanKernels& scan, const float* x, int size, int k, SampleScratch& scratch) {
     scan.column_maxima(x, size, scratch.maxima.data());
     float bound = kMinusInfinity;
@@ -61,7 +61,8 @@ float kth_largest(const ScanKernels& scan, const float* x, int size, int k, Samp
     return values[k - 1];
 }
 
-// The k top_tokens tokens, top_tokens first, of equals the first; returns how many there are.
+// Writes the ids of the k largest logits to the scratch, largest first, ties by lower id. Returns their
+// number.
 int top_tokens(const ScanKernels& scan, const float* x, int size, int k, SampleScratch& scratch) {
     float floor = kth_largest(scan, x, size, k, scratch);
     int32_t* ids = scratch.ids.data();
@@ -73,15 +74,15 @@ int top_tokens(const ScanKernels& scan, const float* x, int size, int k, SampleS
     return k;
 }
 
-// The largest probability at or above which tokens sum to at min_prob `target`, by bisection over the bits
-// of a float, whose order is that of the values. The last 7 bits stay 0, so that tokens whose
-// probabilities agree to one part in 65,536 count as equally likely. `probs` are the probabilities
-// between `min_prob` and `best`, which are known to reach the target; they are used up.
+// Top-p threshold: the largest probability such that tokens at or above it sum to at least `target`. It
+// bisects over the bits of a float, whose order is that of the values. The last 7 bits stay 0, so that tokens
+// whose probabilities agree to one part in 65,536 count as equally likely. `probs` are the probabilities in
+// [min_prob, best], which are known to reach the target; they are overwritten.
 float nucleus_floor(const ScanKernels& scan, float* probs, int count, float min_prob, float best,
                     float target) {
-    float low = 0x1p-63f, high = 2;            // the answer lies between
-    double mass_at_high = 0, mass_passed = 0;  // of probs from `high` up; of those no longer in the list
-    for (int bit = 28; bit >= 7; bit--) {      // of those set in 2^-63 .. 1, all but the highest
+    float low = 0x1p-63f, high = 2;            // bounds of the threshold
+    double mass_at_high = 0, mass_passed = 0;  // mass at or above `high`; mass already dropped from `probs`
+    for (int bit = 28; bit >= 7; bit--) {      // the bits that vary in 2^-63 .. 1, from the highest
         float middle = bits_to_float(float_to_bits(low) | 1u << bit);
         if (middle > best) continue;
         double mass = middle > min_prob ? mass_passed + scan.mass_above(probs, count, middle) : 1;
@@ -91,7 +92,7 @@ float nucleus_floor(const ScanKernels& scan, float* probs, int count, float min_
             high = middle;
             mass_at_high = mass;
         }
-        if (bit == 23 || bit == 16) {  // the octave is known, and then a small part of it
+        if (bit == 23 || bit == 16) {  // the exponent is known, then a small part of the mantissa
             count = scan.gather_probs(probs, count, 1, low, high, probs);
             mass_passed = mass_at_high;
         }
@@ -124,7 +125,7 @@ Sampler::Sampler(int vocab, int max_slots, int max_seq_len)
       max_slots_(max_slots),
       max_seq_len_(max_seq_len),
       words_(size_t(vocab)),
-      // One more column: the token that follows a full sequence is drawn though never computed on.
+      // One more column: the token after a full sequence is sampled but never computed on.
       history_(size_t(max_slots) * size_t(max_seq_len + 1) * sizeof(int32_t)),
       num_prompt_(size_t(max_slots)) {
     for (size_t token = 0; token < words_.size(); token++) words_[token] = uint32_t(mix(token));
@@ -171,7 +172,7 @@ void Sampler::begin(const SamplingArrays& inputs, const SampledArrays& outputs) 
     index_biases();
 }
 
-// Biases come in any order; each row wants its own, in the order they came in.
+// Groups the biases by row and keeps their order.
 void Sampler::index_biases() {
     bias_start_.assign(size_t(in_.rows) + 1, 0);
     bias_order_.resize(size_t(in_.biases));
@@ -179,7 +180,7 @@ void Sampler::index_biases() {
     for (size_t row = 0; row < size_t(in_.rows); row++) bias_start_[row + 1] += bias_start_[row];
     for (int i = in_.biases - 1; i >= 0; i--)
         bias_order_[size_t(--bias_start_[size_t(in_.bias_rows[i]) + 1])] = i;
-    // Filling moved each row's end down to its begin.
+    // Filling moved each row's end down to its beginning.
     for (size_t row = 0; row < size_t(in_.rows); row++) bias_start_[row] = bias_start_[row + 1];
     bias_start_[size_t(in_.rows)] = in_.biases;
 }
@@ -222,12 +223,12 @@ const float* Sampler::adjust(const Kernels& kernels, const float* logits, int ro
     return adjusted;
 }
 
-// Repetition scales away from likely; frequency and presence subtract, over output only.
+// The repetition penalty covers prompt and output. Frequency and presence penalties cover the output only.
 void Sampler::penalize(float* logits, int row, SampleScratch& scratch) const {
     const int32_t* tokens = tokens_of(in_.slots[row]);
     int length = in_.position[row], num_prompt = num_prompt_[size_t(in_.slots[row])];
     float repetition = in_.repetition[row];
-    int32_t* seen = scratch.seen.data();  // 1, and 2 more for each time the token was output
+    int32_t* seen = scratch.seen.data();  // 1 if seen, plus 2 for each time in the output
     for (int i = 0; i < length; i++) seen[tokens[i]] = (seen[tokens[i]] | 1) + (i >= num_prompt ? 2 : 0);
     for (int i = 0; i < length; i++) {
         int32_t token = tokens[i];
@@ -258,13 +259,13 @@ int Sampler::sample_token(const Kernels& kernels, const float* logits, int row,
         vocab_, best};
     if (top_p < 1 || min_p > 0) {
         float* weights = scratch.weights.data();
-        float prob_scale =
-            float(1 / scan.exp_weights(logits, vocab_, floor, temperature, top, weights));  // of the best
+        // Maps a weight to its probability. The best token has weight 1.
+        float prob_scale = float(1 / scan.exp_weights(logits, vocab_, floor, temperature, top, weights));
         job.rank = weights;
         job.rank_scale = prob_scale;
         job.floor = prob_scale * min_p;
         if (top_p < 1) {
-            // Tokens below this are together less than what top-p leaves out.
+            // Tokens below this have less mass together than top-p may drop.
             float min_prob = (1 - top_p) / float(vocab_) / 2;
             float* probs = scratch.values.data();
             int count = scan.gather_probs(weights, vocab_, prob_scale, min_prob, 2, probs);

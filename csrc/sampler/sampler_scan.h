@@ -1,10 +1,10 @@
-// Passes over a whole row of logits, one version per instruction set.
+// Passes over one row of logits, with one version per instruction set.
 #pragma once
 #include "base/kernels.h"
 
 namespace engine {
 
-// Maximum m is that of up to kColumnDepth logits: first_of(m), and every kColumns-th after it.
+// Maximum m covers up to kColumnDepth logits: first_of(m) and every kColumns-th after it.
 constexpr int kColumns = 16;
 constexpr int kColumnDepth = 32;
 constexpr int kChunkLogits = kColumns * kColumnDepth;
@@ -16,29 +16,31 @@ ENGINE_INLINE int first_of(int maximum) {
     return maximum / kColumns * kChunkLogits + maximum % kColumns;
 }
 
-// Tokens gumbel_argmax: the largest of logit / temperature + noise wins, among those with rank * scale >= floor.
+// Gumbel-max sampling: the largest logit / temperature + noise wins, among tokens with rank * rank_scale >=
+// floor.
 struct GumbelJob {
     const float* logits;
-    const uint32_t* words;  // of the tokens
+    const uint32_t* words;  // token hashes
     const float* rank;
     float rank_scale, floor;
     float temperature;
     uint32_t key, odd_key;  // of the row
     int size;
-    int first_guess;  // a token that is likely to win: the better, the fewer are looked at closely
+    int first_guess;  // a likely winner; a good guess leaves fewer tokens to score
 };
 
 struct ScanKernels {
     // out[i] = allowed bit i ? x[i] : -infinity
     void (*apply_mask)(const float* x, const uint32_t* allowed, int size, float* out);
-    // `num_maxima(size)` of them; NaN is never largest, and of nothing the largest is -infinity.
+    // Writes `num_maxima(size)` maxima. NaN is never the maximum; the maximum of nothing is -infinity.
     void (*column_maxima)(const float* x, int size, float* maxima);
-    // weights[i] = exp(x[i] / temperature - top), 0 where x[i] < floor or NaN; returns their sum.
+    // weights[i] = exp(x[i] / temperature - top), or 0 if x[i] < floor or NaN. Returns their sum.
     double (*exp_weights)(const float* x, int size, float floor, float temperature, float top,
                           float* weights);
-    // The products weights[i] * scale in [low, high); `out` may be `weights`, else it has room for size + 16.
+    // Collects the values weights[i] * scale in [low, high). `out` may be `weights`; otherwise it has room
+    // for size + 16.
     int (*gather_probs)(const float* weights, int size, float scale, float low, float high, float* out);
-    // The sum of the probs that are at min_prob `floor`.
+    // The sum of the probabilities >= `floor`.
     double (*mass_above)(const float* probs, int count, float floor);
     int (*gumbel_argmax)(const GumbelJob& job);
 };

@@ -1,4 +1,4 @@
-// The passes of sampler_scan.h, in the vector width of the including file's instruction set.
+// The passes of sampler_scan.h, in the vectors of the including file.
 #pragma once
 #include <math.h>
 #if defined(__SSE2__)
@@ -12,9 +12,9 @@ namespace engine {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int kFlush = 32;  // vectors added in float before they go on in double
+constexpr int kFlush = 32;  // vectors added in float before a flush to double
 
-// As many lanes as are left; the others are `rest`.
+// Loads up to kLanes values and pads with `rest`.
 template <class V, class T>
 ENGINE_INLINE V load_up_to(const T* from, int left, T rest) {
     V value = V{} + rest;
@@ -39,7 +39,7 @@ ENGINE_INLINE unsigned lane_bits(Ints mask) {
 #endif
 }
 
-// Calls `pass(x, at, count)` for every vector; the last may have fewer than kLanes values.
+// Calls `pass(x, at, count)` for every vector. The last one may have fewer than kLanes values.
 template <class F>
 ENGINE_INLINE void for_vectors(const float* x, int size, float rest, const F& pass) {
     int at = 0;
@@ -47,7 +47,7 @@ ENGINE_INLINE void for_vectors(const float* x, int size, float rest, const F& pa
     if (at < size) pass(load_up_to<Floats>(x + at, size - at, rest), at, size - at);
 }
 
-// Adds in float for a while, then in double.
+// Accumulates in float for kFlush vectors, then in double.
 struct Total {
     Floats some = {};
     double lanes[kLanes] = {};
@@ -95,10 +95,10 @@ void column_maxima(const float* x, int size, float* maxima) {
     }
 }
 
-// exp(x) for x <= 0, within 2 units in the last place; 0 below -87 and for NaN.
+// exp(x) for x <= 0, within 2 ulp. It is 0 below -87 and for NaN.
 ENGINE_INLINE Floats exp_negative(Floats x) {
     constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the low bits
+    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
     Ints in_range = x > -87.0f;
     Floats y = in_range ? x : Floats{};
     Floats shifted = y * kLog2e + kRounder;
@@ -151,7 +151,7 @@ double mass_above(const float* probs, int count, float floor) {
     return total.sum();
 }
 
-// 31 bits that depend on all bits of the row's keys and the token's word.
+// 31 bits that depend on all bits of the row's keys and of the token's hash.
 template <class W>
 ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
     word ^= key;
@@ -165,14 +165,14 @@ ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
 
 float gumbel_score(const GumbelJob& job, int token) {
     uint32_t bits = noise_bits(job.words[token], job.key, job.odd_key);
-    // Uniform in (0, 1), finest near 0: there lie the exponentials that win.
+    // Uniform in (0, 1), finest near 0, where the winning exponentials lie.
     float uniform = fminf(fmaxf(float(int32_t(bits)), 0.5f), 2147483520.0f) * 0x1p-31f;
     return job.logits[token] / job.temperature - logf(-log1pf(-uniform));
 }
 
-// A token beats `best` only if its exponential, which is at min_prob its uniform number, is at best
-// exp(logit / temperature - best). That is bounded from above by reading a whole number as a float (the
-// straight line through powers of two), so that only the few tokens below the bound need logarithms.
+// A token beats `best` only if its exponential variate, which is at least its uniform variate, is at most
+// exp(logit / temperature - best). Reinterpreting a scaled integer as a float gives an upper bound of that
+// exp. Only the few tokens below the bound need logarithms.
 int gumbel_argmax(const GumbelJob& job) {
     constexpr float kPerUnit = 12102203.2f, kOne = 1065353216.0f, kBits = 21.4875626f;  // 31 ln 2
     float inverse = 1 / job.temperature;

@@ -1,4 +1,4 @@
-// Norms, rotation and the scans of sampling for any CPU, and the embedding.
+// Norms, RoPE, logit reductions and the embedding lookup for any CPU.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"

@@ -1,7 +1,6 @@
-// Norms, rotation and the scans of sampling, for the vectors of the file that includes this.
+// Norms, RoPE and logit reductions, in the vectors of the including file.
 //
-// Sums are kept in doubles, one for each lane, and added up in one order, so they do not depend on
-// anything but the values.
+// Sums are accumulated in double per lane and reduced in a fixed order, so they depend only on the values.
 #pragma once
 #include <cmath>
 
@@ -11,7 +10,7 @@
 namespace engine {
 namespace {
 
-constexpr int kWide = kLanes / 2;  // lanes of doubles
+constexpr int kWide = kLanes / 2;  // lanes of a vector of doubles
 typedef float HalfFloats __attribute__((vector_size(4 * kWide)));
 typedef double Doubles __attribute__((vector_size(8 * kWide)));
 constexpr float kInfinity = __builtin_inff();
@@ -28,14 +27,14 @@ ENGINE_INLINE double sum_lanes(Doubles sums) {
     return total;
 }
 
-// The last `count` < kLanes values of a row, followed by `fill`.
+// The last `count` < kLanes values of a row, padded with `fill`.
 ENGINE_INLINE Floats load_tail(const float* x, int count, float fill) {
     float values[kLanes];
     for (int i = 0; i < kLanes; i++) values[i] = i < count ? x[i] : fill;
     return load(values);
 }
 
-// Sum over i of term(x[i]); `term` takes Doubles.
+// Sum over i of term(x[i]). `term` takes Doubles.
 template <class Term>
 ENGINE_INLINE double sum_terms(const float* x, int size, Term term) {
     constexpr int kChains = 4;
@@ -129,7 +128,7 @@ int argmax(const float* x, int size) {
     return 0;  // all are NaN
 }
 
-// Terms are added up by fours in float, then in double.
+// Adds four terms in float, then accumulates in double.
 double sum_exp(const float* x, int size, float max, float scale) {
     constexpr int kStep = 4 * kLanes;
     Doubles sums[2] = {};

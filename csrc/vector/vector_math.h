@@ -1,16 +1,16 @@
-// Functions on vectors that no instruction offers.
+// Elementary functions on vectors.
 #pragma once
 #include "vector/vectors.h"
 
 namespace engine {
 namespace {
 
-// e to the x, within 2 units in the last place; 0 below -87.3, no more than 2.4e38, NaN for NaN.
+// exp(x), within 2 ulp. It is 0 below -87.3 and at most 2.4e38; NaN gives NaN.
 ENGINE_INLINE Floats vexp(Floats x) {
     const Floats lowest = all(-87.3f), highest = all(88.37f);
     Floats bounded = x < lowest ? lowest : x;
     bounded = bounded > highest ? highest : bounded;
-    // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
+    // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits.
     Floats shifted = bounded * 1.44269504f + 12582912.0f;
     Floats whole = shifted - 12582912.0f;
     Floats r = bounded - whole * 0.693359375f;

@@ -1,6 +1,7 @@
-// Elementary functions of 16 floats, to about 2e-7 of their value. NaN stays NaN, infinities have limits.
+// Elementary functions on 16 floats, with a relative error of about 2e-7. NaN gives NaN, infinities give the
+// limits.
 #pragma once
-// GCC 12 warns of the registers that its own intrinsics leave undefined on purpose.
+// GCC 12 warns about registers that its own intrinsics leave undefined on purpose.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -20,11 +21,12 @@ ENGINE_INLINE __m512 polynomial(__m512 x, const float (&coefficients)[N]) {
 }
 
 ENGINE_INLINE __m512 vexp(__m512 x) {
-    // Beyond these limits the result is infinite or zero. As second operands NaNs survive min and max.
+    // Outside these bounds the result is infinite or zero. NaN is the second operand of min and max and
+    // survives both.
     x = _mm512_max_ps(_mm512_set1_ps(-110.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));
     __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // ln 2 in two parts, the first of few bits: the difference is exact
+    // ln 2 as two constants; the first has few bits, so that its product is exact
     __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);
     rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), rest);
     const float tail[] = {0.50000001201f,   0.16666665459f,   0.041665795894f,
@@ -49,7 +51,7 @@ ENGINE_INLINE __m512 verf(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f);
     const float near_zero[] = {1.12837912f,   -0.37612326f,  0.1128018f,
                                -0.026711308f, 4.9175469e-3f, -5.6314029e-4f};
-    // of erfc(z) * exp(z * z) = t * polynomial(t), t = 1 / (1 + z / 2)
+    // erfc(z) * exp(z * z) = t * polynomial(t), with t = 1 / (1 + z / 2)
     const float complement[] = {0.282086850f, 0.282367813f,  0.243157781f, 0.202474922f,  -0.026128435f,
                                 0.277350067f, -0.486576694f, 0.284275516f, -0.0590078613f};
     __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x);

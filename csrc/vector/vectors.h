@@ -1,5 +1,5 @@
-// Vectors of the width that a file is compiled for. Written with the compiler's vector types, so that one
-// text serves every instruction set.
+// Vectors as wide as the instruction set of the including file. They are GCC vector extensions, so that one
+// source serves every instruction set.
 #pragma once
 #include "base/common.h"
 
