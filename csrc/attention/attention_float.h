@@ -61,7 +61,7 @@ ENGINE_INLINE void score_tile(const uint8_t* tile, Prefetch prefetch, const floa
                 for (int i = 0; i < kBytes; i += 64) prefetch.at(column / 4 * kBytes + i);
             Floats keys[4];
             load_keys<type>(tile, column, lane, keys);
-            unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+            unroll<N>([&](auto n) __attribute__((always_inline)) {
                 const float* query = queries + n * dim + column;
                 even[n] = vfma_lane<4, 0>(keys[0], query, even[n]);
                 odd[n] = vfma_lane<4, 1>(keys[1], query, odd[n]);
@@ -69,7 +69,7 @@ ENGINE_INLINE void score_tile(const uint8_t* tile, Prefetch prefetch, const floa
                 odd[n] = vfma_lane<4, 3>(keys[3], query, odd[n]);
             });
         }
-        unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+        unroll<N>([&](auto n) __attribute__((always_inline)) {
             store(scores + n * kChunk + lane, even[n] + odd[n]);
         });
     }
@@ -136,17 +136,17 @@ ENGINE_INLINE void accumulate_columns(const ChunkTiles& tiles, const float* weig
         for (int pair = 0; pair < 8; pair++) {
             const float* weight = weights + tile * 16 + pair * 2;
             for (int i = 0; i < C * kLanes * kBytes; i += 64) prefetch.at((pair * dim + column) * kBytes + i);
-            unroll(Indices<C>(), [&](auto c) __attribute__((always_inline)) {
+            unroll<C>([&](auto c) __attribute__((always_inline)) {
                 Floats even, odd;
                 load_values<type>(values, dim, pair, column + c * kLanes, even, odd);
-                unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+                unroll<N>([&](auto n) __attribute__((always_inline)) {
                     sum[n][c] = vfma_lane<2, 0>(even, weight + n * kChunk, sum[n][c]);
                     sum[n][c] = vfma_lane<2, 1>(odd, weight + n * kChunk, sum[n][c]);
                 });
             });
         }
     }
-    unroll(Indices<N * C>(), [&](auto i) __attribute__((always_inline)) {
+    unroll<N * C>([&](auto i) __attribute__((always_inline)) {
         store(sums + i / C * dim + column + i % C * kLanes, sum[i / C][i % C]);
     });
 }
@@ -180,12 +180,12 @@ void accumulate_converted(const float* values, int fours, const float* weights, 
         Floats sum[kSums] = {};
         const float* from = values;
         for (int four = 0; four < fours; four++, from += 4 * kWidth)
-            unroll(Indices<4 * kSums>(), [&](auto i) __attribute__((always_inline)) {
+            unroll<4 * kSums>([&](auto i) __attribute__((always_inline)) {
                 constexpr int position = i / kSums, n = i % kSums / kColumns, c = i % kColumns;
                 sum[i % kSums] = vfma_lane<4, position>(load(from + position * kWidth + c * kLanes),
                                                         weights + n * kChunk + four * 4, sum[i % kSums]);
             });
-        unroll(Indices<kSums>(), [&](auto i) __attribute__((always_inline)) {
+        unroll<kSums>([&](auto i) __attribute__((always_inline)) {
             store(sums + i / kColumns * dim + i % kColumns * kLanes, sum[i]);
         });
     }

@@ -13,15 +13,15 @@ struct Int8Scale {
 // int8 scale of a head: absmax maps to 127. NaN or infinity gives a NaN scale, so that the step is found
 // non-finite.
 Int8Scale find_int8_scale(const float* x, int size) {
-    float largest = 0;
+    float absmax = 0;
     bool finite = true;
     for (int i = 0; i < size; i++) {
         float magnitude = __builtin_fabsf(x[i]);
         finite &= magnitude <= __FLT_MAX__;
-        largest = magnitude > largest ? magnitude : largest;
+        absmax = magnitude > absmax ? magnitude : absmax;
     }
     if (!finite) return {__builtin_nanf(""), 0.0f};
-    return {largest / 127.0f, largest > 1e-30f ? 127.0f / largest : 0.0f};
+    return {absmax / 127.0f, absmax > 1e-30f ? 127.0f / absmax : 0.0f};
 }
 
 ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Int8Scale int8_scale) {
@@ -31,11 +31,11 @@ ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Int8Scale 
         uint16_t rounded = float_to_bf16(value);
         memcpy(to, &rounded, sizeof rounded);
     } else {
-        float whole = int8_scale.inverse == 0.0f ? 0.0f : value * int8_scale.inverse;
+        float quantized = int8_scale.inverse == 0.0f ? 0.0f : value * int8_scale.inverse;
 #if defined(__aarch64__)
-        __asm__("" : "+w"(whole));  // stops the compiler from fusing the product with the addition below
+        __asm__("" : "+w"(quantized));  // stops the compiler from fusing the product with the addition below
 #endif
-        *to = uint8_t(float_to_bits(whole + 12582912.0f));  // to nearest, ties to even
+        *to = uint8_t(float_to_bits(quantized + kRoundShift));
     }
 }
 

@@ -25,8 +25,8 @@ struct Int8Scale {
 };
 
 // NaN or infinity gives a non-finite scale, so that the step is found non-finite.
-ENGINE_INLINE Int8Scale scale_to(float whole, float largest) {
-    return {largest / whole, largest > 1e-30f && largest <= __FLT_MAX__ ? whole / largest : 0.0f};
+ENGINE_INLINE Int8Scale scale_to(float max_quantized, float absmax) {
+    return {absmax / max_quantized, absmax > 1e-30f && absmax <= __FLT_MAX__ ? max_quantized / absmax : 0.0f};
 }
 
 ENGINE_INLINE int8x16_t narrowed(const int32x4_t (&x)[4]) {
@@ -49,9 +49,9 @@ struct Terms {
 };
 
 ENGINE_INLINE float reduce_max(const float* x, int size) {
-    float32x4_t largest = vdupq_n_f32(0);
-    for (int i = 0; i < size; i += 4) largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(x + i)));
-    return vmaxvq_f32(largest);
+    float32x4_t absmax = vdupq_n_f32(0);
+    for (int i = 0; i < size; i += 4) absmax = vmaxq_f32(absmax, vabsq_f32(vld1q_f32(x + i)));
+    return vmaxvq_f32(absmax);
 }
 
 void quantize_query(const float* query, const Terms& to) {
@@ -60,9 +60,10 @@ void quantize_query(const float* query, const Terms& to) {
     for (int i = 0; i < to.size; i += 16) {
         int32x4_t highs[4], lows[4];
         for (int v = 0; v < 4; v++) {
-            int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(query + i + 4 * v), int8_scale.inverse));
-            highs[v] = vrshrq_n_s32(whole, 7);
-            lows[v] = vsubq_s32(whole, vshlq_n_s32(highs[v], 7));
+            int32x4_t quantized =
+                vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(query + i + 4 * v), int8_scale.inverse));
+            highs[v] = vrshrq_n_s32(quantized, 7);
+            lows[v] = vsubq_s32(quantized, vshlq_n_s32(highs[v], 7));
         }
         to.write(i, highs, lows);
     }
@@ -72,9 +73,9 @@ void quantize_query(const float* query, const Terms& to) {
 ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     float padded[16] = {};
     if (count < 16) x = static_cast<const float*>(memcpy(padded, x, size_t(count) * sizeof(float)));
-    int32x4_t whole[4];
-    for (int v = 0; v < 4; v++) whole[v] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * v), inverse));
-    return narrowed(whole);
+    int32x4_t quantized[4];
+    for (int v = 0; v < 4; v++) quantized[v] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * v), inverse));
+    return narrowed(quantized);
 }
 
 // Writes one token of one head. Its keys are in groups of four adjacent bytes, its values are every fourth
@@ -91,7 +92,7 @@ void write_head(const float* keys, const float* values, int size, int dim, int l
         auto* of_key = reinterpret_cast<int32_t*>(key_tile + key_offset(KvType::INT8, lane, i));
         auto* of_value = reinterpret_cast<int8_t*>(value_tile + value_offset(KvType::INT8, dim, lane, i));
         const int count = size - i < 16 ? size - i : 16;
-        unroll(Indices<16>(), [&](auto j) __attribute__((always_inline)) {
+        unroll<16>([&](auto j) __attribute__((always_inline)) {
             if (j >= count) return;
             if constexpr (j % 4 == 0) vst1q_lane_s32(of_key + j * 4, vreinterpretq_s32_s8(key), j / 4);
             vst1q_lane_s8(of_value + j * 4, value, j);
@@ -111,25 +112,26 @@ void write_kv(const KvCache& cache, int layer, int64_t slot, const float* keys, 
 
 // Multiplies the softmax weights by the scales of their values, then quantizes them.
 void quantize_weights(float* weights, const ChunkTiles& tiles, int dim, const Terms& to) {
-    float32x4_t largest[4] = {};
+    float32x4_t absmax[4] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
         const float* scales = reinterpret_cast<const float*>(tiles.values[tile] + dim * 16);
         for (int v = 0; v < 4; v++) {
             float* at = weights + tile * 16 + 4 * v;
             float32x4_t scaled = vmulq_f32(vld1q_f32(at), vld1q_f32(scales + 4 * v));
             vst1q_f32(at, scaled);
-            largest[v] = vmaxq_f32(largest[v], scaled);
+            absmax[v] = vmaxq_f32(absmax[v], scaled);
         }
     }
-    float32x4_t four = vmaxq_f32(vmaxq_f32(largest[0], largest[1]), vmaxq_f32(largest[2], largest[3]));
-    Int8Scale int8_scale = scale_to(kMaxWeight, vmaxvq_f32(four));
+    float32x4_t lanes = vmaxq_f32(vmaxq_f32(absmax[0], absmax[1]), vmaxq_f32(absmax[2], absmax[3]));
+    Int8Scale int8_scale = scale_to(kMaxWeight, vmaxvq_f32(lanes));
     *to.scales = int8_scale.scale;
     for (int i = tiles.begin * 16; i < tiles.end * 16; i += 16) {
         int32x4_t highs[4], lows[4];
         for (int v = 0; v < 4; v++) {
-            int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(weights + i + 4 * v), int8_scale.inverse));
-            highs[v] = vshrq_n_s32(whole, 7);
-            lows[v] = vandq_s32(whole, vdupq_n_s32(127));
+            int32x4_t quantized =
+                vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(weights + i + 4 * v), int8_scale.inverse));
+            highs[v] = vshrq_n_s32(quantized, 7);
+            lows[v] = vandq_s32(quantized, vdupq_n_s32(127));
         }
         to.write(i, highs, lows);
     }
@@ -144,12 +146,12 @@ struct Sums {
     // Accumulates 16 bytes times four bytes of each query's term into vector `v`.
     template <int v, int FOUR>
     __attribute__((always_inline)) void add(int8x16_t bytes, const int8x16_t (&terms)[N]) {
-        unroll(Indices<N>(), [&](auto n) __attribute__((always_inline)) {
+        unroll<N>([&](auto n) __attribute__((always_inline)) {
             sums[n][v] = vdotq_laneq_s32(sums[n][v], bytes, terms[n], FOUR);
         });
     }
     __attribute__((always_inline)) void end_high() {
-        unroll(Indices<N * V>(), [&](auto i) __attribute__((always_inline)) {
+        unroll<N * V>([&](auto i) __attribute__((always_inline)) {
             sums[i / V][i % V] = vshlq_n_s32(sums[i / V][i % V], 7);
         });
     }
@@ -157,8 +159,7 @@ struct Sums {
 
 template <int N>
 ENGINE_INLINE void load_terms(const int8_t* from, int stride, int8x16_t (&terms)[N]) {
-    unroll(Indices<N>(),
-           [&](auto n) __attribute__((always_inline)) { terms[n] = vld1q_s8(from + n * stride); });
+    unroll<N>([&](auto n) __attribute__((always_inline)) { terms[n] = vld1q_s8(from + n * stride); });
 }
 
 // QK: scores[query][0:16] over one tile.
@@ -174,12 +175,12 @@ void score(const uint8_t* tile, Prefetch prefetch, const Terms& queries, float* 
             load_terms<N>(term + column, queries.size, terms);
             if (term == queries.high)
                 for (int i = 0; i < 256; i += 64) prefetch.at(column * 16 + i);
-            unroll(Indices<16>(), [&](auto i) __attribute__((always_inline)) {
+            unroll<16>([&](auto i) __attribute__((always_inline)) {
                 found.template add<i % 4, i / 4>(vld1q_s8(keys + column * 16 + i * 16), terms);
             });
         }
     }
-    unroll(Indices<N * 4>(), [&](auto i) __attribute__((always_inline)) {
+    unroll<N * 4>([&](auto i) __attribute__((always_inline)) {
         constexpr int n = i / 4, v = i % 4;
         float32x4_t scale = vmulq_n_f32(vld1q_f32(scales + 4 * v), queries.scales[n]);
         vst1q_f32(scores + n * kChunk + 4 * v, vmulq_f32(vcvtq_f32_s32(found.sums[n][v]), scale));
@@ -199,13 +200,13 @@ void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int colu
             load_terms<N>(term + tile * 16, weights.size, terms);
             if (term == weights.high)
                 for (int i = 0; i < 8; i++) prefetch.at((i / 2 * dim + column) * 4 + i % 2 * 64);
-            unroll(Indices<4 * kVectors>(), [&](auto i) __attribute__((always_inline)) {
+            unroll<4 * kVectors>([&](auto i) __attribute__((always_inline)) {
                 constexpr int four = i / kVectors, v = i % kVectors;
                 found.template add<v, four>(vld1q_s8(values + four * dim * 4 + v * 16), terms);
             });
         }
     }
-    unroll(Indices<N * kVectors>(), [&](auto i) __attribute__((always_inline)) {
+    unroll<N * kVectors>([&](auto i) __attribute__((always_inline)) {
         constexpr int n = i / kVectors, v = i % kVectors;
         float32x4_t sums = vcvtq_f32_s32(found.sums[n][v]);
         vst1q_f32(results + n * dim + column + 4 * v, vmulq_n_f32(sums, weights.scales[n]));
@@ -240,8 +241,8 @@ Int8Scratch int8_scratch(const AttentionShape& shape, uint8_t* base) {
 }
 
 size_t scratch_bytes(const AttentionShape& shape) {
-    size_t whole = int8_scratch(shape, nullptr).bytes, other = other_scratch_bytes(shape);
-    return whole > other ? whole : other;
+    size_t int8 = int8_scratch(shape, nullptr).bytes, other = other_scratch_bytes(shape);
+    return int8 > other ? int8 : other;
 }
 
 void attend_chunk(const Queries& queries, int chunk, const Int8Scratch& scratch) {

@@ -125,8 +125,8 @@ ENGINE_INLINE Part part_at(const AttentionJob& job, int index, int head) {
 // exp2(x) for x <= 0.
 ENGINE_NO_CONTRACTION float exp2_scalar(float x) {
     if (x < -125.0f) return 0.0f;
-    float shifted = x + 12582912.0f;  // rounds to nearest; the integer is in the low bits
-    float r = x - (shifted - 12582912.0f);
+    float shifted = x + kRoundShift;
+    float r = x - (shifted - kRoundShift);
     float p = 1.535336144e-4f * r + 1.339887457e-3f;
     p = p * r + 9.618437361e-3f;
     p = p * r + 5.550332471e-2f;

@@ -1,9 +1,8 @@
 // The softmax between QK and PV, and the scratch memory of attention, in the vectors of the including file.
 #pragma once
-#include <utility>
-
 #include "attention/attention_parts.h"
 #include "attention/attention_vectors.h"
+#include "base/unroll.h"
 
 namespace engine {
 namespace {
@@ -22,13 +21,6 @@ struct Prefetch {
     }
 };
 
-template <int... I, class F>
-ENGINE_INLINE void unroll(std::integer_sequence<int, I...>, F&& f) {
-    (f(std::integral_constant<int, I>()), ...);
-}
-template <int N>
-using Indices = std::make_integer_sequence<int, N>;
-
 // The tiles of a chunk, and those to prefetch.
 ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     const ChunkPlace place{queries.index, queries.kv_head, chunk};
@@ -46,13 +38,13 @@ ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, f
     int begin = seen.begin / 16 * 16, end = round_up(seen.end, 16);
     for (int i = begin; i < seen.begin; i++) scores[i] = -__builtin_inff();
     for (int i = seen.end; i < end; i++) scores[i] = -__builtin_inff();
-    Floats largest = load(scores + begin);
-    for (int i = begin + kLanes; i < end; i += kLanes) largest = vmax(largest, load(scores + i));
-    float max = reduce_max(largest);
+    Floats lane_max = load(scores + begin);
+    for (int i = begin + kLanes; i < end; i += kLanes) lane_max = vmax(lane_max, load(scores + i));
+    float max = reduce_max(lane_max);
     Floats sums = {};
     for (int i = begin; i < end; i += 16) {  // one tile at a time, so that its vectors are independent
         Floats weights[16 / kLanes];
-        unroll(Indices<16 / kLanes>(), [&](auto v) __attribute__((always_inline)) {
+        unroll<16 / kLanes>([&](auto v) __attribute__((always_inline)) {
             weights[v] = vexp2(load(scores + i + v * kLanes) - all(max));
         });
         for (int v = 0; v < 16 / kLanes; v++) {

@@ -143,8 +143,8 @@ ENGINE_INLINE Floats vexp2(Floats x) {
 #else
     const Floats lowest = all(-125.0f);
     Floats bounded = x < lowest ? lowest : x;
-    Floats shifted = bounded + 12582912.0f;  // rounds to nearest; the integer is in the low bits
-    Floats r = bounded - (shifted - 12582912.0f);
+    Floats shifted = bounded + kRoundShift;
+    Floats r = bounded - (shifted - kRoundShift);
     const float coefficients[] = {
         1.0f,           6.931472029e-1f, 2.402264791e-1f, 5.550332471e-2f, 9.618437361e-3f, 1.339887457e-3f,
         1.535336144e-4f};

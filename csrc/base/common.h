@@ -20,6 +20,11 @@ ENGINE_INLINE size_t round_up_size(size_t a, size_t b) {
     return (a + b - 1) / b * b;
 }
 
+// 1.5 * 2^23. Adding it to a float rounds to the nearest integer, ties to even, and leaves the integer in the
+// low mantissa bits. Adding an integer to its bits gives the float kRoundShift + integer.
+constexpr float kRoundShift = 12582912.0f;
+constexpr int32_t kRoundShiftBits = 0x4b400000;
+
 ENGINE_INLINE float bits_to_float(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);

@@ -31,6 +31,17 @@ constexpr int kGroup = 32;
 constexpr int kTileColumns = 64;  // of a tile of layout I8
 constexpr size_t kTileBytes = kTileColumns * kPanelRows;
 
+ENGINE_INLINE constexpr bool is_4_bit(Layout layout) {
+    return layout == Layout::Q4 || layout == Layout::Q4G16;
+}
+ENGINE_INLINE constexpr bool has_minima(Layout layout) {
+    return is_4_bit(layout) || layout == Layout::Q8M;
+}
+// Scales that a channel has in a group; each covers an equal number of values.
+ENGINE_INLINE constexpr int scales_per_group(Layout layout) {
+    return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
+}
+
 // Bytes from one group to the next.
 ENGINE_INLINE size_t group_bytes(Layout layout) {
     switch (layout) {

@@ -77,11 +77,11 @@ class Cache {
         if (cache_.type == KvType::INT8)
             return float(int8_t(tile[offset])) * *scale_at(tile, cache_.dim(), lane);
         uint16_t half;
-        float whole;
+        float single;
         memcpy(&half, tile + offset, sizeof half);
         if (cache_.type == KvType::BF16) return bf16_to_float(half);
-        memcpy(&whole, tile + offset, sizeof whole);
-        return whole;
+        memcpy(&single, tile + offset, sizeof single);
+        return single;
     }
 
     KvCache cache_;

@@ -17,10 +17,6 @@ using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Result = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
-void check(bool holds, const char* message) {
-    if (!holds) throw nb::value_error(message);
-}
-
 // On the heap and without slack, so that AddressSanitizer detects accesses past the end.
 class Buffer {
   public:
@@ -42,17 +38,17 @@ class BoundMatmul {
     BoundMatmul(const std::string& isa, int numerics, int layout, const Bytes& weights, int rows, int columns,
                 int tokens, bool gated)
         : kernels_(kernels_named(isa)), numerics_(numerics), tokens_(tokens) {
-        check(numerics >= 0 && numerics < kNumerics && kernels_.matmul[numerics], "no such numerics");
-        check(layout >= 0 && layout <= int(Layout::I8), "no such layout");
-        check((layout == int(Layout::I8)) == (numerics == int(Numerics::INT8_PER_CHANNEL)),
-              "a layout that these numerics do not read");
-        check(rows > 0 && columns > 0 && tokens > 0, "rows, columns and tokens must be positive");
-        check(layout != int(Layout::I8) || columns <= kMaxPerChannelColumns, "too many columns");
+        require(numerics >= 0 && numerics < kNumerics && kernels_.matmul[numerics], "no such numerics");
+        require(layout >= 0 && layout <= int(Layout::I8), "no such layout");
+        require((layout == int(Layout::I8)) == (numerics == int(Numerics::INT8_PER_CHANNEL)),
+                "a layout that these numerics do not read");
+        require(rows > 0 && columns > 0 && tokens > 0, "rows, columns and tokens must be positive");
+        require(layout != int(Layout::I8) || columns <= kMaxPerChannelColumns, "too many columns");
         matrix_ = {Layout(layout), rows, columns, weights.data()};
         units_ = gated ? div_up(rows / 2, kPanelRows) : matrix_.panels();
         panels_ = gated ? 2 * units_ : units_;
-        check(size_t(panels_) * matrix_.stride() <= weights.size(), "the weights are too short");
-        check(reinterpret_cast<uintptr_t>(weights.data()) % 64 == 0, "the weights are not aligned");
+        require(size_t(panels_) * matrix_.stride() <= weights.size(), "the weights are too short");
+        require(reinterpret_cast<uintptr_t>(weights.data()) % 64 == 0, "the weights are not aligned");
         input_.emplace(kernels_.packed_bytes[numerics](tokens, columns));
         scratch_.emplace(kernels_.scratch_bytes(columns));
     }
@@ -75,33 +71,33 @@ class BoundMatmul {
 Result matmul(const std::string& isa, int numerics, int layout, Bytes weights, int rows, int columns, Rows x,
               std::optional<Vector> bias, int activation, bool gated, std::optional<Rows> residual) {
     int tokens = int(x.shape(0)), width = gated ? rows / 2 : rows;
-    check(int(x.shape(1)) == columns, "x has the wrong number of columns");
-    check(activation >= 0 && activation <= int(Activation::GeluTanh), "no such activation");
-    BoundMatmul product(isa, numerics, layout, weights, rows, columns, tokens, gated);
-    std::vector<float> padded(size_t(product.panels() * kPanelRows));
+    require(int(x.shape(1)) == columns, "x has the wrong number of columns");
+    require(activation >= 0 && activation <= int(Activation::GeluTanh), "no such activation");
+    BoundMatmul bound(isa, numerics, layout, weights, rows, columns, tokens, gated);
+    std::vector<float> padded(size_t(bound.panels() * kPanelRows));
     if (bias) {
-        check(bias->size() <= padded.size(), "the bias is too long");
+        require(bias->size() <= padded.size(), "the bias is too long");
         memcpy(padded.data(), bias->data(), bias->size() * sizeof(float));
     }
     size_t values = size_t(tokens) * size_t(width);
     float* out = new float[values];
     nb::capsule owner(out, [](void* data) noexcept { delete[] static_cast<float*>(data); });
     if (residual) {
-        check(residual->size() == values, "the residual has the wrong shape");
+        require(residual->size() == values, "the residual has the wrong shape");
         memcpy(out, residual->data(), values * sizeof(float));
     }
     const float* biases = bias ? padded.data() : nullptr;
-    product.run(x.data(), {out, width, biases, Activation(activation), gated, residual.has_value()});
+    bound.run(x.data(), {out, width, biases, Activation(activation), gated, residual.has_value()});
     return Result(out, {size_t(tokens), size_t(width)}, owner);
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> requantize(const std::string& isa, int layout, Bytes weights,
                                                         int rows, int columns) {
     const Kernels& kernels = kernels_named(isa);
-    check(kernels.requantize_panel, "this instruction set has no per-channel int8 matmul");
-    check(layout >= 0 && layout <= int(Layout::F32), "no such layout");
+    require(kernels.requantize_panel, "this instruction set has no per-channel int8 matmul");
+    require(layout >= 0 && layout <= int(Layout::F32), "no such layout");
     const Matrix from{Layout(layout), rows, columns, weights.data()};
-    check(rows > 0 && columns > 0 && from.bytes() <= weights.size(), "the weights are too short");
+    require(rows > 0 && columns > 0 && from.bytes() <= weights.size(), "the weights are too short");
     const Matrix to{Layout::I8, rows, columns, nullptr};
     const size_t panels = weights.size() / from.stride();
     Buffer values(size_t(round_up(columns, kTileColumns)) * kPanelRows * sizeof(float));
@@ -115,7 +111,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> requantize(const std::string& isa, 
 
 double bench_matmul(const std::string& isa, int numerics, int layout, Bytes weights, int rows, int columns,
                     int tokens, int repeats) {
-    BoundMatmul product(isa, numerics, layout, weights, rows, columns, tokens, false);
+    BoundMatmul bound(isa, numerics, layout, weights, rows, columns, tokens, false);
     Buffer x(size_t(tokens) * size_t(columns) * sizeof(float));
     for (int i = 0; i < tokens * columns; i++) x.floats()[i] = float(i * 7919 % 2003 - 1001) / 1001;
     Buffer out(size_t(tokens) * size_t(rows) * sizeof(float));
@@ -123,7 +119,7 @@ double bench_matmul(const std::string& isa, int numerics, int layout, Bytes weig
     nb::gil_scoped_release unlocked;
     for (int i = 0; i < repeats; i++) {
         auto start = std::chrono::steady_clock::now();
-        product.run(x.floats(), {out.floats(), rows, nullptr, Activation::None, false, false});
+        bound.run(x.floats(), {out.floats(), rows, nullptr, Activation::None, false, false});
         std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
         best = took.count() < best ? took.count() : best;
     }

@@ -17,10 +17,6 @@ using PartArgument = std::tuple<std::string, Array<const uint8_t, 1>, int, Order
 // (layout, columns, interleaved, parts, out)
 using MatrixArgument = std::tuple<int, int, bool, std::vector<PartArgument>, Array<uint8_t, 1>>;
 
-void require(bool condition, const char* message) {
-    if (!condition) throw nb::value_error(message);
-}
-
 const StoredType& type_named(const std::string& name) {
     const StoredType* type = stored_type(name);
     if (!type) throw nb::value_error(("there are no panels for the storage type '" + name + "'").c_str());

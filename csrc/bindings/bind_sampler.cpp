@@ -5,10 +5,6 @@
 namespace engine {
 namespace {
 
-void need(bool holds, const char* what) {
-    if (!holds) throw nb::value_error(what);
-}
-
 size_t length(nb::handle sampling, const char* name) {
     return nb::len(nb::object(sampling.attr(name)));
 }
@@ -27,8 +23,8 @@ nb::tuple sample(Sampler& sampler, const std::string& isa, Array<const float, 2>
                  nb::handle sampling) {
     const Kernels& kernels = kernels_named(isa);
     SamplingCall call(sampling);
-    need(logits.shape(0) == size_t(call.inputs.rows), "logits and sampling differ in rows");
-    need(logits.shape(1) == size_t(sampler.vocab()), "logits and sampler differ in vocabulary");
+    require(logits.shape(0) == size_t(call.inputs.rows), "logits and sampling differ in rows");
+    require(logits.shape(1) == size_t(sampler.vocab()), "logits and sampler differ in vocabulary");
     SampleScratch scratch(sampler.vocab());
     sampler.begin(call.inputs, call.outputs);
     for (int row = 0; row < call.inputs.rows; row++)
@@ -58,7 +54,7 @@ SamplingCall::SamplingCall(nb::handle sampling) {
     nb::object mask = sampling.attr("mask");
     if (!mask.is_none()) {
         auto bits = nb::cast<Array<const uint32_t, 2>>(mask);
-        need(bits.shape(0) == rows, "mask: another number of rows");
+        require(bits.shape(0) == rows, "mask: another number of rows");
         inputs.mask = bits.data();
         inputs.mask_words = int(bits.shape(1));
         keep_.push_back(nb::cast(bits));
@@ -78,7 +74,7 @@ SamplingCall::SamplingCall(nb::handle sampling) {
 template <class T>
 const T* SamplingCall::column(nb::handle sampling, const char* name, size_t size) {
     auto values = nb::cast<Array<const T, 1>>(sampling.attr(name));
-    need(values.shape(0) == size, name);
+    require(values.shape(0) == size, name);
     keep_.push_back(nb::cast(values));
     return values.data();
 }
@@ -99,7 +95,7 @@ void SamplingCall::read_histories(nb::handle sampling) {
     inputs.history_tokens = column<int32_t>(sampling, "history_tokens", tokens);
     inputs.history_num_prompt = column<int32_t>(sampling, "history_num_prompt", count);
     const int32_t* ends = inputs.history_start;
-    need(*std::max_element(ends, ends + count + 1) <= int64_t(tokens), "history_start");
+    require(*std::max_element(ends, ends + count + 1) <= int64_t(tokens), "history_start");
 }
 
 nb::tuple SamplingCall::results() const {

@@ -9,38 +9,34 @@ namespace {
 using Row = Array<float, 1>;
 using ConstRow = Array<const float, 1>;
 
-void need(bool holds, const char* what) {
-    if (!holds) throw nb::value_error(what);
-}
-
 int size_of(const ConstRow& row) {
     return int(row.shape(0));
 }
 
 void embed(const std::string& isa, const Array<const uint8_t, 1>& data, int layout, int rows, int index,
            Row out) {
-    need(layout >= 0 && layout <= int(Layout::F32), "no such layout");
+    require(layout >= 0 && layout <= int(Layout::F32), "no such layout");
     Matrix table{Layout(layout), rows, int(out.shape(0)), data.data()};
-    need(data.shape(0) >= table.bytes() && index >= 0 && index < rows, "the table is too small");
+    require(data.shape(0) >= table.bytes() && index >= 0 && index < rows, "the table is too small");
     kernels_named(isa).embed(table, index, out.data());
 }
 
 void rms_norm(const std::string& isa, const ConstRow& x, const ConstRow& weight, float eps, Row out) {
-    need(size_of(x) == size_of(weight) && x.shape(0) == out.shape(0), "sizes differ");
+    require(size_of(x) == size_of(weight) && x.shape(0) == out.shape(0), "sizes differ");
     kernels_named(isa).rms_norm(x.data(), weight.data(), eps, size_of(x), out.data());
 }
 
 void layer_norm(const std::string& isa, const ConstRow& x, const ConstRow& weight,
                 std::optional<ConstRow> bias, float eps, Row out) {
-    need(size_of(x) == size_of(weight) && x.shape(0) == out.shape(0), "sizes differ");
-    need(!bias || size_of(*bias) == size_of(x), "sizes differ");
+    require(size_of(x) == size_of(weight) && x.shape(0) == out.shape(0), "sizes differ");
+    require(!bias || size_of(*bias) == size_of(x), "sizes differ");
     const float* shift = bias ? bias->data() : nullptr;
     kernels_named(isa).layer_norm(x.data(), weight.data(), shift, eps, size_of(x), out.data());
 }
 
 void rope(const std::string& isa, Array<float, 2> x, const ConstRow& cosines, const ConstRow& sines) {
     int heads = int(x.shape(0)), head_dim = int(x.shape(1)), dim = 2 * size_of(cosines);
-    need(size_of(cosines) == size_of(sines) && dim <= head_dim, "sizes differ");
+    require(size_of(cosines) == size_of(sines) && dim <= head_dim, "sizes differ");
     kernels_named(isa).rope(x.data(), heads, head_dim, dim, cosines.data(), sines.data());
 }
 

@@ -13,6 +13,10 @@ namespace nb = nanobind;
 template <class T, int N>
 using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
+inline void require(bool holds, const char* message) {
+    if (!holds) throw nb::value_error(message);
+}
+
 // The kernel table of that name. Raises ValueError if this CPU has none.
 const Kernels& kernels_named(const std::string& name);
 

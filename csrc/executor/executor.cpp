@@ -68,7 +68,7 @@ const Program& Executor::program(int tokens) const {
 }
 
 void Executor::reserve_scratch() {
-    size_t scratch = 64, input = 64, private_input = 64, row = 64, product = 0;
+    size_t scratch = 64, input = 64, private_input = 64, row = 64, matmul_out = 0;
     for (const Op& op : programs_.back().ops) {
         if (op.kind == Op::Kind::Attention)
             scratch = std::max(scratch, kernels_.attend_scratch_bytes(op.shape));
@@ -77,7 +77,7 @@ void Executor::reserve_scratch() {
         scratch = std::max(scratch, kernels_.scratch_bytes(columns));
         row = std::max(row, size_t(round_up(columns, kGroup)) * sizeof(float));
         if (op.multiply)
-            product = std::max(product, size_t(op.matrix->panels() * kPanelRows) * sizeof(float));
+            matmul_out = std::max(matmul_out, size_t(op.matrix->panels() * kPanelRows) * sizeof(float));
         for (Numerics numerics : {op.decode, op.prefill}) {
             auto bytes = kernels_.packed_bytes[int(numerics)];
             input = std::max(input, 2 * round_up_size(bytes(arena_.max_tokens, columns), 64));
@@ -87,7 +87,7 @@ void Executor::reserve_scratch() {
             input = std::max(
                 input, kernels_.packed_bytes[int(Numerics::INT8_PER_CHANNEL)](arena_.max_tokens, columns));
     }
-    matmul_out_ = Block(product * size_t(arena_.max_tokens));
+    matmul_out_ = Block(matmul_out * size_t(arena_.max_tokens));
     shared_input_ = Block(input);
     scratch_.clear();
     private_input_.clear();

@@ -13,18 +13,6 @@
 namespace engine {
 namespace {
 
-constexpr bool is_4_bit(Layout layout) {
-    return layout == Layout::Q4 || layout == Layout::Q4G16;
-}
-constexpr bool has_minima(Layout layout) {
-    return is_4_bit(layout) || layout == Layout::Q8M;
-}
-
-// Scales that a channel has in a group; each covers an equal number of values.
-constexpr int scales_per_group(Layout layout) {
-    return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
-}
-
 // The scales [scale][16 channels] of a group. Its minima, if it has any, follow in the same order.
 template <Layout layout>
 ENGINE_INLINE const uint16_t* scales_of(const uint8_t* panel, int groups, int group) {

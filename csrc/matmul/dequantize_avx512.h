@@ -8,15 +8,12 @@
 #include <immintrin.h>
 
 #include "base/with_layout.h"
+#include "vector/vector_math_avx512.h"
 
 namespace engine {
 namespace {
 
 constexpr size_t kBf16GroupBytes = 1024;
-
-ENGINE_INLINE __m512 load_halves(const uint8_t* from) {
-    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
-}
 
 // Affine map from such floats to the weights of 16 channels.
 struct MantissaAffine {

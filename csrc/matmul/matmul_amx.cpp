@@ -4,76 +4,18 @@
 // The tile unit and the vector units run in parallel, so vector work is interleaved with the tile multiplies
 // of each group. The first block of rows dequantizes the panels two groups ahead. Each later block runs the
 // epilogue of the block before it.
-#include "base/amx.h"
 #include "base/dispatch.h"
 #include "matmul/dequantize_avx512.h"
 #include "matmul/epilogue_avx512.h"
+#include "matmul/tile_block_amx.h"
 
 namespace engine {
 namespace {
 
-constexpr int kTileRows = 16;
+static_assert(kBf16GroupBytes == kTileLoadBytes);
 constexpr int kBlockRows = 2 * kTileRows;
+using Sums = TileSums<float>;
 constexpr int kEpilogueRowsPerGroup = 2;  // of the previous block, with each group
-
-// Accumulators of two row tiles times two panels: tile 2 * row tile + panel.
-struct alignas(64) TileSums {
-    float values[4][kTileRows][kPanelRows];
-};
-
-// Tiles 4 and 5 hold one group of the activations, 6 and 7 of the panels. Each is reloaded right after its
-// last use, which hides the load latency behind one or two multiplies.
-template <int kTiles, int kPanels>
-struct TileBlock {
-    const uint8_t* rows[2];
-    const uint8_t* panels[2];
-
-    __attribute__((always_inline)) void load() const {
-        tile_load<4>(rows[0]);
-        tile_load<6>(panels[0]);
-        if constexpr (kPanels == 2) tile_load<7>(panels[1]);
-        if constexpr (kTiles == 2) tile_load<5>(rows[1]);
-    }
-
-    // Multiplies the loaded group and loads the group at byte offset `next`.
-    __attribute__((always_inline)) void multiply_and_load(size_t next) const {
-        tile_multiply_bf16<0, 4, 6>();
-        if constexpr (kPanels == 2) tile_multiply_bf16<1, 4, 7>();
-        tile_load<4>(rows[0] + next);
-        if constexpr (kTiles == 2) tile_multiply_bf16<2, 5, 6>();
-        tile_load<6>(panels[0] + next);
-        if constexpr (kTiles == 2 && kPanels == 2) tile_multiply_bf16<3, 5, 7>();
-        if constexpr (kPanels == 2) tile_load<7>(panels[1] + next);
-        if constexpr (kTiles == 2) tile_load<5>(rows[1] + next);
-    }
-
-    __attribute__((always_inline)) void multiply() const {
-        tile_multiply_bf16<0, 4, 6>();
-        if constexpr (kPanels == 2) tile_multiply_bf16<1, 4, 7>();
-        if constexpr (kTiles == 2) tile_multiply_bf16<2, 5, 6>();
-        if constexpr (kTiles == 2 && kPanels == 2) tile_multiply_bf16<3, 5, 7>();
-    }
-
-    // Accumulates all groups in ascending order and calls `beside(group)` before each.
-    template <class Beside>
-    __attribute__((always_inline)) void run(int groups, TileSums& sums, Beside beside) const {
-        tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
-        load();
-        for (int g = 0; g < groups - 1; g++) {
-            beside(g);
-            multiply_and_load(size_t(g + 1) * kBf16GroupBytes);
-        }
-        beside(groups - 1);
-        multiply();
-        tile_store<0>(sums.values[0]);
-        if constexpr (kPanels == 2) tile_store<1>(sums.values[1]);
-        if constexpr (kTiles == 2) tile_store<2>(sums.values[2]);
-        if constexpr (kTiles == 2 && kPanels == 2) tile_store<3>(sums.values[3]);
-    }
-};
 
 // All rows times two panels, or times the last panel alone.
 template <Layout kLayout, int kPanels>
@@ -89,10 +31,10 @@ class PanelMatmul {
     }
 
     void run() const {
-        TileSums sums[2];
+        Sums sums[2];
         const int blocks = div_up(job_.rows, kBlockRows);
         for (int block = 0; block < blocks; block++) {
-            TileSums &current = sums[block % 2], &previous = sums[(block + 1) % 2];
+            Sums &current = sums[block % 2], &previous = sums[(block + 1) % 2];
             if (job_.rows - block * kBlockRows > kTileRows)
                 multiply_block<2>(block, current, previous);
             else
@@ -104,11 +46,11 @@ class PanelMatmul {
   private:
     size_t tile_bytes() const { return size_t(groups_) * kBf16GroupBytes; }
 
-    template <int kTiles>
-    __attribute__((always_inline)) void multiply_block(int block, TileSums& current,
-                                                       const TileSums& previous) const {
+    template <int kRowTiles>
+    __attribute__((always_inline)) void multiply_block(int block, Sums& current, const Sums& previous) const {
         const uint8_t* first = job_.input + size_t(block) * 2 * tile_bytes();
-        const TileBlock<kTiles, kPanels> tiles{{first, first + tile_bytes()}, {panels_[0], panels_[1]}};
+        const TileBlock<float, kRowTiles, kPanels> tiles{{first, first + tile_bytes()},
+                                                         {panels_[0], panels_[1]}};
         if (block == 0) {
             dequantize(0);
             dequantize(1);
@@ -133,8 +75,7 @@ class PanelMatmul {
     }
 
     // Runs the epilogue for rows [begin, end) of a block, limited to the rows that exist.
-    __attribute__((always_inline)) void store_rows(int block, const TileSums& sums, int begin,
-                                                   int end) const {
+    __attribute__((always_inline)) void store_rows(int block, const Sums& sums, int begin, int end) const {
         const int first = block * kBlockRows, left = job_.rows - first;
         const int last = left < kBlockRows ? left : kBlockRows;
         for (int r = begin; r < (end < last ? end : last); r++) {

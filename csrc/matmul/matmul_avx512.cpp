@@ -12,37 +12,24 @@
 #include "matmul/matmul_avx512.h"
 
 #include "base/dispatch.h"
+#include "base/with_layout.h"
 
 namespace engine {
 namespace {
-
-// The float with these bits is kShift. Adding a small integer to the bits gives the float kShift + integer.
-constexpr int32_t kShiftBits = 0x4b400000;
-constexpr int32_t kShift = 3 << 22;
 
 // 32 activations of a row, quantized to int8.
 struct InputGroup {
     int32_t values[8];  // four int8 values each
     float scale;        // the low bits are cleared, so that `shift` is exact
-    float shift;        // -kShift * scale
+    float shift;        // -kRoundShift * scale
     float sum;          // sum of the values * scale
     float first_sum;    // the same over the first 16 values
 };
 
-constexpr bool has_nibbles(Layout layout) {
-    return layout == Layout::Q4 || layout == Layout::Q4G16;
-}
-constexpr bool has_half_scales(Layout layout) {
-    return layout == Layout::Q4G16 || layout == Layout::Q8G16;
-}
-constexpr bool has_minima(Layout layout) {
-    return has_nibbles(layout) || layout == Layout::Q8M;
-}
-
 // Values 16 * Half + 4 * quad and the next three of 16 channels, as unsigned bytes.
 template <Layout L, int Half>
 ENGINE_INLINE __m512i four_values(const uint8_t* group, int quad) {
-    if constexpr (!has_nibbles(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
+    if constexpr (!is_4_bit(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
     __m512i both = _mm512_load_si512(group + 64 * quad);
     return _mm512_and_si512(Half ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
 }
@@ -54,10 +41,10 @@ struct Scales {
 // The scales of half `half` of group `index`, or of the whole group if it has one scale.
 template <Layout L>
 ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, int half) {
-    const uint8_t* at = panel + size_t(index) * group_bytes(L) + (has_nibbles(L) ? 256 : 512) + 32 * half;
+    const uint8_t* at = panel + size_t(index) * group_bytes(L) + (is_4_bit(L) ? 256 : 512) + 32 * half;
     if constexpr (L == Layout::Q8) at = panel + size_t(groups) * group_bytes(L) + 32 * index;
     __m512 scale = load_halves(at);
-    if constexpr (has_minima(L)) return {scale, load_halves(at + (has_half_scales(L) ? 64 : 32))};
+    if constexpr (has_minima(L)) return {scale, load_halves(at + (scales_per_group(L) == 2 ? 64 : 32))};
     return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
 }
 
@@ -72,7 +59,7 @@ ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R
     });
 }
 
-// `dots` were initialized to kShiftBits, so that they convert to float without an instruction.
+// `dots` were initialized to kRoundShiftBits, so that they convert to float without an instruction.
 template <int R>
 ENGINE_INLINE void add_dots(__m512 (&sums)[R], const __m512i (&dots)[R], __m512 scale,
                             const InputRows<R>& rows) {
@@ -98,13 +85,13 @@ ENGINE_INLINE void add_group(__m512 (&sums)[R], const uint8_t* panel, int groups
                              const InputRows<R>& rows) {
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
     __m512i dots[R];
-    auto clear = [&](auto i) ENGINE_UNROLLED { dots[i] = _mm512_set1_epi32(kShiftBits); };
+    auto clear = [&](auto i) ENGINE_UNROLLED { dots[i] = _mm512_set1_epi32(kRoundShiftBits); };
     auto first = [&](auto quad)
                      ENGINE_UNROLLED { multiply<R>(dots, four_values<L, 0>(group, quad), rows, quad); };
     auto second = [&](auto quad)
                       ENGINE_UNROLLED { multiply<R>(dots, four_values<L, 1>(group, quad), rows, 4 + quad); };
     unroll<R>(clear);
-    if constexpr (has_half_scales(L)) {
+    if constexpr (scales_per_group(L) == 2) {
         unroll<4>(first);
         Scales low = load_scales<L>(panel, groups, index, 0), high = load_scales<L>(panel, groups, index, 1);
         add_dots<R>(sums, dots, low.scale, rows);
@@ -139,11 +126,6 @@ void dot_int8(const uint8_t* panel, const uint8_t* input, size_t stride, int gro
     unroll<R>([&](auto i) ENGINE_UNROLLED { _mm512_store_ps(out + i * kPanelRows, sums[i]); });
 }
 
-ENGINE_INLINE __mmask16 columns_left(int columns, int from) {
-    int left = columns - from;
-    return left >= 16 ? __mmask16(0xffff) : left > 0 ? __mmask16((1 << left) - 1) : __mmask16(0);
-}
-
 ENGINE_INLINE void pack_group(__m512 low, __m512 high, float scale, float inverse, InputGroup& out) {
     const __m512 factor = _mm512_set1_ps(inverse);
     __m128i first = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(low, factor)));
@@ -153,28 +135,29 @@ ENGINE_INLINE void pack_group(__m512 low, __m512 high, float scale, float invers
     const __m128i ones = _mm_set1_epi8(1);
     __m128i first_sums = _mm_dpbusd_epi32(_mm_setzero_si128(), ones, first);
     __m128i sums = _mm_hadd_epi32(_mm_dpbusd_epi32(first_sums, ones, second), first_sums);
-    sums = _mm_blend_epi32(_mm_setr_epi32(1, -kShift, 0, 0), _mm_hadd_epi32(sums, sums), 0b1100);
+    sums =
+        _mm_blend_epi32(_mm_setr_epi32(1, -int32_t(kRoundShift), 0, 0), _mm_hadd_epi32(sums, sums), 0b1100);
     _mm_storeu_ps(&out.scale, _mm_mul_ps(_mm_cvtepi32_ps(sums), _mm_set1_ps(scale)));
 }
 
 // Quantizes up to 16 groups of a row.
 void pack_groups(const float* x, int columns, InputGroup* out) {
     const int count = div_up(columns, kGroup);
-    alignas(64) uint32_t largest[16] = {};
+    alignas(64) uint32_t absmax_bits[16] = {};
     alignas(64) float scales[16], inverses[16];
     auto load = [&](int at)
-                    ENGINE_UNROLLED { return _mm512_maskz_loadu_ps(columns_left(columns, at), x + at); };
+                    ENGINE_UNROLLED { return _mm512_maskz_loadu_ps(first_lanes(columns - at), x + at); };
     for (int i = 0; i < count; i++) {
         // absmax compared as uint32 bit patterns: NaN sorts highest and so reaches the scale
         __m512i low = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup)));
         __m512i high = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup + 16)));
-        largest[i] = _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
+        absmax_bits[i] = _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
     }
-    const __m512 size = _mm512_load_ps(largest), top = _mm512_set1_ps(127.0f);
-    const __mmask16 some = _mm512_cmp_ps_mask(size, _mm512_set1_ps(1e-30f), _CMP_NLT_UQ);
-    const __m512i scale = _mm512_castps_si512(_mm512_maskz_div_ps(some, size, top));
+    const __m512 absmax = _mm512_load_ps(absmax_bits), top = _mm512_set1_ps(127.0f);
+    const __mmask16 some = _mm512_cmp_ps_mask(absmax, _mm512_set1_ps(1e-30f), _CMP_NLT_UQ);
+    const __m512i scale = _mm512_castps_si512(_mm512_maskz_div_ps(some, absmax, top));
     _mm512_store_si512(scales, _mm512_and_si512(scale, _mm512_set1_epi32(~3)));
-    _mm512_store_ps(inverses, _mm512_maskz_div_ps(some, top, size));
+    _mm512_store_ps(inverses, _mm512_maskz_div_ps(some, top, absmax));
     for (int i = 0; i < count; i++)
         pack_group(load(i * kGroup), load(i * kGroup + 16), scales[i], inverses[i], out[i]);
 }
@@ -218,7 +201,7 @@ template <Layout L, class Sink>
 ENGINE_INLINE void dequantize_quants(const uint8_t* panel, int groups, int index, Sink sink) {
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
     unroll<2>([&](auto half) ENGINE_UNROLLED {
-        Scales weight = load_scales<L>(panel, groups, index, has_half_scales(L) ? half : 0);
+        Scales weight = load_scales<L>(panel, groups, index, scales_per_group(L) == 2 ? half : 0);
         unroll<4>([&](auto quad) ENGINE_UNROLLED {
             __m512i bytes = four_values<L, half>(group, quad);
             unroll<4>([&](auto i) ENGINE_UNROLLED {
@@ -320,22 +303,9 @@ using BlockSizes = std::make_integer_sequence<int, kBlockRows>;
 
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     GemmKernel kernel{nullptr, row_bytes_int8(job.weights->columns), nullptr};
-    switch (job.weights->layout) {
-        case Layout::Q4:
-            kernel.dots = int8_dots<Layout::Q4>(BlockSizes{});
-            break;
-        case Layout::Q4G16:
-            kernel.dots = int8_dots<Layout::Q4G16>(BlockSizes{});
-            break;
-        case Layout::Q8:
-            kernel.dots = int8_dots<Layout::Q8>(BlockSizes{});
-            break;
-        case Layout::Q8M:
-            kernel.dots = int8_dots<Layout::Q8M>(BlockSizes{});
-            break;
-        default:
-            kernel.dots = int8_dots<Layout::Q8G16>(BlockSizes{});
-    }
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) kernel.dots = int8_dots<layout>(BlockSizes{});
+    });
     run_units(job, kernel, begin, end, scratch);
 }
 
@@ -349,26 +319,7 @@ void matmul_f32_for(const MatmulJob& job, int begin, int end, uint8_t* scratch) 
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    switch (job.weights->layout) {
-        case Layout::Q4:
-            return matmul_f32_for<Layout::Q4>(job, begin, end, scratch);
-        case Layout::Q4G16:
-            return matmul_f32_for<Layout::Q4G16>(job, begin, end, scratch);
-        case Layout::Q8:
-            return matmul_f32_for<Layout::Q8>(job, begin, end, scratch);
-        case Layout::Q8M:
-            return matmul_f32_for<Layout::Q8M>(job, begin, end, scratch);
-        case Layout::Q8G16:
-            return matmul_f32_for<Layout::Q8G16>(job, begin, end, scratch);
-        case Layout::F16:
-            return matmul_f32_for<Layout::F16>(job, begin, end, scratch);
-        case Layout::BF16:
-            return matmul_f32_for<Layout::BF16>(job, begin, end, scratch);
-        case Layout::F32:
-            return matmul_f32_for<Layout::F32>(job, begin, end, scratch);
-        case Layout::I8:
-            return;  // per_channel/ has its kernels
-    }
+    with_layout(job.weights->layout, [&](auto layout) { matmul_f32_for<layout>(job, begin, end, scratch); });
 }
 
 // Two dequantized panels.

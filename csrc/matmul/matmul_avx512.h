@@ -1,8 +1,7 @@
 // Loop order of the AVX-512 GEMM. Rows are taken in passes that stay in the L2 cache while the panels stream
 // by, and in blocks whose accumulators fit into registers.
 #pragma once
-#include <utility>
-
+#include "base/unroll.h"
 #include "matmul/epilogue_avx512.h"
 #include "vector/vector_math_avx512.h"
 
@@ -10,22 +9,6 @@ namespace engine {
 namespace {
 
 constexpr int kBlockRows = 12;  // two accumulators per row leave a few registers free
-
-template <int I>
-struct Index {
-    constexpr operator int() const { return I; }
-};
-
-template <class F, int... I>
-ENGINE_INLINE void call_each(F& f, std::integer_sequence<int, I...>) {
-    (f(Index<I>{}), ...);
-}
-
-// Calls f(0), f(1), ... f(N - 1) with constants. A loop would leave arrays of registers in memory.
-template <int N, class F>
-ENGINE_INLINE void unroll(F f) {
-    call_each(f, std::make_integer_sequence<int, N>{});
-}
 
 // UBSan checks on every address would make a sanitized build take many minutes.
 #define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
@@ -82,9 +65,9 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
     for (int i = 0; i < panels; i++) {
         sources[i] = weights.panel(unit * panels + i);
         if (!kernel.dequantize) continue;
-        uint8_t* room = scratch + size_t(i) * panel_bytes(Layout::F32, weights.columns);
-        kernel.dequantize(sources[i], groups, reinterpret_cast<float*>(room));
-        sources[i] = room;
+        uint8_t* buffer = scratch + size_t(i) * panel_bytes(Layout::F32, weights.columns);
+        kernel.dequantize(sources[i], groups, reinterpret_cast<float*>(buffer));
+        sources[i] = buffer;
     }
     alignas(64) float sums[2 * kBlockRows * kPanelRows];
     const int blocks = div_up(end_row - begin_row, kBlockRows);
@@ -114,10 +97,6 @@ ENGINE_INLINE void prefetch_lines(const uint8_t* from, int lines) {
     constexpr int kAhead = 2048;
     for (int i = 0; i < lines; i++)
         _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
-}
-
-ENGINE_INLINE __m512 load_halves(const uint8_t* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
 }  // namespace

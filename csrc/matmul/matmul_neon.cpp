@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kVectors = kPanelRows / 4;
 
-alignas(16) const int32_t kZeroDots[4] = {kShiftBits, kShiftBits, kShiftBits, kShiftBits};
+alignas(16) const int32_t kZeroDots[4] = {kRoundShiftBits, kRoundShiftBits, kRoundShiftBits, kRoundShiftBits};
 
 // An intrinsic would compile to a copy of the register that already holds the value.
 template <class T>
@@ -96,8 +96,8 @@ template <Layout layout, int rows, int wide>
 ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x,
                              float32x4_t (&sums)[wide * rows]) {
     constexpr int kScales = scales_per_group(layout), kCount = 8 / kScales, kSums = wide * rows;
-    unroll<(kSums + 3) / 4 * kScales>([&](auto step) ALWAYS {
-        constexpr int kScale = step % kScales, kFirst = step / kScales * 4;
+    unroll<(kSums + 3) / 4 * kScales>([&](auto index) ALWAYS {
+        constexpr int kScale = index % kScales, kFirst = index / kScales * 4;
         constexpr int kNow = kSums - kFirst < 4 ? kSums - kFirst : 4;
         float32x4_t dots[kNow], products[kNow];
         unroll<kNow>([&](auto c) ALWAYS { dots[c] = reload(kZeroDots); });
@@ -148,13 +148,13 @@ ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, c
         const uint8_t* group = panel + size_t(g) * group_bytes(layout) + 16 * first;
         const uint16_t* scales = scales_of<layout>(panel, groups, g) + 4 * first;
         if constexpr (rows <= 2) prefetch_weights<layout>(panel, g);
-        unroll<vectors / kWide>([&](auto step) ALWAYS {
+        unroll<vectors / kWide>([&](auto index) ALWAYS {
             Weights<layout> weights[kWide];
             unroll<kWide>([&](auto v) ALWAYS {
-                constexpr int kPlace = step * kWide + v;
+                constexpr int kPlace = index * kWide + v;
                 weights[v].load(group + 16 * kPlace, scales + 4 * kPlace);
             });
-            add_group<layout, rows, kWide>(weights, x, sums[step]);
+            add_group<layout, rows, kWide>(weights, x, sums[index]);
         });
     }
     unroll<rows * vectors>([&](auto i) ALWAYS {

@@ -37,8 +37,7 @@ ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
     for (int half = 0; half < 2; half++) {
         int32_t sum = 0;
         for (int i = half * 16; i < half * 16 + 16; i++) {
-            // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the integer in the low bits.
-            int8_t value = int8_t(float_to_bits(scaled[i] + 12582912.0f) & 0xff);
+            int8_t value = int8_t(float_to_bits(scaled[i] + kRoundShift) & 0xff);
             out.values[i] = value;
             sum += value;
         }
@@ -47,15 +46,15 @@ ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
 }
 
 void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
-    int groups = div_up(columns, kGroup), whole = columns / kGroup;
+    int groups = div_up(columns, kGroup), full_groups = columns / kGroup;
     for (int row = begin; row < end; row++) {
         const float* values = x + size_t(row) * size_t(stride);
         PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
-        for (int g = 0; g < whole; g++) pack_group(values + g * kGroup, out[g]);
-        if (whole == groups) continue;
+        for (int g = 0; g < full_groups; g++) pack_group(values + g * kGroup, out[g]);
+        if (full_groups == groups) continue;
         float last[kGroup] = {};
-        for (int i = 0; i < columns - whole * kGroup; i++) last[i] = values[whole * kGroup + i];
-        pack_group(last, out[whole]);
+        for (int i = 0; i < columns - full_groups * kGroup; i++) last[i] = values[full_groups * kGroup + i];
+        pack_group(last, out[full_groups]);
     }
 }
 

@@ -8,14 +8,10 @@
 namespace engine {
 namespace {
 
-// The float with these bits is kShift. Adding a small integer to the bits gives the float kShift + integer.
-constexpr int32_t kShiftBits = 0x4b400000;
-constexpr int32_t kShift = 3 << 22;
-
 // 32 activations of a row, quantized to int8. The size is one cache line.
 struct InputGroup {
     int8_t values[kGroup];
-    float shift[4];   // each is -kShift * scale
+    float shift[4];   // each is -kRoundShift * scale
     float scale;      // the low bits are cleared, so that `shift` is exact
     float sum;        // sum of the values * scale
     float halves[2];  // the same over values 0-15 and over values 16-31
@@ -36,13 +32,13 @@ ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
     return bits_to_float(vmaxvq_u32(absmax_bits));
 }
 
-// Quantizes 16 values. Adding kShift rounds to nearest, ties to even, and leaves the integer in the low bits.
+// Quantizes 16 values. Adding kRoundShift leaves the integers in the low bits.
 ENGINE_INLINE int8x16_t quantize_values(const float32x4_t* x, float factor) {
     int16x8_t words[4];
     for (int i = 0; i < 4; i++) {
         float32x4_t scaled = vmulq_n_f32(x[i], factor);
         __asm__("" : "+w"(scaled));  // stops the compiler from fusing the product with the addition
-        words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(float(kShift))));
+        words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(kRoundShift)));
     }
     int16x8_t low = vuzp1q_s16(words[0], words[1]), high = vuzp1q_s16(words[2], words[3]);
     return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
@@ -59,7 +55,7 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     int8x16_t first = quantize_values(x, inverse), second = quantize_values(x + 4, inverse);
     vst1q_s8(out.values, first);
     vst1q_s8(out.values + 16, second);
-    vst1q_f32(out.shift, vdupq_n_f32(float(-kShift) * scale));
+    vst1q_f32(out.shift, vdupq_n_f32(-kRoundShift * scale));
     // Horizontal sums, arranged as {sum, first half, second half} to match InputGroup after `scale`.
     const int32x4_t none = vdupq_n_s32(0);
     int32x4_t halves =
@@ -71,15 +67,15 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
 }
 
 void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
-    const int groups = div_up(columns, kGroup), whole = columns / kGroup, block = block_rows(rows);
+    const int groups = div_up(columns, kGroup), full_groups = columns / kGroup, block = block_rows(rows);
     for (int row = begin; row < end; row++) {
         const float* values = x + size_t(row) * size_t(stride);
-        const int first = row / block * block, step = rows - first < block ? rows - first : block;
+        const int first = row / block * block, rows_in_block = rows - first < block ? rows - first : block;
         InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(first) * size_t(groups) + row - first;
-        for (int g = 0; g < whole; g++, out += step) pack_group(values + g * kGroup, *out);
-        if (whole == groups) continue;
+        for (int g = 0; g < full_groups; g++, out += rows_in_block) pack_group(values + g * kGroup, *out);
+        if (full_groups == groups) continue;
         float last[kGroup] = {};
-        for (int i = 0; i < columns - whole * kGroup; i++) last[i] = values[whole * kGroup + i];
+        for (int i = 0; i < columns - full_groups * kGroup; i++) last[i] = values[full_groups * kGroup + i];
         pack_group(last, *out);
     }
 }

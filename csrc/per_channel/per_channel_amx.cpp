@@ -8,14 +8,15 @@
 // the last column and row.
 #include <cmath>
 
-#include "base/amx.h"
 #include "base/dispatch.h"
 #include "matmul/epilogue_avx512.h"
+#include "matmul/tile_block_amx.h"
 
 namespace engine {
 namespace {
 
-constexpr int kTileRows = 16;
+static_assert(kTileBytes == kTileLoadBytes);
+using Sums = TileSums<int32_t>;
 constexpr int kRowsAtOnce = 2 * kTileRows;
 constexpr int kEpilogueRowsPerTile = 4;  // of the previous rows, with each tile of columns
 
@@ -58,11 +59,7 @@ ENGINE_INLINE __m512 hadamard16(__m512 v) {
 // Rotates 64 values. Only `count` exist; the others are zero.
 ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     for (int i = 0; i < 4; i++) {
-        const int left = count - 16 * i;
-        const __mmask16 lanes = left >= 16  ? __mmask16(0xffff)
-                                : left <= 0 ? __mmask16(0)
-                                            : __mmask16((1 << left) - 1);
-        v[i] = hadamard16(_mm512_maskz_loadu_ps(lanes, from + 16 * i));
+        v[i] = hadamard16(_mm512_maskz_loadu_ps(first_lanes(count - 16 * i), from + 16 * i));
     }
     const __m512 sums[] = {_mm512_add_ps(v[0], v[1]), _mm512_add_ps(v[2], v[3])};
     const __m512 differences[] = {_mm512_sub_ps(v[0], v[1]), _mm512_sub_ps(v[2], v[3])};
@@ -117,66 +114,6 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
-// Accumulators of two row tiles times two panels: tile 2 * row tile + panel.
-struct alignas(64) TileSums {
-    int32_t values[4][kTileRows][kPanelRows];
-};
-
-// Tiles 4 and 5 hold activations, 6 and 7 the panels. Each is reloaded right after its last use, which hides
-// the load latency behind one or two multiplies.
-template <int kRowTiles, int kPanels>
-struct TileBlock {
-    static constexpr bool kMoreRows = kRowTiles == 2, kMorePanels = kPanels == 2;
-    const uint8_t* rows[2];
-    const uint8_t* panels[2];
-
-    __attribute__((always_inline)) void load() const {
-        tile_load<4>(rows[0]);
-        tile_load<6>(panels[0]);
-        if constexpr (kMorePanels) tile_load<7>(panels[1]);
-        if constexpr (kMoreRows) tile_load<5>(rows[1]);
-    }
-
-    // Multiplies the loaded tiles and loads those at byte offset `next`.
-    __attribute__((always_inline)) void multiply_and_load(size_t next) const {
-        tile_multiply_int8<0, 4, 6>();
-        if constexpr (kMorePanels) tile_multiply_int8<1, 4, 7>();
-        tile_load<4>(rows[0] + next);
-        if constexpr (kMoreRows) tile_multiply_int8<2, 5, 6>();
-        tile_load<6>(panels[0] + next);
-        if constexpr (kMoreRows && kMorePanels) tile_multiply_int8<3, 5, 7>();
-        if constexpr (kMorePanels) tile_load<7>(panels[1] + next);
-        if constexpr (kMoreRows) tile_load<5>(rows[1] + next);
-    }
-
-    __attribute__((always_inline)) void multiply() const {
-        tile_multiply_int8<0, 4, 6>();
-        if constexpr (kMorePanels) tile_multiply_int8<1, 4, 7>();
-        if constexpr (kMoreRows) tile_multiply_int8<2, 5, 6>();
-        if constexpr (kMoreRows && kMorePanels) tile_multiply_int8<3, 5, 7>();
-    }
-
-    // Calls `overlapped(tile)` before the multiplies of each tile.
-    template <class Beside>
-    __attribute__((always_inline)) void run(int tiles, TileSums& sums, Beside overlapped) const {
-        tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
-        load();
-        for (int tile = 0; tile < tiles - 1; tile++) {
-            overlapped(tile);
-            multiply_and_load(size_t(tile + 1) * kTileBytes);
-        }
-        overlapped(tiles - 1);
-        multiply();
-        tile_store<0>(sums.values[0]);
-        if constexpr (kMorePanels) tile_store<1>(sums.values[1]);
-        if constexpr (kMoreRows) tile_store<2>(sums.values[2]);
-        if constexpr (kMoreRows && kMorePanels) tile_store<3>(sums.values[3]);
-    }
-};
-
 // All rows times panels [begin, end), 32 rows by two panels at a time.
 class PanelMatmul {
   public:
@@ -204,7 +141,7 @@ class PanelMatmul {
     // Up to 32 rows whose accumulators await the epilogue.
     struct Pending {
         PairOutput output;
-        const TileSums& sums;
+        const Sums& sums;
         const float* row_scales[2];  // of the two row tiles
         __m512 scales[2];            // per channel, of the two panels
         int row, rows;
@@ -239,7 +176,7 @@ class PanelMatmul {
     __attribute__((always_inline)) void multiply(int panel, int row) {
         const Pending previous = pending();
         const uint8_t* rows = packed_.row_tile(job_.input, row);
-        const TileBlock<kRowTiles, kPanels> tiles{
+        const TileBlock<int32_t, kRowTiles, kPanels> tiles{
             {rows, rows + packed_.bytes()}, {job_.weights->panel(panel), job_.weights->panel(panel + 1)}};
         count_++;
         panel_ = panel;
@@ -290,7 +227,7 @@ class PanelMatmul {
     int lines_per_tile_;             // lines prefetched with each tile
     int count_ = 0;                  // blocks of 32 rows by two panels so far
     int panel_, row_ = 0;            // of the last block
-    TileSums sums_[2];
+    Sums sums_[2];
 };
 
 void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {

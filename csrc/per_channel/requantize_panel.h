@@ -25,8 +25,7 @@ ChannelScale channel_scale(const float* values, int columns, int n) {
 ENGINE_INLINE Ints quantize_four(const float* values, Floats inverse) {
     Ints four = {};
     for (int c = 0; c < 4; c++) {
-        // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits.
-        Floats shifted = load(values + c * kPanelRows) * inverse + 12582912.0f;
+        Floats shifted = load(values + c * kPanelRows) * inverse + kRoundShift;
         four |= ((Ints)shifted & 255) << 8 * c;
     }
     return four;

@@ -40,7 +40,7 @@ const StoredPart* find_row(const Repacking& matrix, int& row) {
 struct PanelRow {
     const StoredType* type;  // null: padding
     const uint8_t* data;
-    size_t step;  // bytes between blocks; a float is a block of its own
+    size_t block_stride;  // bytes between blocks; a float is a block of its own
 };
 
 PanelRow locate(const Repacking& matrix, int row) {
@@ -65,8 +65,8 @@ bool pack_panel(const Repacking& matrix, int panel) {
         for (int lane = 0; lane < kPanelRows; lane++) {
             const PanelRow& row = rows[lane];
             if (!row.type) continue;
-            const uint8_t* data = row.data + size_t(begin / row.type->block_values) * row.step;
-            accepted &= row.type->pack({data, row.step, begin, end, matrix.columns}, out, lane);
+            const uint8_t* data = row.data + size_t(begin / row.type->block_values) * row.block_stride;
+            accepted &= row.type->pack({data, row.block_stride, begin, end, matrix.columns}, out, lane);
         }
     }
     return accepted;

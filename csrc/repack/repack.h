@@ -19,7 +19,7 @@ constexpr int kLayoutVersion = 1;
 // Values [begin, end) of a stored row, in whole blocks, for row `lane` of a cleared panel.
 struct RowPiece {
     const uint8_t* data;  // the block of value `begin`
-    size_t step;          // bytes between blocks; a float is a block of its own
+    size_t block_stride;  // bytes between blocks; a float is a block of its own
     int begin, end;
     int columns;  // of the whole row
 };

@@ -28,30 +28,20 @@ bool is_finite(uint16_t half) {
     return (half & 0x7c00) != 0x7c00;
 }
 
-constexpr bool is_4bit(Layout layout) {
-    return layout == Layout::Q4 || layout == Layout::Q4G16;
-}
-constexpr int num_scales(Layout layout) {
-    return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
-}
-constexpr bool has_minima(Layout layout) {
-    return is_4bit(layout) || layout == Layout::Q8M;
-}
-
 template <Layout layout>
 bool store_group(const Group& group, uint8_t* panel, int groups, int index, int lane) {
-    constexpr int words = is_4bit(layout) ? 4 : 8;
+    constexpr int words = is_4_bit(layout) ? 4 : 8;
     uint8_t* values = panel + size_t(index) * group_bytes(layout);
     for (int word = 0; word < words; word++)
         memcpy(values + 64 * word + 4 * lane, group.values + 4 * word, 4);
     uint8_t* scales = values + 64 * words;
     if (layout == Layout::Q8) scales = panel + size_t(groups) * group_bytes(layout) + size_t(index) * 32;
     bool finite = true;
-    for (int i = 0; i < num_scales(layout); i++) {
+    for (int i = 0; i < scales_per_group(layout); i++) {
         memcpy(scales + 32 * i + 2 * lane, &group.scales[i], 2);
         finite &= is_finite(group.scales[i]);
         if (!has_minima(layout)) continue;
-        memcpy(scales + 32 * (num_scales(layout) + i) + 2 * lane, &group.minima[i], 2);
+        memcpy(scales + 32 * (scales_per_group(layout) + i) + 2 * lane, &group.minima[i], 2);
         finite &= is_finite(group.minima[i]);
     }
     return finite;
@@ -75,7 +65,7 @@ bool pack_blocks(const RowPiece& piece, uint8_t* panel, int lane) {
 // A float row owns one word of every 64 bytes of the panel.
 bool pack_f32(const RowPiece& piece, uint8_t* panel, int lane) {
     const uint8_t* value = piece.data;
-    for (int k = piece.begin; k < piece.end; k++, value += piece.step)
+    for (int k = piece.begin; k < piece.end; k++, value += piece.block_stride)
         memcpy(panel + size_t(k) * 64 + 4 * lane, value, 4);
     return true;
 }
@@ -83,8 +73,9 @@ bool pack_f32(const RowPiece& piece, uint8_t* panel, int lane) {
 bool pack_16bit(const RowPiece& piece, uint8_t* panel, int lane) {
     const uint8_t* value = piece.data;
     uint8_t* out = panel + size_t(piece.begin / 2) * 64 + 4 * lane;
-    for (int pair = 0; pair < (piece.end - piece.begin) / 2; pair++, value += 2 * piece.step, out += 64) {
-        uint32_t word = half_at(value) | uint32_t(half_at(value + piece.step)) << 16;
+    for (int pair = 0; pair < (piece.end - piece.begin) / 2;
+         pair++, value += 2 * piece.block_stride, out += 64) {
+        uint32_t word = half_at(value) | uint32_t(half_at(value + piece.block_stride)) << 16;
         memcpy(out, &word, 4);
     }
     if (piece.end % 2) memcpy(out, value, 2);

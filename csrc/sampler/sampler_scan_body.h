@@ -98,11 +98,10 @@ void column_maxima(const float* x, int size, float* maxima) {
 // exp(x) for x <= 0, within 2 ulp. It is 0 below -87 and for NaN.
 ENGINE_INLINE Floats exp_negative(Floats x) {
     constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
     Ints in_range = x > -87.0f;
     Floats y = in_range ? x : Floats{};
-    Floats shifted = y * kLog2e + kRounder;
-    Floats n = shifted - kRounder;
+    Floats shifted = y * kLog2e + kRoundShift;
+    Floats n = shifted - kRoundShift;
     Floats r = y - n * kLn2High - n * kLn2Low;
     Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;

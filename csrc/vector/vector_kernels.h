@@ -102,9 +102,9 @@ float max(const float* x, int size) {
     take(best[0], best[1]);
     take(best[2], best[3]);
     take(best[0], best[2]);
-    float largest = -kInfinity;
-    for (int lane = 0; lane < kLanes; lane++) largest = best[0][lane] > largest ? best[0][lane] : largest;
-    return largest;
+    float maximum = -kInfinity;
+    for (int lane = 0; lane < kLanes; lane++) maximum = best[0][lane] > maximum ? best[0][lane] : maximum;
+    return maximum;
 }
 
 ENGINE_INLINE bool any(Ints lanes) {
@@ -116,15 +116,15 @@ ENGINE_INLINE bool any(Ints lanes) {
 
 int argmax(const float* x, int size) {
     constexpr int kChains = 8;
-    float largest = max(x, size);
+    float maximum = max(x, size);
     int i = 0;
     for (; i + kChains * kLanes <= size; i += kChains * kLanes) {
         Ints same{};
-        for (int c = 0; c < kChains; c++) same |= load(x + i + c * kLanes) == largest;
+        for (int c = 0; c < kChains; c++) same |= load(x + i + c * kLanes) == maximum;
         if (any(same)) break;
     }
     for (; i < size; i++)
-        if (x[i] == largest) return i;
+        if (x[i] == maximum) return i;
     return 0;  // all are NaN
 }
 

@@ -12,6 +12,15 @@
 namespace engine {
 namespace {
 
+// Mask of the first `count` lanes; `count` may be negative or above 16.
+ENGINE_INLINE __mmask16 first_lanes(int count) {
+    return count >= 16 ? __mmask16(0xffff) : count > 0 ? __mmask16((1 << count) - 1) : __mmask16(0);
+}
+
+ENGINE_INLINE __m512 load_halves(const uint8_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
 // coefficients[0] + x * (coefficients[1] + x * ...)
 template <int N>
 ENGINE_INLINE __m512 polynomial(__m512 x, const float (&coefficients)[N]) {
