@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LEVELS := unit native kernels property security parity e2e scoreboard
 CODE := engine tests benchmarks examples
-CPP := csrc/*.cpp csrc/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
+CPP := csrc/*/*.cpp csrc/*/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
@@ -129,7 +129,7 @@ $(VENV)/.created:
 COMPILE := $(BIN)/python -m compileall -q engine
 
 # The development install holds all that serving needs, so a fresh one of it is enough to serve.
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 	@newest=$$(ls -t $(SOURCES) | head -1); [ $(VENV)/.dev -nt "$$newest" ] || { \
 		printf '\n==> Installing the engine and building its kernels\n'; \

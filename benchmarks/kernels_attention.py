@@ -63,7 +63,7 @@ def step_of(native: ModuleType, case: Case, tables: NDArray[np.int32]) -> Any:
     positions = np.tile(
         np.arange(case.length - case.tokens, case.length, dtype=np.int32), case.rows
     )
-    return native.AttentionStep(
+    return native.AttentionBatch(
         HEADS,
         HEAD_DIM**-0.5,
         0,

@@ -18,7 +18,7 @@ from tests.native.panels import LAYOUTS, QUANTIZED, aligned, random_panels
 
 COLUMNS, MIN_BYTES, TOKENS = 576, 48 << 20, (1, 8, 32, 128)
 NUMERICS = ("f32", "int8", "bf16", "rows")
-ROUNDED = "I8"  # a copy of Q4, as fast numerics make it
+PER_CHANNEL = "I8"  # a copy of Q4, as fast numerics make it
 
 
 def fastest(function: Callable[[], object], repeats: int = 5) -> float:
@@ -46,8 +46,8 @@ def streamed_weights(layout: str) -> tuple[NDArray[np.uint8], int]:
 
 
 def numerics_of(native: ModuleType, isa: str, layout: str) -> list[int]:
-    if layout == ROUNDED:
-        return [3] if native.has_rounded(isa) else []
+    if layout == PER_CHANNEL:
+        return [3] if native.has_per_channel(isa) else []
     quantized = [1] if layout in QUANTIZED else []
     return [0, *quantized, *([2] if native.has_bf16(isa) else [])]
 
@@ -55,7 +55,7 @@ def numerics_of(native: ModuleType, isa: str, layout: str) -> list[int]:
 def report(
     native: ModuleType, isa: str, layout: str, weights: NDArray[np.uint8], rows: int
 ) -> None:
-    number = (*LAYOUTS, ROUNDED).index(layout)
+    number = (*LAYOUTS, PER_CHANNEL).index(layout)
     for numerics in numerics_of(native, isa, layout):
         for tokens in TOKENS:
             repeats = 5 if tokens < 32 and isa != "generic" else 2
@@ -81,9 +81,9 @@ def main() -> None:
         weights, rows = streamed_weights(layout)
         for isa in options.isa:
             report(native, isa, layout, weights, rows)
-            if layout == "Q4" and native.has_rounded(isa):
-                copy = native.rounded(isa, LAYOUTS.index(layout), weights, rows, COLUMNS)
-                report(native, isa, ROUNDED, copy, rows)
+            if layout == "Q4" and native.has_per_channel(isa):
+                copy = native.requantize(isa, LAYOUTS.index(layout), weights, rows, COLUMNS)
+                report(native, isa, PER_CHANNEL, copy, rows)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def calls(native: ModuleType, isa: str, hidden: int, vocabulary: int) -> dict[st
     return {
         "rms_norm": (lambda: native.rms_norm(isa, x, weight, 1e-5, out), 12 * hidden),
         "layer_norm": (lambda: native.layer_norm(isa, x, weight, bias, 1e-5, out), 16 * hidden),
-        "rotate": (lambda: native.rotate(isa, heads, cosines, sines), 2 * heads.nbytes),
+        "rope": (lambda: native.rope(isa, heads, cosines, sines), 2 * heads.nbytes),
         "embed Q4": (lambda: native.embed(isa, table, number, 256, 99, out), 4 * hidden),
         "argmax": (lambda: native.argmax(isa, logits), logits.nbytes),
         "max": (lambda: native.max(isa, logits), logits.nbytes),

@@ -1,4 +1,4 @@
-"""Weights in the kernels' panel layouts (csrc/layout.h), random, beside what they decode to."""
+"""Random weights in panel layouts (csrc/base/layout.h), with their dequantized values."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -175,7 +175,7 @@ class World:
         groups = [0 if share and self.rows[i].shared else -1 for i in numbers]
         shared = [self.rows[i].shared * 16 // self.shape.block_size for i in numbers]
         at = [self.rows[i].length - self.rows[i].tokens + t for i, t, _ in tokens]
-        return self.native.AttentionStep(
+        return self.native.AttentionBatch(
             self.shape.heads,
             self.shape.head_dim**-0.5,
             self.shape.window,
@@ -205,8 +205,8 @@ def test_matches_the_definition(native: ModuleType, isa: str, kind: str, shape: 
     for i, (row, wanted) in enumerate(zip(ROWS, expected(native, kind, shape), strict=True)):
         error = np.abs(found[i] - wanted).max(axis=(1, 2)) / np.abs(wanted).max()
         rounds = isa == "amx" and kind == "bf16"
-        is_whole = kind == "int8" and native.has_whole_attention(isa)
-        tolerance = WHOLE_TOLERANCE if is_whole else FLOAT_TOLERANCE
+        is_int8 = kind == "int8" and native.has_int8_attention(isa)
+        tolerance = WHOLE_TOLERANCE if is_int8 else FLOAT_TOLERANCE
         assert error[: row.prompt].max(initial=0) < (BF16_TOLERANCE if rounds else tolerance)
         assert error[row.prompt :].max(initial=0) < tolerance
 

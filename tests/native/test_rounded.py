@@ -1,4 +1,4 @@
-"""Products of weights rounded to 8 bits, a scale for each row: the copy, then the arithmetic."""
+"""Per-channel int8 matmul: the requantized weights, then the arithmetic."""
 
 from types import ModuleType
 
@@ -11,10 +11,10 @@ from engine.backends.custom.ir import reference
 from .conftest import load_native
 from .panels import LAYOUTS, ROWS, aligned, random_panels
 
-I8, INT8_ROWS = 8, 3
+I8, INT8_PER_CHANNEL = 8, 3
 TILE_COLUMNS = 64
 ACTIVATIONS = (lambda x: x, reference.silu, reference.gelu, reference.gelu_tanh)
-# Whole numbers are exact; they are turned into floats and scaled.
+# Integer dot products are exact; converting them to float and scaling is not.
 TOLERANCE = 5e-7
 SHAPES = [(16, 64, 16), (7, 33, 2), (33, 70, 17), (48, 576, 32), (100, 100, 13), (80, 1536, 49)]
 
@@ -24,8 +24,10 @@ Packed = NDArray[np.uint8]
 _NATIVE = load_native()
 
 
-@pytest.fixture(params=[each for each in _NATIVE.instruction_sets() if _NATIVE.has_rounded(each)])
-def rounded_isa(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(
+    params=[each for each in _NATIVE.instruction_sets() if _NATIVE.has_per_channel(each)]
+)
+def per_channel_isa(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
@@ -50,7 +52,7 @@ def multiply(
     residual: Floats | None = None,
 ) -> Floats:
     result: Floats = native.matmul(
-        isa, INT8_ROWS, I8, weights, rows, x.shape[1], x, bias, activation, gated, residual
+        isa, INT8_PER_CHANNEL, I8, weights, rows, x.shape[1], x, bias, activation, gated, residual
     )
     return result
 
@@ -58,13 +60,13 @@ def multiply(
 def copied(
     native: ModuleType, isa: str, rng: np.random.Generator, layout: str, rows: int, columns: int
 ) -> tuple[Packed, Floats]:
-    """A random matrix's copy, and what the matrix itself decodes to."""
+    """A random matrix requantized, and the dequantized matrix."""
     weights, dense = random_panels(rng, layout, rows, columns)
-    return native.rounded(isa, LAYOUTS.index(layout), weights, rows, columns), dense
+    return native.requantize(isa, LAYOUTS.index(layout), weights, rows, columns), dense
 
 
 def unpacked(weights: Packed, rows: int, columns: int) -> tuple[NDArray[np.int64], Floats]:
-    """(rows, columns) whole numbers, all columns that are there, and the scales of rows."""
+    """The (rows, columns) integers without padding, and one scale per row."""
     tiles = -(-columns // TILE_COLUMNS)
     panels = weights.reshape(-(-rows // ROWS), -1)
     size = tiles * TILE_COLUMNS * ROWS
@@ -75,8 +77,8 @@ def unpacked(weights: Packed, rows: int, columns: int) -> tuple[NDArray[np.int64
     return values[:rows, :columns].astype(np.int64), scales[:rows]
 
 
-def turned(x: Floats) -> Floats:
-    """Each 64 columns as their sums and differences, in the order in which kernels add them up."""
+def hadamard(x: Floats) -> Floats:
+    """The Hadamard rotation of each 64 columns, butterflies in the order of the kernels."""
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
     for apart in (1, 2, 4, 8, 16, 32):
         one, other = np.moveaxis(x.reshape(len(x), -1, 2, apart), 2, 0)
@@ -85,23 +87,23 @@ def turned(x: Floats) -> Floats:
 
 
 def expected(x: Floats, weights: Packed, rows: int) -> tuple[NDArray, NDArray]:
-    """The product in float64, and its size."""
-    x = turned(x)
+    """The matmul in float64, and its magnitude."""
+    x = hadamard(x)
     values, scales = unpacked(weights, rows, x.shape[1])
-    peak = np.abs(x).max(axis=1, keepdims=True)
-    steps = np.rint(x * (np.float32(127) / peak)).astype(np.int64)
-    product = steps @ values.T * ((peak / np.float32(127)).astype(np.float64) * scales)
+    absmax = np.abs(x).max(axis=1, keepdims=True)
+    quantized = np.rint(x * (np.float32(127) / absmax)).astype(np.int64)
+    product = quantized @ values.T * ((absmax / np.float32(127)).astype(np.float64) * scales)
     return product, np.abs(product)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 64), (33, 70), (7, 33), (48, 576)])
 def test_a_copy_is_off_by_half_a_step_at_most(
-    native: ModuleType, rounded_isa: str, layout: str, rows: int, columns: int
+    native: ModuleType, per_channel_isa: str, layout: str, rows: int, columns: int
 ) -> None:
     rng = np.random.default_rng(rows)
-    weights, dense = copied(native, rounded_isa, rng, layout, rows, columns)
-    dense = turned(dense) / np.float32(TILE_COLUMNS)
+    weights, dense = copied(native, per_channel_isa, rng, layout, rows, columns)
+    dense = hadamard(dense) / np.float32(TILE_COLUMNS)
     values, scales = unpacked(weights, rows, dense.shape[1])
     np.testing.assert_allclose(scales, np.abs(dense).max(axis=1) / 127, rtol=1e-6)
     error = np.abs(dense - values * scales[:, None].astype(np.float64))
@@ -110,13 +112,13 @@ def test_a_copy_is_off_by_half_a_step_at_most(
 
 @pytest.mark.parametrize(("rows", "columns", "tokens"), SHAPES)
 def test_products(
-    native: ModuleType, rounded_isa: str, rows: int, columns: int, tokens: int
+    native: ModuleType, per_channel_isa: str, rows: int, columns: int, tokens: int
 ) -> None:
     rng = np.random.default_rng(rows * columns)
-    weights, dense = copied(native, rounded_isa, rng, "Q4", rows, columns)
+    weights, dense = copied(native, per_channel_isa, rng, "Q4", rows, columns)
     x = with_outliers(normal(rng, tokens, columns))
     want, size = expected(x, weights, rows)
-    got = multiply(native, rounded_isa, weights, rows, x)
+    got = multiply(native, per_channel_isa, weights, rows, x)
     assert (np.abs(got - want) <= TOLERANCE * size).all()
     exact = x.astype(np.float64) @ dense.T
     assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 0.02
@@ -124,58 +126,62 @@ def test_products(
 
 @pytest.mark.parametrize("tokens", [1, 16, 37])
 @pytest.mark.parametrize("activation", range(4))
-def test_epilogues(native: ModuleType, rounded_isa: str, tokens: int, activation: int) -> None:
+def test_epilogues(native: ModuleType, per_channel_isa: str, tokens: int, activation: int) -> None:
     rng = np.random.default_rng(tokens)
     for rows in (5, 16, 49):
-        weights, _ = copied(native, rounded_isa, rng, "Q8", rows, 96)
+        weights, _ = copied(native, per_channel_isa, rng, "Q8", rows, 96)
         x, bias, residual = normal(rng, tokens, 96), normal(rng, rows), normal(rng, tokens, rows)
         sums, size = expected(x, weights, rows)
         want = ACTIVATIONS[activation]((sums + bias).astype(np.float32)) + residual
-        got = multiply(native, rounded_isa, weights, rows, x, bias, activation, residual=residual)
+        got = multiply(
+            native, per_channel_isa, weights, rows, x, bias, activation, residual=residual
+        )
         assert (np.abs(got - want) <= 2e-6 * (size + np.abs(bias) + np.abs(residual) + 1)).all()
 
 
 @pytest.mark.parametrize(("width", "tokens"), [(16, 1), (20, 19), (64, 50)])
-def test_gated(native: ModuleType, rounded_isa: str, width: int, tokens: int) -> None:
+def test_gated(native: ModuleType, per_channel_isa: str, width: int, tokens: int) -> None:
     rng = np.random.default_rng(width)
     panels = -(-width // ROWS)
     gate, up = (random_panels(rng, "Q4", width, 160)[0] for _ in range(2))
     pairs = aligned(np.stack((gate.reshape(panels, -1), up.reshape(panels, -1)), axis=1).ravel())
-    weights = native.rounded(rounded_isa, LAYOUTS.index("Q4"), pairs, 2 * width, 160)
+    weights = native.requantize(per_channel_isa, LAYOUTS.index("Q4"), pairs, 2 * width, 160)
     in_turns = weights.reshape(panels, 2, -1)
     x = normal(rng, tokens, 160)
     (gates, gate_size), (ups, up_size) = (
         expected(x, np.ascontiguousarray(in_turns[:, i]).ravel(), width) for i in range(2)
     )
     want = reference.silu(gates.astype(np.float32)) * ups
-    got = multiply(native, rounded_isa, weights, 2 * width, x, None, 1, True)
+    got = multiply(native, per_channel_isa, weights, 2 * width, x, None, 1, True)
     assert (np.abs(got - want) <= 4e-6 * (gate_size * up_size + gate_size + up_size)).all()
 
 
-def test_a_row_does_not_depend_on_the_others(native: ModuleType, rounded_isa: str) -> None:
+def test_a_row_does_not_depend_on_the_others(native: ModuleType, per_channel_isa: str) -> None:
     rng = np.random.default_rng(7)
-    weights, _ = copied(native, rounded_isa, rng, "Q4", 40, 160)
+    weights, _ = copied(native, per_channel_isa, rng, "Q4", 40, 160)
     x = normal(rng, 140, 160)
-    alone = np.concatenate([multiply(native, rounded_isa, weights, 40, row[None]) for row in x])
+    alone = np.concatenate([multiply(native, per_channel_isa, weights, 40, row[None]) for row in x])
     for tokens in [*range(2, 41), 70, 140]:
         start = tokens * 5 % (140 - tokens + 1)
         part = np.ascontiguousarray(x[start : start + tokens])
-        together = multiply(native, rounded_isa, weights, 40, part)
+        together = multiply(native, per_channel_isa, weights, 40, part)
         np.testing.assert_array_equal(together, alone[start : start + tokens])
 
 
-def test_nothing_and_what_is_not_finite(native: ModuleType, rounded_isa: str) -> None:
-    weights, _ = copied(native, rounded_isa, np.random.default_rng(3), "Q4", 16, 64)
+def test_nothing_and_what_is_not_finite(native: ModuleType, per_channel_isa: str) -> None:
+    weights, _ = copied(native, per_channel_isa, np.random.default_rng(3), "Q4", 16, 64)
     x = np.zeros((4, 64), np.float32)
     x[1], x[2, 40], x[3, 5] = 1e-40, np.nan, np.inf
-    got = multiply(native, rounded_isa, weights, 16, x)
+    got = multiply(native, per_channel_isa, weights, 16, x)
     assert not got[:2].any()
     assert not np.isfinite(got[2:]).any()
 
 
-def test_other_numerics_do_not_read_copies(native: ModuleType, rounded_isa: str) -> None:
-    weights, _ = copied(native, rounded_isa, np.random.default_rng(0), "Q4", 16, 64)
+def test_other_numerics_do_not_read_copies(native: ModuleType, per_channel_isa: str) -> None:
+    weights, _ = copied(native, per_channel_isa, np.random.default_rng(0), "Q4", 16, 64)
     x = np.zeros((1, 64), np.float32)
-    for numerics, layout in ((0, I8), (1, I8), (INT8_ROWS, 0)):
+    for numerics, layout in ((0, I8), (1, I8), (INT8_PER_CHANNEL, 0)):
         with pytest.raises(ValueError, match="do not read"):
-            native.matmul(rounded_isa, numerics, layout, weights, 16, 64, x, None, 0, False, None)
+            native.matmul(
+                per_channel_isa, numerics, layout, weights, 16, 64, x, None, 0, False, None
+            )

@@ -77,7 +77,7 @@ def test_rotate_turns_pairs_and_leaves_the_rest(
     angles = rng.uniform(0, 2 * math.pi, dim // 2)
     cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     want = reference.rope(x[None].copy(), cosines[None], sines[None])[0]
-    native.rotate(isa, x, cosines, sines)
+    native.rope(isa, x, cosines, sines)
     np.testing.assert_allclose(x, want, rtol=1e-6, atol=3e-7)
     np.testing.assert_array_equal(x[:, dim:], want[:, dim:])
 

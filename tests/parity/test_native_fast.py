@@ -1,4 +1,4 @@
-"""`--numerics fast` on the default model: many rows from rounded weights, few rows as ever."""
+"""`--numerics fast` on the default model: per-channel int8 for many rows, few as ever."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,7 +22,7 @@ from engine.core.text.tokenizer import Tokenizer
 from tests.parity.seam_driver import SeamDriver
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
-FAST_ROWS = 16  # of csrc/executor.cpp
+FAST_ROWS = 16  # of csrc/executor/executor.cpp
 OFF_FLOAT = 0.1  # the default's generated tokens are off by 0.03 here, fast ones by 0.05 to 0.09
 Runners = Callable[..., NativeRunner]
 
@@ -60,16 +60,16 @@ def runners(source: ModelSource) -> Runners:
     return runner
 
 
-def has_rounded() -> bool:
+def has_per_channel() -> bool:
     native = kernels()
-    return bool(native.has_rounded(native.instruction_sets()[-1]))
+    return bool(native.has_per_channel(native.instruction_sets()[-1]))
 
 
 def with_one_cache(runners: Runners) -> tuple[NativeRunner, NativeRunner]:
     """Fast, and the default with a cache of the same type."""
     native = kernels()
-    is_whole = native.has_whole_attention(native.instruction_sets()[-1])
-    return runners("fast"), runners("invariant", kv_dtype="int8" if is_whole else "auto")
+    is_int8 = native.has_int8_attention(native.instruction_sets()[-1])
+    return runners("fast"), runners("invariant", kv_dtype="int8" if is_int8 else "auto")
 
 
 def logits_after(runner: NativeRunner, prompts: list[list[int]]) -> np.ndarray:
@@ -103,7 +103,7 @@ def test_many_generated_rows_stay_near_float(
     expected = logits_after(runners("invariant", "float32"), prompts)
     found = logits_after(runners("fast"), prompts)
     assert 0 < off(found, expected) < OFF_FLOAT
-    if has_rounded():  # within this arithmetic a row does not depend on those beside it
+    if has_per_channel():  # within this arithmetic a row does not depend on those beside it
         more = logits_after(runners("fast"), [*prompts, text_ids[:40]])
         np.testing.assert_array_equal(more[:rows], found)
 
@@ -119,7 +119,7 @@ def test_prompts_are_computed_alike_and_stay_near_float(
 ) -> None:
     prompt = text_ids[:length]
     found, default = (after_prompt(each, prompt) for each in with_one_cache(runners))
-    assert np.array_equal(found, default) == (not has_rounded())
+    assert np.array_equal(found, default) == (not has_per_channel())
     assert 0 < off(found, after_prompt(runners("invariant", "float32"), prompt)) < OFF_FLOAT
 
 
@@ -138,5 +138,5 @@ def test_copies_are_part_of_the_memory_plan(source: ModelSource) -> None:
 
     more = weight_bytes("fast") - weight_bytes("invariant")
     params = source.config.num_params
-    assert params <= more <= 1.01 * params if has_rounded() else more == 0
+    assert params <= more <= 1.01 * params if has_per_channel() else more == 0
     assert weight_bytes("fast", "float32") == weight_bytes("invariant", "float32")

@@ -192,9 +192,9 @@ class _Facts:
         match step:
             case ir.LinearStep():
                 layout = self._matrices[step.matrix].layout
-                return layout, step.kernel.generated, step.kernel.prompt
+                return layout, step.kernel.decode, step.kernel.prefill
             case ir.AttentionStep():
-                return None, step.kernel.generated, step.kernel.prompt
+                return None, step.kernel.decode, step.kernel.prefill
             case ir.EmbedStep():
                 return self._matrices[step.table].layout, "f32", "f32"
         return None, "f32", "f32"

@@ -35,8 +35,8 @@ def product_kernel(
     """
     if precision.exact or layout == "F32":
         return Kernel("f32", "f32")
-    generated: Numerics = "f32" if layout in _HALVES else "int8"
-    return Kernel(generated, "bf16" if machine.has_bf16 and not few_rows else generated)
+    decode: Numerics = "f32" if layout in _HALVES else "int8"
+    return Kernel(decode, "bf16" if machine.has_bf16 and not few_rows else decode)
 
 
 def attention_kernel(machine: Machine, precision: Precision) -> Kernel:

@@ -45,10 +45,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The arithmetic of tokens that the model generated, and of those of prompts."""
+    """The arithmetic of decode tokens, and of prefill tokens."""
 
-    generated: Numerics
-    prompt: Numerics
+    decode: Numerics
+    prefill: Numerics
 
 
 @dataclass(frozen=True, slots=True)

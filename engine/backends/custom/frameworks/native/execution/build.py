@@ -86,7 +86,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     weight_bytes = sum(_packed_bytes(weight) for weight in source.weights.values())
     if options.numerics == "fast" and device.dtype == STORED:
-        weight_bytes += _rounded_bytes(source)
+        weight_bytes += _per_channel_bytes(source)
     token_bytes = kv_token_bytes(
         source.config, _kv_type(options.kv_dtype, device.dtype, options.numerics)
     )
@@ -110,10 +110,10 @@ def _packed_bytes(weight: Weight) -> int:
     return panels * bytes_of_panel
 
 
-def _rounded_bytes(source: ModelSource) -> int:
-    """Of the second copies of quantized matrices that `--numerics fast` has, if the CPU suits."""
+def _per_channel_bytes(source: ModelSource) -> int:
+    """Of the per-channel int8 copies that `--numerics fast` adds, where the CPU has the kernels."""
     native = kernels()
-    if not native.has_rounded(native.instruction_sets()[-1]):
+    if not native.has_per_channel(native.instruction_sets()[-1]):
         return 0
     tables = (POSITIONS,) if source.config.tie_embeddings else (POSITIONS, TOKENS)
     total = 0
@@ -122,8 +122,8 @@ def _rounded_bytes(source: ModelSource) -> int:
             continue
         rows, columns = weight.spec.shape
         layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
-        if product_kernel(layout, Machine(threads=1), Precision()).generated == "int8":
-            total += -(-rows // PANEL_ROWS) * native.rounded_panel_bytes(columns)
+        if product_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
+            total += -(-rows // PANEL_ROWS) * native.per_channel_panel_bytes(columns)
     return total
 
 
@@ -157,7 +157,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
-        rounded=_add_rounded(model, plans[0], matrices) if config.numerics == "fast" else {},
+        per_channel=_add_per_channel(model, plans[0], matrices)
+        if config.numerics == "fast"
+        else {},
     )
     _set_memory(model, source, config, plans[-1])
     model.set_fast(config.numerics == "fast")
@@ -176,13 +178,15 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     return NativeRunner(model, spec, model_config.hidden_size)
 
 
-def _add_rounded(model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]) -> dict[str, int]:
-    """Second copies of quantized matrices, where the CPU has kernels for them."""
-    if not kernels().has_rounded(plan.machine.instruction_set):
+def _add_per_channel(
+    model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]
+) -> dict[str, int]:
+    """Per-channel int8 copies of quantized matrices, where the CPU has kernels for them."""
+    if not kernels().has_per_channel(plan.machine.instruction_set):
         return {}
     products = (step for step in plan.steps if isinstance(step, LinearStep))
-    names = dict.fromkeys(step.matrix for step in products if step.kernel.generated == "int8")
-    return dict(zip(names, model.add_rounded([matrices[name] for name in names]), strict=True))
+    names = dict.fromkeys(step.matrix for step in products if step.kernel.decode == "int8")
+    return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
@@ -275,5 +279,5 @@ def _kv_type(asked: str, dtype: str, numerics: str) -> str:
     if dtype == "float32":
         return "float32"
     native = kernels()
-    is_whole = numerics == "fast" and native.has_whole_attention(native.instruction_sets()[-1])
-    return "int8" if is_whole else "bfloat16"
+    is_int8 = numerics == "fast" and native.has_int8_attention(native.instruction_sets()[-1])
+    return "int8" if is_int8 else "bfloat16"

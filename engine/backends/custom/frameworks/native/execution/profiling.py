@@ -84,7 +84,7 @@ class NativeProfiler:
 
     def _note_steps(self, ended_at: float) -> None:
         """Steps follow one another and the last of them ended with the call."""
-        spent = self._model.step_seconds()
+        spent = self._model.op_seconds()
         began_at = ended_at - sum(spent)
         for label, seconds in zip(self._labels, spent, strict=True):
             self._events.append(Event(label, _KERNELS, began_at, seconds))

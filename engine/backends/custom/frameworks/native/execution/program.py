@@ -14,7 +14,7 @@ from engine.backends.custom.ir.plan import (
     RopeWriteStep,
 )
 
-# Codes of csrc/layout.h and csrc/kernels.h.
+# Codes of csrc/base/layout.h and csrc/base/kernels.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
 NUMERICS = ("f32", "int8", "bf16")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
@@ -28,7 +28,7 @@ class Numbered:
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
     biases: Mapping[str, int]  # by matrix
-    rounded: Mapping[str, int]  # copies of matrices, for steps of many rows
+    per_channel: Mapping[str, int]  # int8 copies of matrices, for steps of many rows
 
     def vector(self, name: str | None) -> int:
         return -1 if name is None else self.vectors[name]
@@ -86,7 +86,7 @@ def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numb
         source=step.source,
         out=step.out,
         matrix=weights.matrices[step.matrix],
-        rounded=weights.rounded.get(step.matrix, -1),
+        per_channel=weights.per_channel.get(step.matrix, -1),
         norm=0 if norm is None else NORMS.index(norm.kind),
         norm_weight=-1 if norm is None else weights.vector(norm.weight),
         norm_bias=-1 if norm is None else weights.vector(norm.bias),
@@ -99,7 +99,7 @@ def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numb
         over_logits=plan.buffers[step.out].per == "logit",
         column=step.column,
         grain=step.split.grain,
-        generated=NUMERICS.index(step.kernel.generated),
-        prompt=NUMERICS.index(step.kernel.prompt),
+        decode=NUMERICS.index(step.kernel.decode),
+        prefill=NUMERICS.index(step.kernel.prefill),
         scale=step.scale,
     )

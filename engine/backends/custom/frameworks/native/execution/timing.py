@@ -75,7 +75,7 @@ def time_steps(source: ModelSource, config: RunnerConfig, tokens: int, is_prompt
         ):
             began = time.perf_counter()
             runner.forward(inputs)
-            runs.append((time.perf_counter() - began, model.step_seconds()))
+            runs.append((time.perf_counter() - began, model.op_seconds()))
     finally:
         runner.close()
     quick = sorted(runs)[: len(runs) // 2]

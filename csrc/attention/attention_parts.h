@@ -1,0 +1,234 @@
+// What all attention kernels share: the visible part of a chunk, and the merge of partial results.
+//
+// Base-2 online softmax: queries are pre-multiplied by scale * log2(e), so weights are exp2(score - max).
+// `merge_into` must give the same bits in every instruction set. It therefore uses no FMA, and floating-point
+// contraction is off.
+#pragma once
+#include "attention/attention.h"
+
+#if defined(__clang__)
+#define ENGINE_NO_CONTRACTION static
+#pragma clang fp contract(off)
+#else
+#define ENGINE_NO_CONTRACTION __attribute__((noinline, optimize("fp-contract=off"))) static
+#endif
+
+namespace engine {
+namespace {
+
+constexpr int kChunkTiles = kChunk / 16;
+constexpr int kPrefetchTiles = 3;
+constexpr float kLog2E = 1.44269504f;
+
+struct Range {
+    int begin, end;
+    bool empty() const { return begin >= end; }
+};
+
+// Positions that a token attends to, under the causal mask and the sliding window.
+ENGINE_INLINE Range visible(const AttentionJob& job, int token) {
+    int position = job.batch->positions[token], window = job.shape->window;
+    return {window > 0 && position >= window ? position - window + 1 : 0, position + 1};
+}
+
+// The visible positions of one chunk, relative to its start.
+ENGINE_INLINE Range visible_in_chunk(const AttentionJob& job, int token, int chunk) {
+    Range range = visible(job, token);
+    int begin = range.begin - chunk * kChunk, end = range.end - chunk * kChunk;
+    return {begin > 0 ? begin : 0, end < kChunk ? end : kChunk};
+}
+
+// Addresses of the tiles [begin, end) that any token of the item sees, and of the tiles to prefetch.
+struct ChunkTiles {
+    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // followed by the first value tiles
+    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // followed by the first value tiles again
+    const uint8_t* next_keys[kChunkTiles];  // of the chunk that is read next, one for each tile of this chunk
+    const uint8_t* next_values[kChunkTiles];
+    int begin, end;
+};
+
+ENGINE_INLINE Range seen_tiles(const AttentionJob& job, const AttentionItem& item, int chunk) {
+    Range seen{kChunk, 0};
+    for (int i = 0; i < item.count; i++) {
+        Range range = visible_in_chunk(job, job.batch->item_tokens[item.first + i], chunk);
+        if (range.empty()) continue;
+        if (range.begin < seen.begin) seen.begin = range.begin;
+        if (range.end > seen.end) seen.end = range.end;
+    }
+    return {seen.begin / 16, div_up(seen.end, 16)};
+}
+
+ENGINE_INLINE const uint8_t* find_keys(const AttentionJob& job, const AttentionItem& item, int head,
+                                       int chunk, int tile) {
+    const Batch& batch = *job.batch;
+    const int32_t* table = batch.table(batch.row_of[batch.item_tokens[item.first]]);
+    int tiles_per_block = job.cache->block_size / 16, index = chunk * kChunkTiles + tile;
+    return job.cache->key_tile(job.layer, table[index / tiles_per_block], head, index % tiles_per_block);
+}
+
+struct ChunkPlace {
+    int index, head, chunk;  // item, kv head, chunk
+};
+
+// The chunk that the thread most likely reads next: of the same item, of the next kv head, or of the next
+// item.
+ENGINE_INLINE ChunkPlace next_place(const AttentionJob& job, ChunkPlace place) {
+    const AttentionItem& item = job.batch->items[place.index];
+    if (place.chunk + 1 < item.chunk + item.chunks) return {place.index, place.head, place.chunk + 1};
+    if (place.head + 1 < job.shape->kv_heads) return {place.index, place.head + 1, item.chunk};
+    int index = place.index + 1 < job.batch->num_items ? place.index + 1 : place.index;
+    return {index, 0, job.batch->items[index].chunk};
+}
+
+ENGINE_INLINE void find_next(const AttentionJob& job, ChunkPlace place, ChunkTiles& tiles) {
+    const ChunkPlace after = next_place(job, place);
+    const AttentionItem& item = job.batch->items[after.index];
+    const Range seen = seen_tiles(job, item, after.chunk);
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+        int partner = seen.begin + tile - tiles.begin;
+        if (partner >= seen.end) partner = seen.begin;
+        tiles.next_keys[tile] = find_keys(job, item, after.head, after.chunk, partner);
+        tiles.next_values[tile] = tiles.next_keys[tile] + job.cache->part_bytes();
+    }
+}
+
+ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
+    const AttentionItem& item = job.batch->items[place.index];
+    ChunkTiles tiles;
+    Range seen = seen_tiles(job, item, place.chunk);
+    tiles.begin = seen.begin;
+    tiles.end = seen.end;
+    for (int tile = seen.begin; tile < seen.end; tile++) {
+        tiles.keys[tile] = find_keys(job, item, place.head, place.chunk, tile);
+        tiles.values[tile] = tiles.keys[tile] + job.cache->part_bytes();
+    }
+    for (int i = 0; i < kPrefetchTiles; i++) {
+        int near = seen.begin + i < seen.end ? seen.begin + i : seen.begin;
+        tiles.keys[seen.end + i] = tiles.values[seen.end + i] = tiles.values[near];
+    }
+    return tiles;
+}
+
+// The partial result of one head: unnormalized output, max and sum of the online softmax.
+struct Part {
+    float* values;   // [dim]
+    float* max_sum;  // {max, sum}
+};
+
+ENGINE_INLINE Part part_at(const AttentionJob& job, int index, int head) {
+    const AttentionShape& shape = *job.shape;
+    int dim = job.cache->dim();
+    float* part = job.parts + size_t(index) * part_floats(shape);
+    return {part + head * dim, part + shape.heads * dim + 2 * head};
+}
+
+// exp2(x) for x <= 0.
+ENGINE_NO_CONTRACTION float exp2_scalar(float x) {
+    if (x < -125.0f) return 0.0f;
+    float shifted = x + kRoundShift;
+    float r = x - (shifted - kRoundShift);
+    float p = 1.535336144e-4f * r + 1.339887457e-3f;
+    p = p * r + 9.618437361e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472029e-1f;
+    p = p * r + 1.0f;
+    return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));
+}
+
+// Merges two partial results into `into`. The positions of `more` come after those of `into`.
+ENGINE_NO_CONTRACTION void merge_into(Part into, Part more, int dim) {
+    float old_max = into.max_sum[0], more_max = more.max_sum[0];
+    bool raises = old_max < more_max;
+    float weight = exp2_scalar(raises ? old_max - more_max : more_max - old_max);
+    float old_weight = raises ? weight : 1.0f, more_weight = raises ? 1.0f : weight;
+    if (raises) into.max_sum[0] = more_max;
+    into.max_sum[1] = into.max_sum[1] * old_weight + more.max_sum[1] * more_weight;
+    float* __restrict values = into.values;
+    const float* __restrict added = more.values;
+    for (int i = 0; i < dim; i++) values[i] = values[i] * old_weight + added[i] * more_weight;
+}
+
+ENGINE_INLINE void normalize(Part part, int head_dim, float* __restrict out) {
+    float weight = 1.0f / part.max_sum[1];
+    const float* __restrict values = part.values;
+    for (int i = 0; i < head_dim; i++) out[i] = values[i] * weight;
+}
+
+inline void merge(const AttentionJob& job, int index) {
+    const AttentionMerge& merge = job.batch->merges[index];
+    const int32_t* parts = job.batch->merge_parts + merge.first;
+    const AttentionShape& shape = *job.shape;
+    float* out = job.out + size_t(merge.token) * size_t(job.out_stride);
+    for (int head = 0; head < shape.heads; head++) {
+        Part into = part_at(job, parts[0], head);
+        for (int i = 1; i < merge.count; i++)
+            merge_into(into, part_at(job, parts[i], head), job.cache->dim());
+        normalize(into, shape.head_dim, out + head * shape.head_dim);
+    }
+}
+
+// The queries of an item: token by token, and per token the heads that share the kv head (GQA).
+struct Queries {
+    const AttentionJob* job;
+    const AttentionItem* item;
+    int index;  // of the item
+    int kv_head, group, count;
+    float* state;  // [count][dim]: running results of an item that writes to `out`
+    float* state_max_sum;
+
+    int token(int query) const { return job->batch->item_tokens[item->first + query / group]; }
+    int head(int query) const { return kv_head * group + query % group; }
+    const float* floats(int query) const {
+        const float* of_token = job->queries + size_t(token(query)) * size_t(job->query_stride);
+        return of_token + head(query) * job->shape->head_dim;
+    }
+    float* out(int query) const {
+        float* of_token = job->out + size_t(token(query)) * size_t(job->out_stride);
+        return of_token + head(query) * job->shape->head_dim;
+    }
+    // Where the result of a chunk is accumulated.
+    Part destination(int query, int chunk) const {
+        if (item->part < 0) return {state + query * job->cache->dim(), state_max_sum + 2 * query};
+        int index = item->part + query / group * item->parts_per_token();
+        return part_at(*job, item->merges_chunks ? index : index + chunk - item->chunk, head(query));
+    }
+    // Whether the destination holds no result yet.
+    bool is_empty(int query, int chunk) const {
+        bool merges = item->part < 0 || item->merges_chunks;
+        return !merges || chunk == item->chunk || visible(*job, token(query)).begin >= chunk * kChunk;
+    }
+    // Where to compute the results of a chunk for `query` and the following ones, [queries][dim]: in the
+    // destination if possible.
+    float* result_buffer(int query, int chunk, float* elsewhere) const {
+        bool in_place = item->part < 0 && chunk == item->chunk;
+        return in_place ? state + query * job->cache->dim() : elsewhere;
+    }
+    // Merges the result of a chunk into its destination if the query sees any of the chunk.
+    void add(int query, int chunk, Part result) const {
+        if (visible_in_chunk(*job, token(query), chunk).empty()) return;
+        Part to = destination(query, chunk);
+        int dim = job->cache->dim();
+        if (!is_empty(query, chunk)) return merge_into(to, result, dim);
+        if (to.values != result.values) memcpy(to.values, result.values, size_t(dim) * sizeof(float));
+        memcpy(to.max_sum, result.max_sum, 2 * sizeof(float));
+    }
+    void write_out() const {
+        if (item->part >= 0) return;
+        for (int query = 0; query < count; query++)
+            normalize(destination(query, 0), job->shape->head_dim, out(query));
+    }
+};
+
+ENGINE_INLINE Queries item_queries(const AttentionJob& job, int index, int kv_head) {
+    const AttentionItem& item = job.batch->items[index];
+    int group = job.shape->heads / job.shape->kv_heads;
+    return {&job, &item, index, kv_head, group, item.count * group, nullptr, nullptr};
+}
+
+ENGINE_INLINE int max_queries(const AttentionShape& shape) {
+    return kMaxItemTokens * (shape.heads / shape.kv_heads);
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,95 @@
+// The softmax between QK and PV, and the scratch memory of attention, in the vectors of the including file.
+#pragma once
+#include "attention/attention_parts.h"
+#include "attention/attention_vectors.h"
+#include "base/unroll.h"
+
+namespace engine {
+namespace {
+
+constexpr int kBatch = 48;  // queries whose scores are held at a time
+
+// What to prefetch while a tile is read: a tile that is read soon, into L1, and a tile of the next chunk,
+// into L2. Both may be null.
+struct Prefetch {
+    const uint8_t *soon, *later;
+
+    __attribute__((always_inline)) void at(int offset) const {
+        if (kConvertsOnce && !soon) return;
+        __builtin_prefetch(soon + offset);
+        __builtin_prefetch(later + offset, 0, 2);
+    }
+};
+
+// The tiles of a chunk, and those to prefetch.
+ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
+    const ChunkPlace place{queries.index, queries.kv_head, chunk};
+    ChunkTiles tiles = find_tiles(*queries.job, place);
+    find_next(*queries.job, place, tiles);
+    return tiles;
+}
+
+// Softmax of one query's scores over the tiles of a chunk, in place. Masked positions get weight 0.
+ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
+    if (seen.empty()) {
+        memset(scores + tiles.begin * 16, 0, size_t(tiles.end - tiles.begin) * 64);
+        return;
+    }
+    int begin = seen.begin / 16 * 16, end = round_up(seen.end, 16);
+    for (int i = begin; i < seen.begin; i++) scores[i] = -__builtin_inff();
+    for (int i = seen.end; i < end; i++) scores[i] = -__builtin_inff();
+    Floats lane_max = load(scores + begin);
+    for (int i = begin + kLanes; i < end; i += kLanes) lane_max = vmax(lane_max, load(scores + i));
+    float max = reduce_max(lane_max);
+    Floats sums = {};
+    for (int i = begin; i < end; i += 16) {  // one tile at a time, so that its vectors are independent
+        Floats weights[16 / kLanes];
+        unroll<16 / kLanes>([&](auto v) __attribute__((always_inline)) {
+            weights[v] = vexp2(load(scores + i + v * kLanes) - all(max));
+        });
+        for (int v = 0; v < 16 / kLanes; v++) {
+            store(scores + i + v * kLanes, weights[v]);
+            sums += weights[v];
+        }
+    }
+    max_sum[0] = max;
+    max_sum[1] = reduce_sum(sums);
+    memset(scores + tiles.begin * 16, 0, size_t(begin - tiles.begin * 16) * sizeof(float));
+    memset(scores + end, 0, size_t(tiles.end * 16 - end) * sizeof(float));
+}
+
+struct FloatScratch {
+    float *queries, *state, *state_max_sum, *sums, *scores;
+    size_t floats;
+};
+
+ENGINE_INLINE FloatScratch float_scratch(const AttentionShape& shape, uint8_t* base) {
+    size_t dim = size_t(round_up(shape.head_dim, 32)), max_count = size_t(max_queries(shape));
+    float* at = reinterpret_cast<float*>(base);
+    FloatScratch scratch;
+    scratch.queries = at;
+    scratch.state = scratch.queries + max_count * dim;
+    scratch.state_max_sum = scratch.state + max_count * dim;
+    scratch.sums = scratch.state_max_sum + 2 * max_count;
+    scratch.scores = scratch.sums + kBatch * dim;
+    scratch.floats = size_t(scratch.scores + kBatch * kChunk - at);
+    return scratch;
+}
+
+ENGINE_INLINE size_t float_scratch_bytes(const AttentionShape& shape) {
+    return float_scratch(shape, nullptr).floats * sizeof(float);
+}
+
+ENGINE_INLINE void scale_queries(const Queries& queries, float* scaled) {
+    const AttentionShape& shape = *queries.job->shape;
+    int dim = queries.job->cache->dim();
+    float factor = shape.scale * kLog2E;
+    for (int query = 0; query < queries.count; query++, scaled += dim) {
+        const float* from = queries.floats(query);
+        for (int i = 0; i < shape.head_dim; i++) scaled[i] = from[i] * factor;
+        for (int i = shape.head_dim; i < dim; i++) scaled[i] = 0;
+    }
+}
+
+}  // namespace
+}  // namespace engine

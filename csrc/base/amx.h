@@ -1,0 +1,59 @@
+// AMX tile instructions. There are eight tile registers of 16 rows by 64 bytes.
+#pragma once
+#include <immintrin.h>
+
+#include "base/common.h"
+
+namespace engine {
+namespace {
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Configures the tiles of this thread while the object lives. Tiles are released afterwards because a
+// configured tile state slows down other code.
+class TileScope {
+  public:
+    TileScope() {
+        static constexpr TileConfig config;
+        __asm__ volatile("ldtilecfg %0" ::"m"(config));
+    }
+    ~TileScope() { __asm__ volatile("tilerelease" ::: "memory"); }
+    TileScope(const TileScope&) = delete;
+};
+
+// Inline assembly, because the compiler's intrinsics do not declare the memory that they read and do not
+// accept the tile number as a template constant.
+template <int kTile>
+ENGINE_INLINE void tile_zero() {
+    __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+
+// Loads 16 rows of 64 bytes that are `stride` bytes apart.
+template <int kTile>
+ENGINE_INLINE void tile_load(const void* from, size_t stride = 64) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+
+template <int kTile>
+ENGINE_INLINE void tile_store(void* to, size_t stride = 64) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
+}
+
+// sums[m][n] += rows[m][2 k] * pairs[k][n][0] + rows[m][2 k + 1] * pairs[k][n][1]
+template <int kSums, int kRows, int kPairs>
+ENGINE_INLINE void tile_multiply_bf16() {
+    __asm__ volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kPairs), "i"(kRows), "i"(kSums));
+}
+
+// sums[m][n] += sum over i < 4 of rows[m][4 k + i] * fours[k][n][i], in signed int8
+template <int kSums, int kRows, int kFours>
+ENGINE_INLINE void tile_multiply_int8() {
+    __asm__ volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,142 @@
+// Detects the instruction sets of this CPU and fills one kernel table for each.
+#include "base/dispatch.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace engine {
+namespace {
+
+#if defined(__x86_64__)
+struct Registers {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+    Registers r;
+    __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+    return r;
+}
+
+// Register states that the operating system saves on a context switch (XCR0).
+uint64_t enabled_states() {
+    if (!(cpuid(1, 0).ecx >> 27 & 1)) return 0;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return uint64_t(high) << 32 | low;
+}
+
+bool has(unsigned word, int bit) {
+    return word >> bit & 1;
+}
+
+bool has_avx2() {
+    Registers one = cpuid(1, 0), seven = cpuid(7, 0);
+    bool fma = has(one.ecx, 12), f16c = has(one.ecx, 29);
+    return (enabled_states() & 0x6) == 0x6 && fma && f16c && has(seven.ebx, 5);
+}
+
+bool has_avx512() {
+    Registers seven = cpuid(7, 0), more = cpuid(7, 1);
+    bool base = has(seven.ebx, 16) && has(seven.ebx, 17) && has(seven.ebx, 30) && has(seven.ebx, 31);
+    bool vnni = has(seven.ecx, 11), bf16 = has(more.eax, 5);
+    return has_avx2() && (enabled_states() & 0xe6) == 0xe6 && base && vnni && bf16;
+}
+
+// Linux grants the tile data state to a process only on request.
+bool has_amx() {
+    Registers seven = cpuid(7, 0);
+    bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24);
+    if (!has_avx512() || !tiles_of_bf16 || (enabled_states() & 0x60000) != 0x60000) return false;
+#if defined(__linux__)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool has_int8_tiles() {
+    return has(cpuid(7, 0).edx, 25);
+}
+#elif defined(__aarch64__)
+// int8 dot products (sdot) and half-precision arithmetic.
+bool has_neon() {
+#if defined(__linux__)
+    constexpr unsigned long kHalves = 1 << 10, kDotProducts = 1 << 20;
+    return (getauxval(AT_HWCAP) & (kHalves | kDotProducts)) == (kHalves | kDotProducts);
+#elif defined(__APPLE__)
+    int dot_products = 0, halves = 0;
+    size_t size = sizeof(int);
+    sysctlbyname("hw.optional.arm.FEAT_DotProd", &dot_products, &size, nullptr, 0);
+    sysctlbyname("hw.optional.arm.FEAT_FP16", &halves, &size, nullptr, 0);
+    return dot_products && halves;
+#else
+    return false;
+#endif
+}
+#endif
+
+KernelSet find_kernels() {
+    static Kernels generic{};
+    KernelSet set{};
+    auto add = [&set](Kernels& table, const char* name) {
+        table.name = name;
+        set.tables[set.count++] = &table;
+    };
+    fill_matmul_generic(generic);
+    fill_vector_generic(generic);
+    fill_attention_generic(generic);
+    add(generic, "generic");
+#if defined(__x86_64__)
+    static Kernels avx2{}, avx512{}, amx{};
+    if (!has_avx2()) return set;
+    avx2 = generic;
+    fill_matmul_avx2(avx2);
+    fill_vector_avx2(avx2);
+    fill_attention_avx2(avx2);
+    add(avx2, "avx2");
+    if (!has_avx512()) return set;
+    avx512 = avx2;
+    fill_matmul_avx512(avx512);
+    fill_matmul_bf16_avx512(avx512);
+    fill_vector_avx512(avx512);
+    fill_attention_avx512(avx512);
+    add(avx512, "avx512");
+    if (!has_amx()) return set;
+    amx = avx512;
+    fill_matmul_amx(amx);
+    fill_attention_amx(amx);
+    if (has_int8_tiles()) {
+        fill_requantize_avx2(amx);
+        fill_per_channel_amx(amx);
+    }
+    add(amx, "amx");
+#elif defined(__aarch64__)
+    static Kernels neon{};
+    if (!has_neon()) return set;
+    neon = generic;
+    fill_matmul_neon(neon);
+    fill_matmul_f32_neon(neon);
+    fill_per_channel_neon(neon);
+    fill_attention_neon(neon);
+    add(neon, "neon");
+#endif
+    return set;
+}
+
+}  // namespace
+
+const KernelSet& kernel_set() {
+    static const KernelSet set = find_kernels();
+    return set;
+}
+
+}  // namespace engine

@@ -1,0 +1,26 @@
+// Each kernel file exports one function that fills its part of a table.
+#pragma once
+#include "base/kernels.h"
+
+namespace engine {
+
+void fill_matmul_generic(Kernels& table);
+void fill_vector_generic(Kernels& table);
+void fill_attention_generic(Kernels& table);
+void fill_matmul_avx2(Kernels& table);
+void fill_vector_avx2(Kernels& table);
+void fill_attention_avx2(Kernels& table);
+void fill_matmul_avx512(Kernels& table);
+void fill_matmul_bf16_avx512(Kernels& table);
+void fill_vector_avx512(Kernels& table);
+void fill_attention_avx512(Kernels& table);
+void fill_matmul_amx(Kernels& table);
+void fill_requantize_avx2(Kernels& table);
+void fill_per_channel_amx(Kernels& table);
+void fill_attention_amx(Kernels& table);
+void fill_attention_neon(Kernels& table);
+void fill_matmul_f32_neon(Kernels& table);
+void fill_per_channel_neon(Kernels& table);
+void fill_matmul_neon(Kernels& table);
+
+}  // namespace engine

@@ -1,0 +1,149 @@
+// The kernels of one instruction set, as a table of function pointers. A table starts as a copy of the next
+// lower instruction set's and replaces what it does faster. `dispatch.cpp` fills one table for each set that
+// the CPU has.
+//
+// Numerics. A matmul runs in one of four modes. The mode may depend on the weight layout and on whether a
+// token is prefill or decode. Only INT8_PER_CHANNEL may also depend on the number of tokens in the step.
+//   F32   float activations, weights dequantized to float, float accumulators
+//   INT8  activations quantized to int8 in groups of 32. The dot product of a group is an exact integer.
+//         Groups are scaled and accumulated in float, in ascending order.
+//   BF16  activations and dequantized weights rounded to bfloat16, float accumulators
+//   INT8_PER_CHANNEL  weights of layout I8, which have one scale per output channel. Activations are
+//         Hadamard-rotated like the weights (hadamard.h) and quantized to int8 with one scale per row.
+//         The integer dot product over all of K is exact.
+// A row's result is bit-identical for every batch: it depends neither on `rows` nor on the other rows.
+#pragma once
+#include "base/layout.h"
+#include "executor/batch.h"
+
+namespace engine {
+
+enum class Numerics : uint8_t { F32, INT8, BF16, INT8_PER_CHANNEL };
+constexpr int kNumerics = 4;
+
+enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
+
+// The epilogue of a matmul: what happens to the accumulators before they are stored.
+struct Epilogue {
+    float* out;         // output row r starts at out + r * stride
+    int stride;         // in floats
+    const float* bias;  // one per output channel, padded to whole panels; or null
+    Activation activation;
+    bool gated;     // panels come in pairs (gate, up): out = activation(gate) * up, 16 outputs per pair
+    bool residual;  // out += result
+};
+
+struct MatmulJob {
+    const Matrix* weights;
+    const uint8_t* input;  // written by `pack` of the same table and numerics
+    int rows;              // tokens
+    Epilogue epilogue;
+};
+
+enum class KvType : uint8_t { F32, BF16, INT8 };
+
+// The paged KV cache. A tile holds 16 tokens. Each layer and block stores the keys of all kv heads, then the
+// values; each kv head has block_size / 16 tiles. `dim` is head_dim rounded up to 32, and the padding is
+// zero. A key tile has tokens as vector lanes, a value tile has dimensions as lanes:
+//   F32   keys [dim][16], values [16][dim]
+//   BF16  keys [dim / 2][16][2], values [8 token pairs][dim][2]
+//   INT8  keys [dim / 4][16][4] then 16 float scales; values [4 token quads][dim][4] then 16 float scales
+struct KvCache {
+    KvType type;
+    int layers, kv_heads, head_dim, block_size;
+    int64_t blocks;
+    uint8_t* data;
+
+    int dim() const { return round_up(head_dim, 32); }
+    size_t tile_bytes() const {  // the same for keys and values
+        size_t values = size_t(dim()) * 16;
+        return type == KvType::F32 ? values * 4 : type == KvType::BF16 ? values * 2 : values + 64;
+    }
+    size_t part_bytes() const { return tile_bytes() * size_t(block_size / 16) * size_t(kv_heads); }
+    size_t block_bytes() const { return 2 * part_bytes(); }
+    size_t bytes() const { return block_bytes() * size_t(blocks) * size_t(layers); }
+    uint8_t* key_tile(int layer, int64_t block, int head, int tile) const {
+        size_t where = (size_t(layer) * size_t(blocks) + size_t(block)) * block_bytes();
+        return data + where + (size_t(head) * size_t(block_size / 16) + size_t(tile)) * tile_bytes();
+    }
+    uint8_t* value_tile(int layer, int64_t block, int head, int tile) const {
+        return key_tile(layer, block, head, tile) + part_bytes();
+    }
+};
+
+struct AttentionShape {
+    int heads, kv_heads, head_dim;
+    float scale;
+    int window;  // sliding window in tokens, the query's own included; 0: no window
+};
+
+// Attention is split over the KV sequence (split-K) into chunks of 256 positions at fixed boundaries. A part
+// is the partial result (unnormalized output, max, sum) of one head of one token over one or more chunks.
+// Parts are merged in ascending order, so the result depends neither on the thread that computed them nor on
+// the tokens that shared a chunk.
+constexpr int kChunk = 256;
+
+struct AttentionJob {
+    const AttentionShape* shape;
+    const KvCache* cache;
+    const Batch* batch;
+    int layer;
+    const float* queries;  // token t, head h starts at queries + t * query_stride + h * head_dim
+    int query_stride;
+    float* out;  // the same layout as `queries`
+    int out_stride;
+    float* parts;  // partial results, see part_floats in attention.h
+};
+
+struct Kernels {
+    const char* name;         // "generic", "avx2", "avx512", "amx", "neon"
+    bool has_bf16;            // has BF16 numerics
+    bool has_int8_attention;  // integer arithmetic over an INT8 cache, faster than other caches
+
+    // `pack` converts rows [begin, end) of `rows` float rows to the packed form that `matmul` reads. `input`
+    // has `packed_bytes(rows, columns)` bytes and is 64-byte aligned. `matmul` computes units [begin, end). A
+    // unit is one panel, or a (gate, up) pair of panels if the epilogue is gated. `scratch` belongs to the
+    // calling thread, has `scratch_bytes(columns)` bytes and is 64-byte aligned.
+    size_t (*packed_bytes[kNumerics])(int rows, int columns);
+    void (*pack[kNumerics])(const float* x, int stride, int columns, int rows, int begin, int end,
+                            uint8_t* input);
+    void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
+    size_t (*scratch_bytes)(int columns);
+    // Requantizes panel `panel` of any other layout to layout I8. `values` has room for one panel of floats,
+    // padded to whole tiles. Null if the table has no INT8_PER_CHANNEL.
+    void (*requantize_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
+
+    // out[columns] = row `index` of the table, dequantized.
+    void (*embed)(const Matrix& table, int index, float* out);
+
+    void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size,
+                       float* out);
+    // RoPE on x[0:dim] of each of `heads` consecutive heads. Dimension i pairs with i + dim / 2.
+    void (*rope)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
+    // Writes the keys and values of one token (kv_heads * head_dim floats each) to `slot` = block *
+    // block_size + offset.
+    void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);
+
+    // Computes attention for item `index` of the batch's schedule (attention.h) and one kv head.
+    void (*attend)(const AttentionJob& job, int index, int head, uint8_t* scratch);
+    size_t (*attend_scratch_bytes)(const AttentionShape& shape);
+    // Merges the parts of Batch::merges[index] into `out`. All instruction sets give the same bits.
+    void (*merge)(const AttentionJob& job, int index);
+
+    // Reductions over one row of logits, for sampling.
+    int (*argmax)(const float* x, int size);  // the first maximum; NaN is never the maximum
+    float (*max)(const float* x, int size);
+    // sum of exp((x[i] - max) * scale), accumulated in double
+    double (*sum_exp)(const float* x, int size, float max, float scale);
+    bool (*all_finite)(const float* x, int size);
+};
+
+// The tables of this CPU, fastest last.
+struct KernelSet {
+    const Kernels* tables[4];
+    int count;
+};
+const KernelSet& kernel_set();
+
+}  // namespace engine

@@ -1,0 +1,150 @@
+#include "base/threads.h"
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace engine {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(60);
+constexpr int kSpinsPerLook = 64;
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#if defined(__linux__)
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+void pin_to(int cpu) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+#else
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    if (word.load() == value) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+void wake_all(std::atomic<uint32_t>&) {}
+void pin_to(int) {}
+#endif
+
+// Returns when `word` differs from `value`. It spins first, then sleeps; `sleepers` tells the writer whether
+// it must wake a thread.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& sleepers) {
+    auto deadline = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < kSpinsPerLook; i++) {
+            if (word.load(std::memory_order_acquire) != value) return;
+            relax();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    sleepers.fetch_add(1);
+    while (word.load() == value) sleep_while(word, value);
+    sleepers.fetch_sub(1);
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus) : size_(threads) {
+    if (!cpus.empty()) pin_to(cpus[0]);
+    try {
+        for (int thread = 1; thread < size_; thread++) {
+            int cpu = size_t(thread) < cpus.size() ? cpus[size_t(thread)] : -1;
+            threads_.emplace_back([this, thread, cpu] {
+                if (cpu >= 0) pin_to(cpu);
+                work(thread);
+            });
+        }
+    } catch (const std::system_error&) {  // the system refused another thread
+        stop();
+        throw;
+    }
+}
+
+ThreadPool::~ThreadPool() {
+    stop();
+}
+
+void ThreadPool::stop() {
+    stopping_ = true;
+    generation_.fetch_add(1);
+    wake_all(generation_);
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void ThreadPool::run(const std::function<void(int)>& job) {
+    if (size_ == 1) return job(0);
+    job_ = &job;
+    generation_.fetch_add(1);
+    if (sleepers_.load() != 0) wake_all(generation_);
+    job(0);
+    barrier();
+}
+
+void ThreadPool::work(int thread) {
+    for (uint32_t seen = 0;; seen++) {
+        wait_while(generation_, seen, sleepers_);
+        if (stopping_) return;
+        (*job_)(thread);
+        barrier();
+    }
+}
+
+void ThreadPool::barrier() {
+    if (size_ == 1) return;
+    uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size_)) {
+        arrived_.store(0, std::memory_order_relaxed);
+        phase_.store(phase + 1);
+        if (sleepers_.load() != 0) wake_all(phase_);
+    } else {
+        wait_while(phase_, phase, sleepers_);
+    }
+}
+
+void WorkQueue::reset(int count, int grain) {
+    int threads = int(shares_.size()), pieces = div_up(count, grain);
+    for (int thread = 0; thread < threads; thread++) {
+        Share& share = shares_[size_t(thread)];
+        share.end = std::min(count, int(int64_t(pieces) * (thread + 1) / threads) * grain);
+        share.next.store(int(int64_t(pieces) * thread / threads) * grain, std::memory_order_relaxed);
+    }
+    grain_ = grain;
+}
+
+bool WorkQueue::take(int thread, int& begin, int& end) {
+    int threads = int(shares_.size());
+    for (int i = 0; i < threads; i++) {
+        Share& share = shares_[size_t((thread + i) % threads)];
+        if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
+        begin = share.next.fetch_add(grain_, std::memory_order_relaxed);
+        if (begin >= share.end) continue;
+        end = std::min(begin + grain_, share.end);
+        return true;
+    }
+    return false;
+}
+
+}  // namespace engine

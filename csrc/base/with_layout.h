@@ -1,0 +1,36 @@
+// Dispatches a layout that is known at run time to code that was compiled for it.
+#pragma once
+#include <type_traits>
+
+#include "base/layout.h"
+
+namespace engine {
+namespace {
+
+// Calls f with the layout as an integral constant.
+template <class F>
+ENGINE_INLINE void with_layout(Layout layout, F f) {
+    switch (layout) {
+        case Layout::Q4:
+            return f(std::integral_constant<Layout, Layout::Q4>());
+        case Layout::Q4G16:
+            return f(std::integral_constant<Layout, Layout::Q4G16>());
+        case Layout::Q8:
+            return f(std::integral_constant<Layout, Layout::Q8>());
+        case Layout::Q8M:
+            return f(std::integral_constant<Layout, Layout::Q8M>());
+        case Layout::Q8G16:
+            return f(std::integral_constant<Layout, Layout::Q8G16>());
+        case Layout::F16:
+            return f(std::integral_constant<Layout, Layout::F16>());
+        case Layout::BF16:
+            return f(std::integral_constant<Layout, Layout::BF16>());
+        case Layout::F32:
+            return f(std::integral_constant<Layout, Layout::F32>());
+        case Layout::I8:
+            return;  // per_channel/ has its kernels
+    }
+}
+
+}  // namespace
+}  // namespace engine

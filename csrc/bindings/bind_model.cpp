@@ -1,0 +1,294 @@
+// `Model`: weights, programs, and the forward and sample halves of a step, for Python.
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <deque>
+
+#include "bindings/bind_sampler.h"
+#include "executor/model.h"
+#include "per_channel/requantized.h"
+
+namespace engine {
+namespace {
+
+using Ints = Array<const int32_t, 1>;
+using Longs = Array<const int64_t, 1>;
+
+// The weights stay in Python arrays, which the model keeps alive.
+class BoundModel {
+  public:
+    BoundModel(const std::string& isa, int threads, const std::vector<int>& cpus)
+        : model(kernels_named(isa), threads, cpus) {}
+
+    int add_matrix(int layout, int rows, int columns, Array<const uint8_t, 1> data) {
+        Matrix matrix{Layout(layout), rows, columns, data.data()};
+        if (layout < 0 || layout > int(Layout::F32) || rows < 1 || columns < 1 ||
+            data.shape(0) < matrix.bytes())
+            throw nb::value_error("a matrix that its bytes do not hold");
+        if (reinterpret_cast<uintptr_t>(data.data()) % 64)
+            throw nb::value_error("a matrix must be 64-byte aligned");
+        matrices_.push_back(matrix);
+        panels_.push_back(int(data.shape(0) / matrix.stride()));
+        keep_.push_back(nb::cast(data));
+        return int(matrices_.size()) - 1;
+    }
+
+    int add_vector(Array<const float, 1> data) {
+        vectors_.push_back(data.data());
+        keep_.push_back(nb::cast(data));
+        return int(vectors_.size()) - 1;
+    }
+
+    // Returns the indices of the requantized copies.
+    std::vector<int> add_per_channel(const std::vector<int>& numbers) {
+        if (!model.executor.kernels().requantize_panel)
+            throw nb::value_error("this instruction set has no per-channel int8 matmul");
+        std::vector<StoredPanels> from;
+        for (int number : numbers) {
+            from.push_back({matrix(number), panels_.at(size_t(number))});
+            if (from.back().matrix->columns > kMaxPerChannelColumns)
+                throw nb::value_error("a matrix of too many columns for per-channel int8");
+        }
+        RequantizedMatrices per_channel =
+            requantize_matrices(model.executor.kernels(), model.executor.pool(), from);
+        std::vector<int> added;
+        for (const Matrix& matrix : per_channel.matrices) {
+            added.push_back(int(matrices_.size()));
+            matrices_.push_back(matrix);
+        }
+        per_channel_.push_back(std::move(per_channel.memory));
+        return added;
+    }
+
+    const Matrix* matrix(int index) const { return &matrices_.at(size_t(index)); }
+    const float* vector(int index) const { return index < 0 ? nullptr : vectors_.at(size_t(index)); }
+
+    void check_row(int index, size_t size, int expected) const {
+        if (index < 0 || index >= model.num_logits() || size != size_t(expected))
+            throw nb::value_error("no such row of logits, or one of another size");
+    }
+
+    void begin_program(int capacity) {
+        program_ = Program{};
+        program_.capacity = capacity;
+    }
+    void add_op(const Op& op) { program_.ops.push_back(op); }
+    void end_program() { model.executor.add_program(std::move(program_)); }
+
+    Model model;
+
+  private:
+    std::deque<Matrix> matrices_;  // as added, then requantized copies
+    std::vector<int> panels_;      // of the matrices that Python added
+    std::vector<const float*> vectors_;
+    std::vector<nb::object> keep_;
+    std::vector<Block> per_channel_;
+    Program program_;
+};
+
+AttentionShape shape_of(int heads, int kv_heads, int head_dim, float scale, int window) {
+    return AttentionShape{heads, kv_heads, head_dim, scale, window};
+}
+
+void bind_memory(nb::class_<BoundModel>& model) {
+    model.def("add_matrix", &BoundModel::add_matrix);
+    model.def("add_per_channel", &BoundModel::add_per_channel);
+    model.def("add_vector", &BoundModel::add_vector);
+    model.def("set_arena", [](BoundModel& self, const std::vector<std::tuple<int, bool>>& places,
+                              const std::vector<std::tuple<int, int>>& buffers, int max_tokens,
+                              int max_logits, int output) {
+        ArenaShape shape;
+        for (auto [width, over_logits] : places) shape.places.push_back({width, over_logits});
+        for (auto [place, width] : buffers) shape.buffers.push_back({place, width});
+        shape.max_tokens = max_tokens;
+        shape.max_logits = max_logits;
+        self.model.executor.set_arena(std::move(shape));
+        self.model.output = output;
+    });
+    model.def("set_cache", [](BoundModel& self, int type, int layers, int kv_heads, int head_dim,
+                              int block_size, int64_t blocks) {
+        if (block_size % 16) throw nb::value_error("block_size must be a multiple of 16");
+        self.model.executor.set_cache(
+            KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
+    });
+    model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
+    model.def("set_frequencies", [](BoundModel& self, std::vector<float> frequencies, float scale) {
+        self.model.executor.set_frequencies(std::move(frequencies), scale);
+    });
+}
+
+void bind_ops(nb::class_<BoundModel>& model) {
+    model.def("begin_program", &BoundModel::begin_program);
+    model.def("end_program", &BoundModel::end_program);
+    model.def("embed", [](BoundModel& self, int out, int table, int positions, float scale) {
+        Op op;
+        op.kind = Op::Kind::Embed;
+        op.out = out;
+        op.matrix = self.matrix(table);
+        op.positions = self.vector(positions);
+        op.scale = scale;
+        self.add_op(op);
+    });
+    model.def(
+        "add_norm",
+        [](BoundModel& self, int source, int out, int weight, float eps, bool over_logits) {
+            Op op;
+            op.kind = Op::Kind::AddNorm;
+            op.source = source;
+            op.out = out;
+            op.norm = Norm{Norm::Kind::Rms, self.vector(weight), nullptr, eps};
+            op.over_logits = over_logits;
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("weight"), nb::arg("eps"),
+        nb::arg("over_logits"));
+    model.def("gather", [](BoundModel& self, int source, int out) {
+        Op op;
+        op.kind = Op::Kind::Gather;
+        op.source = source;
+        op.out = out;
+        self.add_op(op);
+    });
+    model.def(
+        "linear",
+        [](BoundModel& self, int source, int out, int matrix, int per_channel, int norm, int norm_weight,
+           int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
+           bool over_logits, int column, int grain, int decode, int prefill, float scale) {
+            Op op;
+            op.kind = Op::Kind::Linear;
+            op.source = source;
+            op.out = out;
+            op.matrix = self.matrix(matrix);
+            op.per_channel = per_channel < 0 ? nullptr : self.matrix(per_channel);
+            op.norm = Norm{Norm::Kind(norm), self.vector(norm_weight), self.vector(norm_bias), eps};
+            op.bias = self.vector(bias);
+            op.activation = Activation(activation);
+            op.gated = gated;
+            op.residual = residual;
+            op.multiply = multiply;
+            op.over_logits = over_logits;
+            op.column = column;
+            op.grain = grain;
+            op.decode = Numerics(decode);
+            op.prefill = Numerics(prefill);
+            op.scale = scale;
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("per_channel"),
+        nb::arg("norm"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"),
+        nb::arg("activation"), nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"),
+        nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("decode"), nb::arg("prefill"),
+        nb::arg("scale"));
+}
+
+void bind_attention_ops(nb::class_<BoundModel>& model) {
+    model.def(
+        "rope_write",
+        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope_dim,
+           int query_norm, int key_norm, float eps, bool whole_norm) {
+            Op op;
+            op.kind = Op::Kind::RopeWrite;
+            op.source = qkv;
+            op.layer = layer;
+            op.shape = shape_of(heads, kv_heads, head_dim, 0, 0);
+            op.rope_dim = rope_dim;
+            op.query_norm = self.vector(query_norm);
+            op.key_norm = self.vector(key_norm);
+            op.eps = eps;
+            op.whole_norm = whole_norm;
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
+        nb::arg("head_dim"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"),
+        nb::arg("whole_norm"));
+    model.def(
+        "attention",
+        [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
+           int window) {
+            Op op;
+            op.kind = Op::Kind::Attention;
+            op.source = qkv;
+            op.out = out;
+            op.layer = layer;
+            op.shape = shape_of(heads, kv_heads, head_dim, scale, window);
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
+}
+
+// The borrowed arrays of one step, with their sizes checked against each other.
+StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
+                       Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
+                       Ints prefix_blocks) {
+    size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
+    if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
+        tables.shape(0) != rows || prefix_groups.shape(0) != rows)
+        throw nb::value_error("arrays of a step that disagree in size");
+    return StepArrays{int(tokens),
+                      int(rows),
+                      int(tables.shape(1)),
+                      int(logit_rows.shape(0)),
+                      int(prefix_blocks.shape(0)),
+                      token_ids.data(),
+                      positions.data(),
+                      write_slots.data(),
+                      query_start.data(),
+                      num_prompt.data(),
+                      tables.data(),
+                      logit_rows.data(),
+                      prefix_groups.data(),
+                      prefix_blocks.data()};
+}
+
+void bind_halves(nb::class_<BoundModel>& model) {
+    model.def("forward",
+              [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
+                 Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
+                 Ints prefix_blocks, Array<uint8_t, 1> finite) {
+                  StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt,
+                                                tables, logit_rows, prefix_groups, prefix_blocks);
+                  if (finite.shape(0) != num_prompt.shape(0))
+                      throw nb::value_error("finite: another number of rows");
+                  uint8_t* flags = finite.data();
+                  nb::gil_scoped_release release;
+                  self.model.forward(step, flags);
+              });
+    model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
+        self.model.set_sampler(vocab, max_slots, max_seq_len);
+        self.model.max_positions = max_seq_len;
+    });
+    model.def("sample", [](BoundModel& self, nb::handle sampling) {
+        SamplingCall call(sampling);
+        if (call.inputs.rows != self.model.num_logits())
+            throw nb::value_error("sampling and logits differ in rows");
+        {
+            nb::gil_scoped_release release;
+            self.model.sample(call.inputs, call.outputs);
+        }
+        return call.results();
+    });
+    model.def("logits", [](BoundModel& self, int index, Array<float, 1> out) {
+        self.check_row(index, out.shape(0), self.model.executor.width(self.model.output));
+        memcpy(out.data(), self.model.logits(index), out.shape(0) * sizeof(float));
+    });
+    model.def("hidden", [](BoundModel& self, int index, Array<float, 1> out) {
+        self.check_row(index, out.shape(0), self.model.hidden_size());
+        self.model.hidden(index, out.data());
+    });
+    model.def("set_timing", [](BoundModel& self, bool on) { self.model.executor.set_timing(on); });
+    model.def("op_seconds", [](BoundModel& self) { return self.model.executor.op_seconds(); });
+}
+
+}  // namespace
+
+void bind_model(nb::module_& module) {
+    nb::class_<BoundModel> model(module, "Model");
+    model.def(nb::init<const std::string&, int, const std::vector<int>&>());
+    bind_memory(model);
+    bind_ops(model);
+    bind_attention_ops(model);
+    bind_halves(model);
+}
+
+}  // namespace engine

@@ -1,0 +1,36 @@
+// The model runner's `SamplingInputs` as raw arrays, and new arrays for the results of a step.
+//
+//   SamplingCall call(sampling);
+//   sampler.begin(call.inputs, call.outputs);
+//   ... sampler.sample_row(kernels, logits, row, scratch) for every row; needs no GIL ...
+//   sampler.end();
+//   return call.results();
+#pragma once
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "sampler/sampler.h"
+
+namespace engine {
+
+class SamplingCall {
+  public:
+    // Raises ValueError if sizes disagree.
+    explicit SamplingCall(nb::handle sampling);
+    // (tokens, logprobs, top_ids, top_logprobs) as in `StepOutput`; the last three may be None.
+    nb::tuple results() const;
+
+    SamplingArrays inputs;
+    SampledArrays outputs;
+
+  private:
+    template <class T>
+    const T* column(nb::handle sampling, const char* name, size_t size);
+    void read_biases(nb::handle sampling);
+    void read_histories(nb::handle sampling);
+
+    std::vector<nb::object> keep_;  // the arrays that `inputs` borrows from
+    nb::object tokens_, logprobs_, top_ids_, top_logprobs_;
+};
+
+}  // namespace engine

@@ -1,0 +1,33 @@
+// The Python module. Serving uses `Model`; single kernels are bound for tests and micro-benchmarks.
+#include "bindings/bindings.h"
+
+#include <nanobind/stl/vector.h>
+
+#include "base/dispatch.h"
+
+namespace engine {
+
+const Kernels& kernels_named(const std::string& name) {
+    const KernelSet& set = kernel_set();
+    for (int i = 0; i < set.count; i++)
+        if (name == set.tables[i]->name) return *set.tables[i];
+    throw nb::value_error(("this CPU has no instruction set '" + name + "'").c_str());
+}
+
+}  // namespace engine
+
+NB_MODULE(_native, module) {
+    using namespace engine;
+    nb::set_leak_warnings(false);  // a model may outlive the interpreter at exit
+    module.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (int i = 0; i < kernel_set().count; i++) names.emplace_back(kernel_set().tables[i]->name);
+        return names;
+    });
+    bind_matmul(module);
+    bind_vector(module);
+    bind_attention(module);
+    bind_repack(module);
+    bind_sampler(module);
+    bind_model(module);
+}

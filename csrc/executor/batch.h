@@ -1,0 +1,36 @@
+// The tokens of one step, as the executor and the kernels see them.
+#pragma once
+#include "base/common.h"
+
+namespace engine {
+
+// Decode tokens come first, then prefill tokens, each in the order of their sequences. The arrays are
+// borrowed for the step.
+struct Batch {
+    int tokens = 0;
+    int decode_tokens = 0;                 // tokens [0, decode_tokens) are decode, the others prefill
+    int rows = 0;                          // sequences in the step
+    const int32_t* token_ids = nullptr;    // (tokens)
+    const int32_t* positions = nullptr;    // (tokens)
+    const int64_t* write_slots = nullptr;  // (tokens) block * block_size + offset
+    const int32_t* row_of = nullptr;       // (tokens) the row of the token's sequence
+    const int32_t* tables = nullptr;       // (rows, table_width) block ids
+    int table_width = 0;
+    const int32_t* prefix_groups =
+        nullptr;  // (rows) rows of the same group share leading blocks; -1: no group
+    const int32_t* prefix_blocks = nullptr;  // (groups) number of shared blocks
+    const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are computed, ascending
+    int logits = 0;
+    int decode_logits = 0;  // how many of these are decode tokens
+    // The attention schedule, see attention.h.
+    const struct AttentionItem* items = nullptr;
+    int num_items = 0;
+    const int32_t* item_tokens = nullptr;
+    const struct AttentionMerge* merges = nullptr;
+    int num_merges = 0;
+    const int32_t* merge_parts = nullptr;
+
+    const int32_t* table(int row) const { return tables + size_t(row) * size_t(table_width); }
+};
+
+}  // namespace engine

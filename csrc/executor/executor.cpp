@@ -1,0 +1,388 @@
+#include "executor/executor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+namespace engine {
+namespace {
+
+// Up to this many rows each thread packs the activations for itself, which is faster than a barrier.
+constexpr int kPrivateRows = 2;
+constexpr int kFastRows = 16;  // at least this many rows use the per-channel weights in fast mode
+static_assert(kFastRows > kPrivateRows);
+
+constexpr int kClaims = 4;  // each thread claims at least this often, for load balance
+constexpr int kTokenGrain = 4;
+constexpr int kAttentionGrain = 1;
+
+// Whether the matmul result goes to a buffer of its own first and is merged into `out` afterwards.
+bool is_apart(const Op& op) {
+    return op.multiply || (op.residual && op.scale != 1);
+}
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int share(int count, int thread, int threads) {
+    return int(int64_t(count) * thread / threads);
+}
+
+}  // namespace
+
+Executor::Executor(const Kernels& kernels, int threads, const std::vector<int>& cpus)
+    : kernels_(kernels), pool_(threads, cpus), queues_{WorkQueue(threads), WorkQueue(threads)} {}
+
+void Executor::set_arena(ArenaShape shape) {
+    arena_ = std::move(shape);
+    std::vector<size_t> starts;
+    size_t total = 0;
+    for (const ArenaShape::Place& place : arena_.places) {
+        int rows = place.over_logits ? arena_.max_logits : arena_.max_tokens;
+        starts.push_back(total);
+        total += round_up_size(size_t(place.width) * size_t(rows), 1024);
+    }
+    arena_memory_ = Block(total * sizeof(float));
+    buffers_.clear();
+    for (const ArenaShape::Buffer& buffer : arena_.buffers)
+        buffers_.push_back(arena_memory_.floats() + starts[size_t(buffer.place)]);
+}
+
+void Executor::set_cache(const KvCache& shape) {
+    cache_ = shape;
+    cache_memory_ = Block(cache_.bytes());
+    cache_.data = cache_memory_.data();
+}
+
+void Executor::set_frequencies(std::vector<float> frequencies, float scale) {
+    frequencies_ = std::move(frequencies);
+    angle_scale_ = scale;
+    angles_ = Block(size_t(arena_.max_tokens) * frequencies_.size() * 2 * sizeof(float));
+}
+
+void Executor::add_program(Program program) {
+    programs_.push_back(std::move(program));
+    reserve_scratch();
+}
+
+const Program& Executor::program(int tokens) const {
+    for (const Program& program : programs_)
+        if (program.capacity >= tokens) return program;
+    return programs_.back();
+}
+
+void Executor::reserve_scratch() {
+    size_t scratch = 64, input = 64, private_input = 64, row = 64, matmul_out = 0;
+    for (const Op& op : programs_.back().ops) {
+        if (op.kind == Op::Kind::Attention)
+            scratch = std::max(scratch, kernels_.attend_scratch_bytes(op.shape));
+        if (op.kind == Op::Kind::AddNorm) row = std::max(row, size_t(width(op.source)) * sizeof(float));
+        if (op.kind != Op::Kind::Linear) continue;
+        int columns = op.matrix->columns;
+        scratch = std::max(scratch, kernels_.scratch_bytes(columns));
+        row = std::max(row, size_t(round_up(columns, kGroup)) * sizeof(float));
+        if (is_apart(op))
+            matmul_out = std::max(matmul_out, size_t(op.matrix->panels() * kPanelRows) * sizeof(float));
+        for (Numerics numerics : {op.decode, op.prefill}) {
+            auto bytes = kernels_.packed_bytes[int(numerics)];
+            input = std::max(input, 2 * round_up_size(bytes(arena_.max_tokens, columns), 64));
+            private_input = std::max(private_input, 2 * round_up_size(bytes(kPrivateRows, columns), 64));
+        }
+        if (op.per_channel)
+            input = std::max(
+                input, kernels_.packed_bytes[int(Numerics::INT8_PER_CHANNEL)](arena_.max_tokens, columns));
+    }
+    matmul_out_ = Block(matmul_out * size_t(arena_.max_tokens));
+    shared_input_ = Block(input);
+    scratch_.clear();
+    private_input_.clear();
+    rows_.clear();
+    for (int thread = 0; thread < pool_.size(); thread++) {
+        scratch_.emplace_back(scratch);
+        private_input_.emplace_back(private_input);
+        rows_.emplace_back(row);
+    }
+}
+
+void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
+    const Program& program = this->program(batch.tokens);
+    int window = 0;
+    size_t part = 0;
+    for (const Op& op : program.ops) {
+        if (op.kind != Op::Kind::Attention) continue;
+        window = op.shape.window;
+        part = part_floats(op.shape);
+        break;
+    }
+    schedule_.build(batch, cache_.block_size, window);
+    size_t parts_bytes = size_t(schedule_.num_parts()) * part * sizeof(float);
+    if (parts_bytes > parts_.size()) parts_ = Block(parts_bytes * 2);
+    finite.assign(size_t(batch.tokens), 1);
+    batch_ = &batch;
+    finite_ = finite.data();
+    plan_rounds(program);
+    if (timing_) op_seconds_.assign(program.ops.size(), 0.0);
+    pool_.run([this, &program](int thread) { work(program, thread); });
+    const int stream = program.ops.back().source;
+    for (int i = 0; i < batch.logits; i++)
+        finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
+    for (int token = 0; token < batch.tokens; token++)
+        if (!finite[size_t(token)]) erase_kv(cache_, batch.write_slots[token]);
+}
+
+// The AMX kernels take two panels at a time and overlap the epilogue with the next two, so larger claims are
+// faster than many small ones.
+int Executor::grain_of(const Op& op) const {
+    if (rows_of(op) < kFastRows || !kernels_.has_bf16) return op.grain;
+    int shared = uses_per_channel(op) ? op.units() / (pool_.size() * kClaims) : 1;
+    return round_up(std::max(op.grain, shared), op.gated ? 1 : 2);
+}
+
+int Executor::rows_of(const Op& op) const {
+    return op.over_logits ? batch_->logits : batch_->tokens;
+}
+
+bool Executor::uses_per_channel(const Op& op) const {
+    return fast_ && op.per_channel && rows_of(op) >= kFastRows;
+}
+
+void Executor::plan_rounds(const Program& program) {
+    rounds_.clear();
+    const Batch& batch = *batch_;
+    for (const Op& op : program.ops) {
+        switch (op.kind) {
+            case Op::Kind::Linear:
+                rounds_.push_back({op.units(), grain_of(op)});
+                break;
+            case Op::Kind::Attention:
+                rounds_.push_back({batch.num_items * op.shape.kv_heads, kAttentionGrain});
+                if (batch.num_merges > 0) rounds_.push_back({batch.num_merges, kTokenGrain});
+                break;
+            case Op::Kind::AddNorm:
+                rounds_.push_back({rows_of(op), kTokenGrain});
+                break;
+            case Op::Kind::Gather:
+                rounds_.push_back({batch.tokens + batch.logits, kTokenGrain});
+                break;
+            default:
+                rounds_.push_back({batch.tokens, kTokenGrain});
+        }
+    }
+    rounds_.push_back({0, 1});
+    queues_[0].reset(rounds_[0].count, rounds_[0].grain);
+}
+
+// One round: claim pieces until the queue is empty, then wait at the barrier. Thread 0 resets the queue of
+// the next round meanwhile; its last users left it before the barrier of the previous round.
+template <class F>
+void Executor::round(int thread, int& index, const F& piece) {
+    if (thread == 0)
+        queues_[(index + 1) % 2].reset(rounds_[size_t(index) + 1].count, rounds_[size_t(index) + 1].grain);
+    WorkQueue& queue = queues_[index % 2];
+    int begin, end;
+    while (queue.take(thread, begin, end)) piece(begin, end);
+    index++;
+    pool_.barrier();
+}
+
+void Executor::work(const Program& program, int thread) {
+    int index = 0;
+    double started = timing_ ? now() : 0;
+    for (size_t i = 0; i < program.ops.size(); i++) {
+        const Op& op = program.ops[i];
+        switch (op.kind) {
+            case Op::Kind::Embed:
+                round(thread, index, [&](int begin, int end) {
+                    compute_angles(begin, end);
+                    embed(op, begin, end);
+                });
+                break;
+            case Op::Kind::Linear:
+                linear(op, thread, index);
+                break;
+            case Op::Kind::RopeWrite:
+                round(thread, index, [&](int begin, int end) { rope_write(op, begin, end); });
+                break;
+            case Op::Kind::Attention:
+                attention(op, thread, index);
+                break;
+            case Op::Kind::AddNorm:
+                round(thread, index,
+                      [&](int begin, int end) { add_norm(op, begin, end, rows_[size_t(thread)].floats()); });
+                break;
+            case Op::Kind::Gather:
+                round(thread, index, [&](int begin, int end) { gather(op, begin, end); });
+                break;
+        }
+        if (timing_ && thread == 0) {
+            double ended = now();
+            op_seconds_[i] += ended - started;
+            started = ended;
+        }
+    }
+}
+
+void Executor::compute_angles(int begin, int end) {
+    int half = int(frequencies_.size());
+    for (int token = begin; token < end; token++) {
+        float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
+        for (int i = 0; i < half; i++) {
+            float angle = float(batch_->positions[token]) * frequencies_[size_t(i)];
+            cosines[i] = float(std::cos(double(angle))) * angle_scale_;
+            cosines[half + i] = float(std::sin(double(angle))) * angle_scale_;
+        }
+    }
+}
+
+void Executor::embed(const Op& op, int begin, int end) {
+    int size = op.matrix->columns;
+    for (int token = begin; token < end; token++) {
+        float* out = at(op.out, token);
+        kernels_.embed(*op.matrix, batch_->token_ids[token], out);
+        if (op.scale != 1)
+            for (int i = 0; i < size; i++) out[i] *= op.scale;
+        if (!op.positions) continue;
+        const float* learned = op.positions + size_t(batch_->positions[token]) * size_t(size);
+        for (int i = 0; i < size; i++) out[i] += learned[i];
+    }
+}
+
+void Executor::pack(const Op& op, const Segment& segment, int begin, int end, float* row) {
+    int stride = width(op.source), columns = op.matrix->columns;
+    const float* source = at(op.source, segment.first);
+    auto pack = kernels_.pack[int(segment.numerics)];
+    const Norm& norm = op.norm;
+    if (norm.kind == Norm::Kind::None)
+        return pack(source, stride, columns, segment.rows, begin, end, segment.input);
+    for (int r = begin; r < end; r++) {
+        const float* x = source + size_t(r) * size_t(stride);
+        if (norm.kind == Norm::Kind::Rms)
+            kernels_.rms_norm(x, norm.weight, norm.eps, columns, row);
+        else
+            kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, columns, row);
+        // `row` is the only source row, so the stride is 0.
+        pack(row, 0, columns, segment.rows, r, r + 1, segment.input);
+    }
+}
+
+Executor::Segments Executor::split(const Op& op, int thread) {
+    const int total = rows_of(op);
+    bool is_private = total <= kPrivateRows;
+    Block& memory = is_private ? private_input_[size_t(thread)] : shared_input_;
+    if (uses_per_channel(op))
+        return {
+            {{Numerics::INT8_PER_CHANNEL, op.per_channel, 0, total, memory.data()}, {}}, total, is_private};
+    int decode = op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
+    if (fast_ && total >= kFastRows) decode = 0;
+    if (op.decode == op.prefill) decode = total;
+    uint8_t* half = memory.data() + memory.size() / 2 / 64 * 64;
+    return {{{op.decode, op.matrix, 0, decode, memory.data()},
+             {op.prefill, op.matrix, decode, total - decode, half}},
+            total,
+            is_private};
+}
+
+void Executor::linear(const Op& op, int thread, int& index) {
+    const Segments segments = split(op, thread);
+    float* row = rows_[size_t(thread)].floats();
+    for (const Segment& segment : segments.items) {
+        if (segment.rows == 0) continue;
+        int begin = segments.is_private ? 0 : share(segment.rows, thread, pool_.size());
+        int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
+        if (begin < end) pack(op, segment, begin, end, row);
+    }
+    if (!segments.is_private) pool_.barrier();
+    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, scratch(thread)); });
+}
+
+void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch) {
+    const bool apart = is_apart(op);
+    int stride = apart ? op.matrix->panels() * kPanelRows : width(op.out);
+    float* base = apart ? matmul_out_.floats() : at(op.out, 0) + op.column;
+    for (const Segment& segment : segments.items) {
+        if (segment.rows == 0) continue;
+        Epilogue epilogue{base + size_t(segment.first) * size_t(stride),
+                          stride,
+                          op.bias,
+                          op.activation,
+                          op.gated,
+                          op.residual && !apart};
+        MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
+        kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
+    }
+    if (!apart && op.scale == 1) return;
+    int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
+    for (int r = 0; r < segments.rows; r++) {
+        float* out = at(op.out, r) + op.column;
+        const float* result = base + size_t(r) * size_t(stride);
+        if (op.multiply)
+            for (int i = from; i < to; i++) out[i] *= result[i];
+        else if (apart)
+            for (int i = from; i < to; i++) out[i] += op.scale * result[i];
+        else
+            for (int i = from; i < to; i++) out[i] *= op.scale;
+    }
+}
+
+void Executor::norm_heads(const Op& op, float* x, int heads, const float* weight) const {
+    if (!weight) return;
+    int size = op.shape.head_dim, total = heads * size;
+    if (op.whole_norm) size = total;
+    for (int i = 0; i < total; i += size) kernels_.rms_norm(x + i, weight, op.eps, size, x + i);
+}
+
+void Executor::rope_write(const Op& op, int begin, int end) {
+    const AttentionShape& shape = op.shape;
+    int half = int(frequencies_.size());
+    for (int token = begin; token < end; token++) {
+        float* queries = at(op.source, token);
+        float* keys = queries + shape.heads * shape.head_dim;
+        float* values = keys + shape.kv_heads * shape.head_dim;
+        norm_heads(op, queries, shape.heads, op.query_norm);
+        norm_heads(op, keys, shape.kv_heads, op.key_norm);
+        if (op.rope_dim > 0) {
+            const float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
+            // The keys follow the queries in memory, so one call rotates both.
+            kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
+                          cosines + half);
+        }
+        kernels_.write_kv(cache_, op.layer, batch_->write_slots[token], keys, values);
+    }
+}
+
+void Executor::attention(const Op& op, int thread, int& index) {
+    AttentionJob job{&op.shape,        &cache_,       batch_,        op.layer,       at(op.source, 0),
+                     width(op.source), at(op.out, 0), width(op.out), parts_.floats()};
+    int kv_heads = op.shape.kv_heads;
+    round(thread, index, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) kernels_.attend(job, i / kv_heads, i % kv_heads, scratch(thread));
+    });
+    if (batch_->num_merges == 0) return;
+    round(thread, index, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) kernels_.merge(job, i);
+    });
+}
+
+void Executor::add_norm(const Op& op, int begin, int end, float* row) {
+    int size = width(op.source);
+    for (int r = begin; r < end; r++) {
+        kernels_.rms_norm(at(op.source, r), op.norm.weight, op.norm.eps, size, row);
+        float* out = at(op.out, r);
+        for (int i = 0; i < size; i++) out[i] += row[i];
+    }
+}
+
+void Executor::gather(const Op& op, int begin, int end) {
+    int size = width(op.source), tokens = batch_->tokens;
+    for (int i = begin; i < end; i++) {
+        if (i < tokens) {
+            finite_[i] &= kernels_.all_finite(at(op.source, i), size);
+            continue;
+        }
+        const float* x = at(op.source, batch_->logit_tokens[i - tokens]);
+        std::copy(x, x + size, at(op.out, i - tokens));
+    }
+}
+
+}  // namespace engine

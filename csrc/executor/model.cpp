@@ -1,0 +1,147 @@
+#include "executor/model.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+
+namespace engine {
+namespace {
+
+void need(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+bool all_within(const int32_t* values, int count, int limit) {
+    return std::all_of(values, values + count,
+                       [limit](int32_t value) { return value >= 0 && value < limit; });
+}
+
+}  // namespace
+
+// Checks every index that later addresses memory.
+void Model::check(const StepArrays& step) const {
+    const Program& program = executor.program(step.tokens);
+    const KvCache& cache = executor.cache();
+    need(step.tokens > 0 && step.tokens <= program.capacity,
+         "a step of more tokens than the model has room for");
+    need(step.logits <= executor.max_logits(), "a step of more logits than the model has room for");
+    need(step.query_start[0] == 0 && step.query_start[step.rows] == step.tokens &&
+             std::is_sorted(step.query_start, step.query_start + step.rows + 1),
+         "rows of a step that are not its tokens");
+    need(all_within(step.token_ids, step.tokens, program.ops[0].matrix->rows),
+         "a token outside the vocabulary");
+    need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
+    need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)),
+         "a block that is not there");
+    need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
+    int64_t slots = cache.blocks * cache.block_size;
+    need(std::all_of(step.write_slots, step.write_slots + step.tokens,
+                     [slots](int64_t slot) { return slot >= 0 && slot < slots; }),
+         "a slot outside the cache");
+    for (int row = 0; row < step.rows; row++) {
+        int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
+        bool reaches =
+            last < step.query_start[row] || step.positions[last] / cache.block_size < step.table_width;
+        need(reaches, "a position outside its row's blocks");
+        need(group < step.groups, "a prefix group that is not there");
+        need(group < 0 || step.prefix_blocks[group] <= step.table_width, "a prefix longer than its rows");
+    }
+}
+
+// Puts decode tokens before prefill tokens. The two use different numerics, so each kind is one contiguous
+// range.
+void Model::reorder(const StepArrays& step) {
+    size_t tokens = size_t(step.tokens);
+    order_.clear();
+    row_of_.resize(tokens);
+    int decode_tokens = 0;
+    for (bool prefill : {false, true}) {
+        for (int row = 0; row < step.rows; row++)
+            for (int32_t token = step.query_start[row]; token < step.query_start[row + 1]; token++) {
+                if ((step.positions[token] < step.num_prompt[row]) != prefill) continue;
+                row_of_[order_.size()] = row;
+                order_.push_back(token);
+            }
+        if (!prefill) decode_tokens = int(order_.size());
+    }
+    token_ids_.resize(tokens);
+    positions_.resize(tokens);
+    write_slots_.resize(tokens);
+    place_of_.resize(tokens);
+    for (size_t i = 0; i < tokens; i++) {
+        size_t token = size_t(order_[i]);
+        token_ids_[i] = step.token_ids[token];
+        positions_[i] = step.positions[token];
+        write_slots_[i] = step.write_slots[token];
+        place_of_[token] = int32_t(i);
+    }
+    std::vector<int32_t> by_place(size_t(step.logits));
+    std::iota(by_place.begin(), by_place.end(), 0);
+    auto place = [&](int32_t index) { return place_of_[size_t(step.logit_rows[index])]; };
+    std::sort(by_place.begin(), by_place.end(), [&](int32_t a, int32_t b) { return place(a) < place(b); });
+    logit_tokens_.clear();
+    logit_place_.resize(size_t(step.logits));
+    for (int32_t index : by_place) {
+        logit_place_[size_t(index)] = int32_t(logit_tokens_.size());
+        logit_tokens_.push_back(place(index));
+    }
+    auto first_prefill = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), decode_tokens);
+
+    batch_ = Batch{};
+    batch_.tokens = step.tokens;
+    batch_.decode_tokens = decode_tokens;
+    batch_.rows = step.rows;
+    batch_.token_ids = token_ids_.data();
+    batch_.positions = positions_.data();
+    batch_.write_slots = write_slots_.data();
+    batch_.row_of = row_of_.data();
+    batch_.tables = step.block_tables;
+    batch_.table_width = step.table_width;
+    batch_.prefix_groups = step.prefix_groups;
+    batch_.prefix_blocks = step.prefix_blocks;
+    batch_.logit_tokens = logit_tokens_.data();
+    batch_.logits = step.logits;
+    batch_.decode_logits = int(first_prefill - logit_tokens_.begin());
+}
+
+void Model::forward(const StepArrays& step, uint8_t* finite) {
+    check(step);
+    reorder(step);
+    executor.run(batch_, finite_);
+    std::fill(finite, finite + step.rows, uint8_t(1));
+    for (size_t i = 0; i < finite_.size(); i++)
+        if (!finite_[i]) finite[row_of_[i]] = 0;
+}
+
+void Model::set_sampler(int vocab, int max_slots, int max_seq_len) {
+    sampler_ = std::make_unique<Sampler>(vocab, max_slots, max_seq_len);
+    sample_scratch_.clear();
+    for (int thread = 0; thread < executor.pool().size(); thread++) sample_scratch_.emplace_back(vocab);
+}
+
+void Model::sample(const SamplingArrays& inputs, const SampledArrays& outputs) {
+    sampler_->begin(inputs, outputs);
+    std::atomic<int> next{0};
+    auto sample_rows = [&](int thread) {
+        for (int row; (row = next.fetch_add(1)) < inputs.rows;)
+            sampler_->sample_row(executor.kernels(), logits(row), row, sample_scratch_[size_t(thread)]);
+    };
+    if (inputs.rows > 1)
+        executor.pool().run(sample_rows);
+    else
+        sample_rows(0);
+    sampler_->end();
+}
+
+void Model::hidden(int index, float* out) const {
+    const Op& head = executor.program(batch_.tokens).ops.back();
+    const float* x = executor.at(head.source, logit_place_[size_t(index)]);
+    const Norm& norm = head.norm;
+    int size = head.matrix->columns;
+    if (norm.kind == Norm::Kind::Rms)
+        executor.kernels().rms_norm(x, norm.weight, norm.eps, size, out);
+    else
+        executor.kernels().layer_norm(x, norm.weight, norm.bias, norm.eps, size, out);
+}
+
+}  // namespace engine

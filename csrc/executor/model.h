@@ -1,0 +1,58 @@
+// A loaded model: weights, KV cache, programs, and the forward and sample halves of a step.
+#pragma once
+#include "executor/executor.h"
+#include "sampler/sampler.h"
+
+namespace engine {
+
+// A step as the scheduler describes it: rows in order, each with consecutive tokens. The arrays are borrowed.
+struct StepArrays {
+    int tokens, rows, table_width, logits, groups;
+    const int32_t* token_ids;
+    const int32_t* positions;
+    const int64_t* write_slots;
+    const int32_t* query_start;  // (rows + 1)
+    const int32_t* num_prompt;   // (rows) positions below are prefill
+    const int32_t* block_tables;
+    const int32_t* logit_rows;  // (logits) indices into tokens
+    const int32_t* prefix_groups;
+    const int32_t* prefix_blocks;
+};
+
+class Model {
+  public:
+    Model(const Kernels& kernels, int threads, const std::vector<int>& cpus)
+        : executor(kernels, threads, cpus) {}
+
+    // Computes the step. Throws std::invalid_argument before any state changes. finite[r] is 0 if row r
+    // produced NaN or infinity.
+    void forward(const StepArrays& step, uint8_t* finite);
+    // Samples one token for each entry of `logit_rows`, in that order.
+    void set_sampler(int vocab, int max_slots, int max_seq_len);
+    void sample(const SamplingArrays& inputs, const SampledArrays& outputs);
+
+    // The logits of token `logit_rows[index]` of the last step.
+    float* logits(int index) const { return executor.at(output, logit_place_[size_t(index)]); }
+    int num_logits() const { return batch_.logits; }
+    int hidden_size() const { return executor.program(1).ops.back().matrix->columns; }
+    // The hidden state behind those logits, after the final norm.
+    void hidden(int index, float* out) const;
+
+    Executor executor;
+    int output = -1;  // buffer that holds the logits
+    int max_positions = 0;
+
+  private:
+    void check(const StepArrays& step) const;
+    void reorder(const StepArrays& step);
+
+    Batch batch_;
+    std::vector<int32_t> order_;  // batch token -> token of the step
+    std::vector<int32_t> token_ids_, positions_, row_of_, logit_tokens_, logit_place_, place_of_;
+    std::vector<int64_t> write_slots_;
+    std::vector<uint8_t> finite_;
+    std::unique_ptr<Sampler> sampler_;
+    std::vector<SampleScratch> sample_scratch_;
+};
+
+}  // namespace engine

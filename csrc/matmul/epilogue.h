@@ -1,0 +1,96 @@
+// The epilogue in portable vectors: bias, activation, gate, residual, and the tail of the last panel.
+#pragma once
+#include "base/kernels.h"
+#include "vector/vector_math.h"
+
+namespace engine {
+namespace {
+
+// erfc(x / sqrt(2)) for x >= 0.
+ENGINE_INLINE Floats erfc_over_sqrt2(Floats x) {
+    Floats t = 1.0f / (1.0f + 0.23164189f * x);
+    Floats p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    return p * t * vexp(-0.5f * x * x);
+}
+
+template <Activation activation>
+ENGINE_INLINE Floats activate(Floats x) {
+    if (activation == Activation::Silu) return x / (1.0f + vexp(-x));
+    if (activation == Activation::Gelu) {
+        Floats tail = 0.5f * x * erfc_over_sqrt2(x < 0.0f ? -x : x);
+        return x > 0.0f ? x - tail : tail;
+    }
+    if (activation == Activation::GeluTanh) {  // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+        Floats twice = 1.59576912f * x * (1.0f + 0.044715f * x * x);
+        return x / (1.0f + vexp(-twice));
+    }
+    return x;
+}
+
+// Works in place and without branches, so that the vectors of a unit are independent.
+template <Activation activation, bool gated>
+ENGINE_INLINE void activate_unit(float* sums) {
+    for (int i = 0; i < kPanelRows; i += kLanes) {
+        Floats value = activate<activation>(load(sums + i));
+        store(sums + i, gated ? value * load(sums + kPanelRows + i) : value);
+    }
+}
+
+template <Activation activation>
+ENGINE_INLINE void activate_unit(bool gated, float* sums) {
+    gated ? activate_unit<activation, true>(sums) : activate_unit<activation, false>(sums);
+}
+
+ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums) {
+    switch (activation) {
+        case Activation::Silu:
+            return activate_unit<Activation::Silu>(gated, sums);
+        case Activation::Gelu:
+            return activate_unit<Activation::Gelu>(gated, sums);
+        case Activation::GeluTanh:
+            return activate_unit<Activation::GeluTanh>(gated, sums);
+        default:
+            if (gated) activate_unit<Activation::None, true>(sums);
+    }
+}
+
+// Outputs that a unit has per row.
+ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
+    int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
+    int left = width - unit * kPanelRows;
+    return left < kPanelRows ? left : kPanelRows;
+}
+
+// Prefetches the output lines of rows [row, row + rows): one cache line per row, usually not cached.
+ENGINE_INLINE void prefetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
+    const Epilogue& to = job.epilogue;
+    const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
+}
+
+// `sums` holds the 16 accumulators of the panel, or 16 of the gate and 16 of the up panel.
+__attribute__((noinline)) void apply_epilogue(const MatmulJob& job, int unit, int row, float* sums) {
+    const Epilogue& to = job.epilogue;
+    if (to.bias) {
+        const int size = kPanelRows * (to.gated ? 2 : 1);
+        const float* bias = to.bias + size_t(unit) * size_t(size);
+        for (int i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(bias + i));
+    }
+    activate_unit(to.activation, to.gated, sums);
+    float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    const int width = unit_width(job, unit);
+    const bool accumulates = to.residual;
+    if (width < kPanelRows) {
+        for (int i = 0; i < width; i++) out[i] = accumulates ? out[i] + sums[i] : sums[i];
+    } else if (accumulates) {
+        for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(out + i) + load(sums + i));
+    } else {
+        for (int i = 0; i < kPanelRows; i += kLanes) store(out + i, load(sums + i));
+    }
+}
+
+}  // namespace
+}  // namespace engine

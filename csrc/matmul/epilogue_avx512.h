@@ -1,0 +1,91 @@
+// The epilogue in AVX-512 registers: bias, activation, gate, residual, and the tail of the last panel.
+#pragma once
+#include <immintrin.h>
+
+#include "base/kernels.h"
+#include "vector/vector_math_avx512.h"
+
+namespace engine {
+namespace {
+
+// Mask of the outputs that a unit has. The rows of a gated matrix count gate and up.
+ENGINE_INLINE __mmask16 output_lanes(const MatmulJob& job, int unit) {
+    int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
+    int left = width - unit * kPanelRows;
+    return left >= kPanelRows ? __mmask16(0xffff) : __mmask16((1 << left) - 1);
+}
+
+ENGINE_INLINE __m512 add_bias(const Epilogue& to, int panel, __m512 sum) {
+    return to.bias ? _mm512_add_ps(sum, _mm512_loadu_ps(to.bias + panel * kPanelRows)) : sum;
+}
+
+static inline __m512 activate(Activation activation, __m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), half = _mm512_mul_ps(_mm512_set1_ps(0.5f), x);
+    switch (activation) {
+        case Activation::Silu: {
+            // x / (1 + exp(-x)) by a reciprocal estimate and one Newton step, half the cost of a division.
+            // The min keeps the estimate a normal number. NaN is the second operand of the min and survives
+            // it.
+            __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
+            __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
+            __m512 inverse = _mm512_rcp14_ps(divisor);
+            __m512 miss = _mm512_fnmadd_ps(divisor, inverse, one);
+            return _mm512_mul_ps(x, _mm512_fmadd_ps(inverse, miss, inverse));
+        }
+        case Activation::Gelu: {
+            __m512 inner = _mm512_mul_ps(x, _mm512_set1_ps(0.70710678f));
+            return _mm512_fmadd_ps(half, verf(inner), half);
+        }
+        case Activation::GeluTanh: {
+            __m512 square = _mm512_mul_ps(x, x);
+            __m512 cubic = _mm512_fmadd_ps(square, _mm512_set1_ps(0.044715f), one);
+            __m512 inner = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(0.79788456f));
+            return _mm512_fmadd_ps(half, vtanh(inner), half);
+        }
+        default:
+            return x;
+    }
+}
+
+ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 lanes, __m512 value) {
+    float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    if (to.residual) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, out));
+    _mm512_mask_storeu_ps(out, lanes, value);
+}
+
+// Epilogue for one row of one panel, not gated.
+ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
+    store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));
+}
+
+// Epilogue for one row of a (gate, up) pair of panels.
+ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmask16 lanes, __m512 gate,
+                                   __m512 up) {
+    gate = activate(to.activation, add_bias(to, 2 * pair, gate));
+    store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, add_bias(to, 2 * pair + 1, up)));
+}
+
+// The outputs of two adjacent panels, or of the last panel alone.
+struct PairOutput {
+    const Epilogue& to;
+    int panel;  // the first
+    bool is_single;
+    __mmask16 lanes[2];
+};
+
+ENGINE_INLINE PairOutput pair_output(const MatmulJob& job, int panel, bool is_single) {
+    int unit = job.epilogue.gated ? panel / 2 : panel;
+    bool has_next = !is_single && !job.epilogue.gated;
+    __mmask16 next = has_next ? output_lanes(job, unit + 1) : __mmask16(0);
+    return {job.epilogue, panel, is_single, {output_lanes(job, unit), next}};
+}
+
+// `second` is ignored if there is only one panel.
+ENGINE_INLINE void store_pair_row(const PairOutput& pair, int row, __m512 first, __m512 second) {
+    if (pair.to.gated) return store_gated_row(pair.to, pair.panel / 2, row, pair.lanes[0], first, second);
+    store_row(pair.to, pair.panel, row, pair.lanes[0], first);
+    if (!pair.is_single) store_row(pair.to, pair.panel + 1, row, pair.lanes[1], second);
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,103 @@
+// Loop order of the AVX-512 GEMM. Rows are taken in passes that stay in the L2 cache while the panels stream
+// by, and in blocks whose accumulators fit into registers.
+#pragma once
+#include "base/unroll.h"
+#include "matmul/epilogue_avx512.h"
+#include "vector/vector_math_avx512.h"
+
+namespace engine {
+namespace {
+
+constexpr int kBlockRows = 12;  // two accumulators per row leave a few registers free
+
+// UBSan checks on every address would make a sanitized build take many minutes.
+#define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
+
+// R rows of packed input, `stride` bytes apart. Three rows share one base pointer and use scaled-index
+// addressing (0, 1 or 2 strides): one pointer per row would not fit into the registers.
+template <int R>
+struct InputRows {
+    const uint8_t* bases[(R + 2) / 3];
+    size_t stride;
+
+    ENGINE_UNROLLED InputRows(const uint8_t* input, size_t stride_) : stride(stride_) {
+        unroll<(R + 2) / 3>([&](auto i) ENGINE_UNROLLED { bases[i] = input + 3 * i * stride; });
+    }
+    ENGINE_UNROLLED void advance(int bytes) {
+        unroll<(R + 2) / 3>([&](auto i) ENGINE_UNROLLED { bases[i] += bytes; });
+    }
+    template <class T>
+    ENGINE_UNROLLED const T& at(int row) const {
+        return *reinterpret_cast<const T*>(bases[row / 3] + size_t(row % 3) * stride);
+    }
+};
+
+// Computes a block of rows times one panel: sums[row][16]. `prefetch` is set on the first pass over a panel.
+using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
+                     float* sums);
+
+struct GemmKernel {
+    const Dot* dots;   // indexed by rows in the block - 1
+    size_t row_bytes;  // of packed activations
+    // Dequantizes a panel to the form that `dots` read; null if it is stored in that form.
+    void (*dequantize)(const uint8_t* panel, int groups, float* out);
+};
+
+ENGINE_INLINE void store_block(const MatmulJob& job, int unit, int first, int size, const float* sums) {
+    const Epilogue& to = job.epilogue;
+    const __mmask16 lanes = output_lanes(job, unit);
+    for (int row = 0; row < size; row++) {
+        __m512 sum = _mm512_load_ps(sums + row * kPanelRows);
+        if (to.gated) {
+            __m512 up = _mm512_load_ps(sums + (kBlockRows + row) * kPanelRows);
+            store_gated_row(to, unit, first + row, lanes, sum, up);
+        } else {
+            store_row(to, unit, first + row, lanes, sum);
+        }
+    }
+}
+
+static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, int begin_row, int end_row,
+                     uint8_t* scratch) {
+    const Matrix& weights = *job.weights;
+    const int panels = job.epilogue.gated ? 2 : 1, groups = weights.groups();
+    const uint8_t* sources[2];
+    for (int i = 0; i < panels; i++) {
+        sources[i] = weights.panel(unit * panels + i);
+        if (!kernel.dequantize) continue;
+        uint8_t* buffer = scratch + size_t(i) * panel_bytes(Layout::F32, weights.columns);
+        kernel.dequantize(sources[i], groups, reinterpret_cast<float*>(buffer));
+        sources[i] = buffer;
+    }
+    alignas(64) float sums[2 * kBlockRows * kPanelRows];
+    const int blocks = div_up(end_row - begin_row, kBlockRows);
+    for (int block = 0, row = begin_row; block < blocks; block++) {
+        const int size = div_up(end_row - row, blocks - block);  // blocks of nearly equal size
+        const uint8_t* input = job.input + size_t(row) * kernel.row_bytes;
+        for (int i = 0; i < panels; i++)
+            kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
+                                  block == 0 && !kernel.dequantize, sums + i * kBlockRows * kPanelRows);
+        store_block(job, unit, row, size, sums);
+        row += size;
+    }
+}
+
+static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
+    constexpr size_t kPassBytes = 512 << 10;  // of activations; a part of the L2 cache
+    constexpr int kMinRows = 6 * kBlockRows;
+    int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
+    if (pass < kMinRows) pass = kMinRows;
+    for (int row = 0; row < job.rows; row += pass) {
+        int end_row = row + pass < job.rows ? row + pass : job.rows;
+        for (int unit = begin; unit < end; unit++) run_unit(job, kernel, unit, row, end_row, scratch);
+    }
+}
+
+ENGINE_INLINE void prefetch_lines(const uint8_t* from, int lines) {
+    constexpr int kAhead = 2048;
+    for (int i = 0; i < lines; i++)
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,66 @@
+// F32 GEMM around a kernel for one group. Weights are dequantized once per panel, or on the fly for few rows.
+#pragma once
+#include "matmul/dequantize.h"
+#include "matmul/epilogue.h"
+
+namespace engine {
+namespace {
+
+constexpr int kBlock = 4;  // rows of activations that share each load of the weights
+
+// Accumulates one dequantized group for a fixed number of rows. Row r of the input is at input + r * stride,
+// its sums at sums + 32 r.
+using AddGroup = void (*)(const float* weights, const float* input, int stride, float* sums);
+
+// The groups of a unit's panels as floats. Layout F32 is read in place. Other layouts are dequantized when
+// read if each group is read once, else all are dequantized first.
+template <Layout layout>
+struct FloatUnit {
+    static constexpr int kGroupFloats = kGroup * kPanelRows;
+    const uint8_t* panels[2];
+    int groups;
+    bool once;
+    float* scratch;
+
+    void dequantize_all(int count) {
+        if (layout == Layout::F32 || once) return;
+        for (int i = 0; i < count; i++)
+            for (int g = 0; g < groups; g++)
+                dequantize_group<layout>(panels[i], groups, g,
+                                         scratch + size_t(i * groups + g) * kGroupFloats);
+    }
+
+    const float* group(int i, int g) {
+        const float* stored = reinterpret_cast<const float*>(panels[i]) + size_t(g) * kGroupFloats;
+        if (layout == Layout::F32) return stored;
+        if (!once) return scratch + size_t(i * groups + g) * kGroupFloats;
+        dequantize_group<layout>(panels[i], groups, g, scratch);
+        return scratch;
+    }
+};
+
+template <Layout layout>
+void multiply_units_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch,
+                        const AddGroup (&add)[kBlock]) {
+    const Matrix& weights = *job.weights;
+    int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, stride = groups * kGroup;
+    auto input = reinterpret_cast<const float*>(job.input);
+    for (int unit = begin; unit < end; unit++) {
+        const uint8_t* first = weights.panel(unit * panels);
+        FloatUnit<layout> dequantized{
+            {first, first + weights.stride()}, groups, job.rows <= kBlock, reinterpret_cast<float*>(scratch)};
+        dequantized.dequantize_all(panels);
+        for (int row = 0; row < job.rows; row += kBlock) {
+            int rows = job.rows - row < kBlock ? job.rows - row : kBlock;
+            const float* x = input + size_t(row) * size_t(stride);
+            float sums[kBlock][2 * kPanelRows] = {};
+            for (int i = 0; i < panels; i++)
+                for (int g = 0; g < groups; g++)
+                    add[rows - 1](dequantized.group(i, g), x + g * kGroup, stride, sums[0] + i * kPanelRows);
+            for (int r = 0; r < rows; r++) apply_epilogue(job, unit, row + r, sums[r]);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace engine

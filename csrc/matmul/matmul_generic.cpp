@@ -1,0 +1,144 @@
+// GEMM for any CPU; it also defines the arithmetic of F32 and INT8.
+//
+// A panel is dequantized once to scratch, then multiplied with all rows.
+#include "base/dispatch.h"
+#include "base/with_layout.h"
+#include "matmul/dequantize.h"
+#include "matmul/epilogue.h"
+#include "matmul/packed_input.h"
+
+namespace engine {
+namespace {
+
+constexpr int kVectors = kPanelRows / kLanes;
+
+// A group of a panel, dequantized.
+struct FloatGroup {
+    float values[kGroup * kPanelRows];
+};
+
+// A group of a panel before scaling. The integers are stored as floats. Their sums are exact below 2^24, and
+// the largest dot product of a group is 32 * 255 * 127.
+struct QuantizedGroup {
+    float values[kGroup * kPanelRows];
+    float scales[2 * kPanelRows];  // [scale][16 channels]
+    float minima[2 * kPanelRows];
+};
+
+struct FloatInput {
+    float values[kGroup];
+};
+
+size_t scratch_bytes(int columns) {  // two panels, for a gated unit
+    return 2 * size_t(div_up(columns, kGroup)) * sizeof(QuantizedGroup);
+}
+
+// sums[16 channels] += values[k] * x[k] over `count` values.
+ENGINE_INLINE void add_products(const float* values, const float* x, int count, Floats (&sums)[kVectors]) {
+    for (int k = 0; k < count; k++)
+        for (int i = 0; i < kVectors; i++) sums[i] += load(values + k * kPanelRows + i * kLanes) * x[k];
+}
+
+template <Layout layout>
+struct FloatMatmul {
+    using Group = FloatGroup;
+    using Input = FloatInput;
+
+    static void dequantize(const uint8_t* panel, int groups, int g, FloatGroup& out) {
+        dequantize_group<layout>(panel, groups, g, out.values);
+    }
+
+    static void multiply(const FloatGroup* panel, const FloatInput* x, int groups, Floats (&sums)[kVectors]) {
+        for (int g = 0; g < groups; g++) add_products(panel[g].values, x[g].values, kGroup, sums);
+    }
+};
+
+template <Layout layout>
+struct QuantizedMatmul {
+    using Group = QuantizedGroup;
+    using Input = PackedGroup;
+    static constexpr int kScales = scales_per_group(layout), kValuesPerScale = kGroup / kScales;
+
+    static void dequantize(const uint8_t* panel, int groups, int g, QuantizedGroup& out) {
+        const uint8_t* group = panel + size_t(g) * group_bytes(layout);
+        const float offset = has_minima(layout) ? 0.0f : 128.0f;
+        for (int n = 0; n < kPanelRows; n += kLanes)
+#pragma GCC unroll 32
+            for (int k = 0; k < kGroup; k++)
+                store(out.values + k * kPanelRows + n, stored_values<layout>(group, k, n) - offset);
+        const uint16_t* scales = scales_of<layout>(panel, groups, g);
+        for (int i = 0; i < kScales * kPanelRows; i += kLanes) {
+            store(out.scales + i, load_halves(scales + i));
+            if (has_minima(layout)) store(out.minima + i, load_halves(scales + kScales * kPanelRows + i));
+        }
+    }
+
+    static void multiply(const QuantizedGroup* panel, const PackedGroup* x, int groups,
+                         Floats (&sums)[kVectors]) {
+        for (int g = 0; g < groups; g++) {
+            const QuantizedGroup& weights = panel[g];
+            float values[kGroup];
+            for (int k = 0; k < kGroup; k++) values[k] = x[g].values[k];
+            for (int part = 0; part < kScales; part++) {
+                int first = part * kValuesPerScale, row = part * kPanelRows;
+                Floats dots[kVectors] = {};
+                add_products(weights.values + first * kPanelRows, values + first, kValuesPerScale, dots);
+                int sum = kScales == 2 ? x[g].sums[part] : x[g].sums[0] + x[g].sums[1];
+                float scaled_sum = float(sum) * x[g].scale;
+                for (int i = 0; i < kVectors; i++) {
+                    sums[i] += dots[i] * (load(weights.scales + row + i * kLanes) * x[g].scale);
+                    if (has_minima(layout)) sums[i] += load(weights.minima + row + i * kLanes) * scaled_sum;
+                }
+            }
+        }
+    }
+};
+
+template <class Kernel>
+void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    const Matrix& weights = *job.weights;
+    int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1;
+    auto dequantized = reinterpret_cast<typename Kernel::Group*>(scratch);
+    auto input = reinterpret_cast<const typename Kernel::Input*>(job.input);
+    for (int unit = begin; unit < end; unit++) {
+        for (int i = 0; i < panels; i++)
+            for (int g = 0; g < groups; g++)
+                Kernel::dequantize(weights.panel(unit * panels + i), groups, g, dequantized[i * groups + g]);
+        for (int row = 0; row < job.rows; row++) {
+            float out[2 * kPanelRows];
+            for (int i = 0; i < panels; i++) {
+                Floats sums[kVectors] = {};
+                Kernel::multiply(dequantized + i * groups, input + size_t(row) * size_t(groups), groups,
+                                 sums);
+                memcpy(out + i * kPanelRows, sums, sizeof sums);
+            }
+            apply_epilogue(job, unit, row, out);
+        }
+    }
+}
+
+void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16) multiply_units<QuantizedMatmul<layout>>(job, begin, end, scratch);
+    });
+}
+
+void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    with_layout(job.weights->layout,
+                [&](auto layout) { multiply_units<FloatMatmul<layout>>(job, begin, end, scratch); });
+}
+
+}  // namespace
+
+void fill_matmul_generic(Kernels& table) {
+    constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
+    table.packed_bytes[kInt8] = packed_bytes_int8;
+    table.pack[kInt8] = pack_int8;
+    table.matmul[kInt8] = multiply_quantized;
+    table.packed_bytes[kF32] = packed_bytes_f32;
+    table.pack[kF32] = pack_f32;
+    table.matmul[kF32] = multiply_floats;
+    table.scratch_bytes = scratch_bytes;
+}
+
+}  // namespace engine

@@ -1,0 +1,71 @@
+// Packed activations of the generic and AVX2 kernels, zero-padded to whole groups.
+#pragma once
+#include "base/layout.h"
+
+namespace engine {
+namespace {
+
+// INT8: value = scale * integer.
+struct PackedGroup {
+    int8_t values[kGroup];
+    int32_t sums[2];  // of values 0-15 and of values 16-31
+    float scale;
+};
+
+ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(PackedGroup);
+}
+
+ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
+    return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
+}
+
+// NaN or infinity in the group makes the scale non-finite, and with it every result.
+ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
+    int32_t absmax_bits = 0;  // absmax compared as integer bit patterns: NaN sorts highest
+    for (int i = 0; i < kGroup; i++) {
+        int32_t size = int32_t(float_to_bits(x[i]) & 0x7fffffff);
+        absmax_bits = size > absmax_bits ? size : absmax_bits;
+    }
+    float absmax = bits_to_float(uint32_t(absmax_bits));
+    bool is_zero = absmax < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / absmax;
+    out.scale = is_zero ? 0.0f : absmax / 127.0f;
+    float scaled[kGroup];
+    for (int i = 0; i < kGroup; i++) scaled[i] = x[i] * inverse;
+    __asm__("" : "+m"(scaled));  // stops the compiler from fusing the product with the addition below
+    for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+        for (int i = half * 16; i < half * 16 + 16; i++) {
+            int8_t value = int8_t(float_to_bits(scaled[i] + kRoundShift) & 0xff);
+            out.values[i] = value;
+            sum += value;
+        }
+        out.sums[half] = sum;
+    }
+}
+
+void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    int groups = div_up(columns, kGroup), full_groups = columns / kGroup;
+    for (int row = begin; row < end; row++) {
+        const float* values = x + size_t(row) * size_t(stride);
+        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
+        for (int g = 0; g < full_groups; g++) pack_group(values + g * kGroup, out[g]);
+        if (full_groups == groups) continue;
+        float last[kGroup] = {};
+        for (int i = 0; i < columns - full_groups * kGroup; i++) last[i] = values[full_groups * kGroup + i];
+        pack_group(last, out[full_groups]);
+    }
+}
+
+void pack_f32(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    int padded = round_up(columns, kGroup);
+    for (int row = begin; row < end; row++) {
+        float* out = reinterpret_cast<float*>(input) + size_t(row) * size_t(padded);
+        memcpy(out, x + size_t(row) * size_t(stride), size_t(columns) * sizeof(float));
+        for (int i = columns; i < padded; i++) out[i] = 0;
+    }
+}
+
+}  // namespace
+}  // namespace engine

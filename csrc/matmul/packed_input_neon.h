@@ -1,0 +1,84 @@
+// Packed int8 activations of the NEON kernels, zero-padded to whole groups.
+#pragma once
+#include <arm_neon.h>
+
+#include "base/layout.h"
+#include "matmul/row_blocks.h"
+
+namespace engine {
+namespace {
+
+// 32 activations of a row, quantized to int8. The size is one cache line.
+struct InputGroup {
+    int8_t values[kGroup];
+    float shift[4];   // each is -kRoundShift * scale
+    float scale;      // the low bits are cleared, so that `shift` is exact
+    float sum;        // sum of the values * scale
+    float halves[2];  // the same over values 0-15 and over values 16-31
+};
+
+// Within a block of rows the order is [group][row].
+ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
+}
+
+// absmax of 32 values, compared as uint32 bit patterns so that NaN sorts highest.
+ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
+    uint32x4_t magnitudes[8];
+    for (int i = 0; i < 8; i++) magnitudes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
+    for (int i = 0; i < 4; i++) magnitudes[i] = vmaxq_u32(magnitudes[i], magnitudes[i + 4]);
+    uint32x4_t absmax_bits =
+        vmaxq_u32(vmaxq_u32(magnitudes[0], magnitudes[1]), vmaxq_u32(magnitudes[2], magnitudes[3]));
+    return bits_to_float(vmaxvq_u32(absmax_bits));
+}
+
+// Quantizes 16 values. Adding kRoundShift leaves the integers in the low bits.
+ENGINE_INLINE int8x16_t quantize_values(const float32x4_t* x, float factor) {
+    int16x8_t words[4];
+    for (int i = 0; i < 4; i++) {
+        float32x4_t scaled = vmulq_n_f32(x[i], factor);
+        __asm__("" : "+w"(scaled));  // stops the compiler from fusing the product with the addition
+        words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(kRoundShift)));
+    }
+    int16x8_t low = vuzp1q_s16(words[0], words[1]), high = vuzp1q_s16(words[2], words[3]);
+    return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
+}
+
+// NaN or infinity in the group makes the scale non-finite, and with it every result.
+ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
+    float32x4_t x[8];
+    for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);
+    float absmax = absmax_of(x);
+    bool is_zero = absmax < 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / absmax;
+    float scale = is_zero ? 0.0f : bits_to_float(float_to_bits(absmax * (1 / 127.0f)) & ~3u);
+    int8x16_t first = quantize_values(x, inverse), second = quantize_values(x + 4, inverse);
+    vst1q_s8(out.values, first);
+    vst1q_s8(out.values + 16, second);
+    vst1q_f32(out.shift, vdupq_n_f32(-kRoundShift * scale));
+    // Horizontal sums, arranged as {sum, first half, second half} to match InputGroup after `scale`.
+    const int32x4_t none = vdupq_n_s32(0);
+    int32x4_t halves =
+        vpaddq_s32(vdotq_s32(none, first, vdupq_n_s8(1)), vdotq_s32(none, second, vdupq_n_s8(1)));
+    halves = vpaddq_s32(halves, halves);
+    int32x4_t sums = vextq_s32(vpaddq_s32(halves, halves), halves, 2);
+    float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(sums), scale);
+    vst1q_f32(&out.scale, vsetq_lane_f32(scale, scaled, 0));
+}
+
+void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
+    const int groups = div_up(columns, kGroup), full_groups = columns / kGroup, block = block_rows(rows);
+    for (int row = begin; row < end; row++) {
+        const float* values = x + size_t(row) * size_t(stride);
+        const int first = row / block * block, rows_in_block = rows - first < block ? rows - first : block;
+        InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(first) * size_t(groups) + row - first;
+        for (int g = 0; g < full_groups; g++, out += rows_in_block) pack_group(values + g * kGroup, *out);
+        if (full_groups == groups) continue;
+        float last[kGroup] = {};
+        for (int i = 0; i < columns - full_groups * kGroup; i++) last[i] = values[full_groups * kGroup + i];
+        pack_group(last, *out);
+    }
+}
+
+}  // namespace
+}  // namespace engine

@@ -1,0 +1,30 @@
+// 64-wide block Hadamard rotation of weight columns. It spreads activation outliers over 64 columns. The dot
+// product of two rotated vectors is 64 times that of the original vectors.
+#pragma once
+#include "base/layout.h"
+#include "vector/vectors.h"
+
+namespace engine {
+namespace {
+
+constexpr int kHadamardSize = 64;
+static_assert(kHadamardSize == kTileColumns);
+
+// Rotates the columns of a panel [columns][kPanelRows] and divides by 64, so that its dot products with
+// rotated activations are those of the original vectors. `columns` is a multiple of 64.
+void rotate_columns(float* values, int columns) {
+    for (float* block = values; block < values + columns * kPanelRows; block += kHadamardSize * kPanelRows)
+        for (int apart = 1; apart < kHadamardSize; apart *= 2)
+            for (int k = 0; k < kHadamardSize / 2; k++) {
+                float* first = block + (k / apart * 2 * apart + k % apart) * kPanelRows;
+                float* second = first + apart * kPanelRows;
+                for (int n = 0; n < kPanelRows; n += kLanes) {
+                    const Floats one = load(first + n) * 0.5f, other = load(second + n) * 0.5f;
+                    store(first + n, one + other);
+                    store(second + n, one - other);
+                }
+            }
+}
+
+}  // namespace
+}  // namespace engine

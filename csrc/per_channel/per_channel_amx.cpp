@@ -1,0 +1,248 @@
+// Per-channel int8 GEMM on AMX tiles. Tiles load the weights straight from memory, two panels at a time.
+//
+// Activations are Hadamard-rotated (hadamard.h) and quantized with one scale per row. Accumulators over all
+// of K are exact integers, so the order of accumulation is free. The vector units run the epilogue of the
+// previous 32 rows between the tile multiplies of the current ones.
+//
+// Packed activations: [16 rows][tile][16 rows][64 values], then one dequantization scale per row; zero past
+// the last column and row.
+#include <cmath>
+
+#include "base/dispatch.h"
+#include "matmul/epilogue_avx512.h"
+#include "matmul/tile_block_amx.h"
+
+namespace engine {
+namespace {
+
+static_assert(kTileBytes == kTileLoadBytes);
+using Sums = TileSums<int32_t>;
+constexpr int kRowsAtOnce = 2 * kTileRows;
+constexpr int kEpilogueRowsPerTile = 4;  // of the previous rows, with each tile of columns
+
+// Sizes and offsets of 16 packed rows.
+struct PackedRows {
+    int tiles;
+
+    explicit PackedRows(int columns) : tiles(div_up(columns, kTileColumns)) {}
+    size_t values_bytes() const { return size_t(tiles) * kTileBytes; }
+    size_t bytes() const { return values_bytes() + kTileRows * sizeof(float); }
+    uint8_t* values(uint8_t* input, int row) const {
+        return input + size_t(row / kTileRows) * bytes() + size_t(row % kTileRows) * kTileColumns;
+    }
+    const uint8_t* row_tile(const uint8_t* input, int row) const {
+        return input + size_t(row / kTileRows) * bytes();
+    }
+    const float* row_scales(const uint8_t* input, int row) const {
+        return reinterpret_cast<const float*>(row_tile(input, row) + values_bytes()) + row % kTileRows;
+    }
+};
+
+size_t packed_bytes(int rows, int columns) {
+    return size_t(div_up(rows, kTileRows)) * PackedRows(columns).bytes();
+}
+
+// One Hadamard stage on 16 lanes: v[i] and v[i ^ apart] become their sum and difference. `swapped` is v[i ^
+// apart]; `second` masks the lanes i that have the bit `apart`.
+ENGINE_INLINE __m512 butterfly(__m512 v, __m512 swapped, __mmask16 second) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_fmadd_ps(v, _mm512_mask_sub_ps(one, second, _mm512_setzero_ps(), one), swapped);
+}
+
+ENGINE_INLINE __m512 hadamard16(__m512 v) {
+    v = butterfly(v, _mm512_permute_ps(v, 0b10110001), 0xaaaa);
+    v = butterfly(v, _mm512_permute_ps(v, 0b01001110), 0xcccc);
+    v = butterfly(v, _mm512_shuffle_f32x4(v, v, 0b10110001), 0xf0f0);
+    return butterfly(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
+}
+
+// Rotates 64 values. Only `count` exist; the others are zero.
+ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
+    for (int i = 0; i < 4; i++) {
+        v[i] = hadamard16(_mm512_maskz_loadu_ps(first_lanes(count - 16 * i), from + 16 * i));
+    }
+    const __m512 sums[] = {_mm512_add_ps(v[0], v[1]), _mm512_add_ps(v[2], v[3])};
+    const __m512 differences[] = {_mm512_sub_ps(v[0], v[1]), _mm512_sub_ps(v[2], v[3])};
+    v[0] = _mm512_add_ps(sums[0], sums[1]);
+    v[1] = _mm512_add_ps(differences[0], differences[1]);
+    v[2] = _mm512_sub_ps(sums[0], sums[1]);
+    v[3] = _mm512_sub_ps(differences[0], differences[1]);
+}
+
+// absmax of a rotated row, compared as integer bit patterns so that NaN sorts highest.
+float rotated_absmax(const float* x, int columns) {
+    __m512i absmaxes = _mm512_setzero_si512();
+    for (int k = 0; k < columns; k += kTileColumns) {
+        __m512 v[4];
+        rotate_values(x + k, columns - k, v);
+        for (int i = 0; i < 4; i++) {
+            const __m512i size = _mm512_and_si512(_mm512_castps_si512(v[i]), _mm512_set1_epi32(0x7fffffff));
+            absmaxes = _mm512_max_epi32(absmaxes, size);
+        }
+    }
+    return bits_to_float(uint32_t(_mm512_reduce_max_epi32(absmaxes)));
+}
+
+// Rotates the row twice, once for the scale and once to quantize, so that it needs no buffer. NaN or infinity
+// makes the row's scale non-finite, and with it every result of the row.
+void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
+    const float absmax = rotated_absmax(x, columns);
+    const bool is_normal = absmax > 1e-30f && std::isfinite(absmax);
+    *scale = is_normal || !std::isfinite(absmax) ? absmax / 127.0f : 0.0f;
+    const __m512 inverse = _mm512_set1_ps(is_normal ? 127.0f / absmax : 0.0f);
+    for (int k = 0; k < columns; k += kTileColumns, out += kTileBytes) {
+        __m512 v[4];
+        rotate_values(x + k, columns - k, v);
+        for (int i = 0; i < 4; i++) {
+            const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+            _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtsepi32_epi8(integers));
+        }
+    }
+}
+
+// The thread that packs the last row zeroes the rest of its tile.
+void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
+    const PackedRows packed(columns);
+    auto scale_of = [&](int row) { return const_cast<float*>(packed.row_scales(input, row)); };
+    for (int row = begin; row < end; row++)
+        pack_row(x + size_t(row) * size_t(stride), columns, packed.values(input, row), scale_of(row));
+    if (end < rows) return;
+    for (int row = rows; row < round_up(rows, kTileRows); row++) {
+        *scale_of(row) = 0;
+        for (int tile = 0; tile < packed.tiles; tile++)
+            _mm512_store_si512(packed.values(input, row) + size_t(tile) * kTileBytes, _mm512_setzero_si512());
+    }
+}
+
+// All rows times panels [begin, end), 32 rows by two panels at a time.
+class PanelMatmul {
+  public:
+    PanelMatmul(const MatmulJob& job, int begin, int end)
+        : job_(job), packed_(job.weights->columns), begin_(begin), end_(end), panel_(begin) {
+        const int times = packed_.tiles * div_up(job.rows, kRowsAtOnce);
+        lines_per_tile_ = div_up(int(2 * job.weights->stride() / 64), times);
+    }
+
+    void run() {
+        for (int panel = begin_; panel < end_; panel += 2) {
+            next_ = job_.weights->panel(panel + 2);
+            for (int row = 0; row < job_.rows; row += kRowsAtOnce) {
+                if (row + kTileRows < job_.rows)
+                    multiply_panels<2>(panel, row);
+                else
+                    multiply_panels<1>(panel, row);
+            }
+        }
+        const Pending last = pending();
+        store_rows(last, 0, kRowsAtOnce);
+    }
+
+  private:
+    // Up to 32 rows whose accumulators await the epilogue.
+    struct Pending {
+        PairOutput output;
+        const Sums& sums;
+        const float* row_scales[2];  // of the two row tiles
+        __m512 scales[2];            // per channel, of the two panels
+        int row, rows;
+    };
+
+    Pending pending() const {
+        const bool is_single = panel_ + 1 >= end_;
+        const int left = job_.rows - row_;
+        return {pair_output(job_, panel_, is_single),
+                sums_[count_ % 2],
+                {packed_.row_scales(job_.input, row_), packed_.row_scales(job_.input, row_ + kTileRows)},
+                {panel_scales(panel_), panel_scales(is_single ? panel_ : panel_ + 1)},
+                row_,
+                count_ == 0          ? 0
+                : left < kRowsAtOnce ? left
+                                     : kRowsAtOnce};
+    }
+
+    __m512 panel_scales(int panel) const {
+        return _mm512_load_ps(job_.weights->panel(panel) + packed_.values_bytes());
+    }
+
+    template <int kRowTiles>
+    __attribute__((always_inline)) void multiply_panels(int panel, int row) {
+        if (panel + 1 < end_)
+            multiply<kRowTiles, 2>(panel, row);
+        else
+            multiply<kRowTiles, 1>(panel, row);
+    }
+
+    template <int kRowTiles, int kPanels>
+    __attribute__((always_inline)) void multiply(int panel, int row) {
+        const Pending previous = pending();
+        const uint8_t* rows = packed_.row_tile(job_.input, row);
+        const TileBlock<int32_t, kRowTiles, kPanels> tiles{
+            {rows, rows + packed_.bytes()}, {job_.weights->panel(panel), job_.weights->panel(panel + 1)}};
+        count_++;
+        panel_ = panel;
+        row_ = row;
+        auto overlapped = [&](int tile) __attribute__((always_inline)) {
+            if (row == 0) prefetch_panels<kPanels>(tiles.panels, tile);
+            for (int line = 0; line < lines_per_tile_; line++, next_ += 64) prefetch_line<_MM_HINT_T1>(next_);
+            store_rows(previous, tile * kEpilogueRowsPerTile, (tile + 1) * kEpilogueRowsPerTile);
+        };
+        tiles.run(packed_.tiles, sums_[count_ % 2], overlapped);
+        store_rows(previous, packed_.tiles * kEpilogueRowsPerTile, kRowsAtOnce);
+    }
+
+    // Prefetches the next tiles of the two current panels into L1. The next two panels are prefetched into L2
+    // a few lines per tile, spread evenly over the work on the current ones.
+    template <int kPanels>
+    __attribute__((always_inline)) void prefetch_panels(const uint8_t* const (&panels)[2], int tile) {
+        constexpr int kAhead = 2;
+        if (tile + kAhead >= packed_.tiles) return;
+        for (int p = 0; p < kPanels; p++)
+            for (int line = 0; line < kTileRows; line++)
+                prefetch_line<_MM_HINT_T0>(panels[p] + size_t(tile + kAhead) * kTileBytes + 64 * line);
+    }
+
+    template <_mm_hint kHint>
+    ENGINE_INLINE void prefetch_line(const uint8_t* line) {
+        _mm_prefetch(reinterpret_cast<const char*>(line), kHint);
+    }
+
+    __attribute__((always_inline)) static void store_rows(const Pending& from, int begin, int end) {
+        for (int r = begin; r < (end < from.rows ? end : from.rows); r++) {
+            const int row_tile = r / kTileRows, i = r % kTileRows;
+            const __m512 scale = _mm512_set1_ps(from.row_scales[row_tile][i]);
+            __m512 sums[2];
+            for (int p = 0; p < 2; p++) {
+                const __m512 sum =
+                    _mm512_cvtepi32_ps(_mm512_load_si512(from.sums.values[2 * row_tile + p][i]));
+                sums[p] = _mm512_mul_ps(_mm512_mul_ps(sum, scale), from.scales[p]);
+            }
+            store_pair_row(from.output, from.row + r, sums[0], sums[1]);
+        }
+    }
+
+    const MatmulJob& job_;
+    const PackedRows packed_;
+    const int begin_, end_;
+    const uint8_t* next_ = nullptr;  // next line of the following two panels to prefetch
+    int lines_per_tile_;             // lines prefetched with each tile
+    int count_ = 0;                  // blocks of 32 rows by two panels so far
+    int panel_, row_ = 0;            // of the last block
+    Sums sums_[2];
+};
+
+void matmul(const MatmulJob& job, int begin, int end, uint8_t*) {
+    const int factor = job.epilogue.gated ? 2 : 1;
+    TileScope tiles;
+    PanelMatmul(job, begin * factor, end * factor).run();
+}
+
+}  // namespace
+
+void fill_per_channel_amx(Kernels& table) {
+    constexpr int kRows = int(Numerics::INT8_PER_CHANNEL);
+    table.packed_bytes[kRows] = packed_bytes;
+    table.pack[kRows] = pack;
+    table.matmul[kRows] = matmul;
+}
+
+}  // namespace engine

@@ -1,0 +1,103 @@
+// From logits to tokens, row by row: penalties, bias, mask, temperature, top-k, top-p, min-p, sample.
+//
+// Log-probabilities are those of the unmodified logits. Top-k, top-p and min-p are thresholds: tokens that
+// tie with the last one kept are kept too. Sampling is Gumbel-max: noise that is a function of (seed, choice,
+// position, token) is added to each logit and the largest wins. Temperature 0 is greedy.
+//
+// In a step, call `begin`, then `sample_row` once per row from any thread in any order, then `end`.
+#pragma once
+#include <vector>
+
+#include "base/kernels.h"
+#include "base/memory.h"
+
+namespace engine {
+
+constexpr int kNotForced = -1;  // value of `forced` for a row that samples
+
+// Sampling parameters per row. The arrays are borrowed from `begin` to `end`.
+struct SamplingArrays {
+    int rows = 0;
+    const int32_t* slots = nullptr;
+    const float* temperature = nullptr;  // 0: greedy
+    const int32_t* top_k = nullptr;      // 0: off
+    const float* top_p = nullptr;        // 1: off
+    const float* min_p = nullptr;        // 0: off
+    const float* repetition = nullptr;   // 1: off; over prompt and output
+    const float* presence = nullptr;     // 0: off; over output
+    const float* frequency = nullptr;    // 0: off; over output
+    const int64_t* seed = nullptr;
+    const int32_t* choice = nullptr;
+    const int32_t* position = nullptr;      // of the sampled token
+    const int32_t* forced = nullptr;        // a token to report instead of sampling, or kNotForced
+    const int32_t* num_logprobs = nullptr;  // -1: none, 0: of the sampled token, k: also of the top k
+    const uint32_t* mask = nullptr;         // (rows, mask_words) bit v allows token v; null: all are allowed
+    int mask_words = 0;
+    int biases = 0;
+    const int32_t* bias_rows = nullptr;
+    const int32_t* bias_ids = nullptr;
+    const float* bias_values = nullptr;
+    // Previous tokens, for penalties: history h is history_tokens[history_start[h] : history_start[h + 1]].
+    int histories = 0;
+    const int32_t* history_slots = nullptr;
+    const int32_t* history_start = nullptr;
+    const int32_t* history_tokens = nullptr;
+    const int32_t* history_num_prompt = nullptr;
+};
+
+// Results, owned by the caller of `begin`. A row that asks for fewer than `top_width` log-probabilities
+// leaves the rest unwritten. All arrays but `tokens` may be null if no row asks for log-probabilities.
+struct SampledArrays {
+    int32_t* tokens = nullptr;
+    float* logprobs = nullptr;
+    int32_t* top_ids = nullptr;  // (rows, top_width) most likely first
+    float* top_logprobs = nullptr;
+    int top_width = 0;
+};
+
+// Scratch memory of one thread.
+struct SampleScratch {
+    explicit SampleScratch(int vocab);
+
+    std::vector<float> adjusted, values, weights, maxima, ranked_maxima;
+    std::vector<int32_t> ids;
+    std::vector<int32_t> seen;  // all zero between rows
+};
+
+class Sampler {
+  public:
+    Sampler(int vocab, int max_slots, int max_seq_len);
+
+    // Stores the histories that came with the step. Throws std::invalid_argument on an index out of bounds,
+    // before any state changes.
+    void begin(const SamplingArrays& inputs, const SampledArrays& outputs);
+    // Does not modify `logits`. NaN is never sampled; a row that is all NaN gives token 0.
+    void sample_row(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
+    // Appends the sampled tokens to their histories, if any row of the step has penalties.
+    void end();
+
+    int vocab() const { return vocab_; }
+
+  private:
+    void check(const SamplingArrays& inputs, const SampledArrays& outputs) const;
+    void index_biases();
+    int32_t* tokens_of(int slot) const;
+    bool is_penalized(int row) const;
+
+    const float* adjust(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
+    void penalize(float* logits, int row, SampleScratch& scratch) const;
+    int sample_token(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
+    void write_logprobs(const Kernels& kernels, const float* logits, int row, SampleScratch& scratch) const;
+
+    int vocab_, max_slots_, max_seq_len_;
+    SamplingArrays in_;
+    SampledArrays out_;
+    bool has_penalties_ = false;
+    std::vector<uint32_t> words_;      // one hash per token
+    Block history_;                    // (max_slots, max_seq_len + 1) tokens by position
+    std::vector<int32_t> num_prompt_;  // (max_slots)
+    std::vector<int32_t> bias_start_;  // (rows + 1) into bias_order_
+    std::vector<int32_t> bias_order_;
+};
+
+}  // namespace engine

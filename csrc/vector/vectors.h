@@ -1,0 +1,42 @@
+// Vectors as wide as the instruction set of the including file. They are GCC vector extensions, so that one
+// source serves every instruction set.
+#pragma once
+#include "base/common.h"
+
+namespace engine {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+
+ENGINE_INLINE Floats load(const float* from) {
+    Floats value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+ENGINE_INLINE void store(float* to, Floats value) {
+    memcpy(to, &value, sizeof value);
+}
+
+ENGINE_INLINE Words load_words(const uint8_t* from) {
+    Words words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+
+ENGINE_INLINE Floats all(float value) {
+    return value - Floats{};
+}
+
+}  // namespace
+}  // namespace engine
