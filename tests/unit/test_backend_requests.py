@@ -184,7 +184,10 @@ def test_a_prompt_and_its_answer_fit_the_context(prompt, asked, fits):
         return
     with pytest.raises(InvalidRequestError, match="maximum context length is 10") as refused:
         check_context(prompt, asked, 10, "messages")
-    assert (refused.value.param, refused.value.error_code) == ("messages", "context_length_exceeded")
+    assert (refused.value.param, refused.value.error_code) == (
+        "messages",
+        "context_length_exceeded",
+    )
     assert f"{prompt} in the prompt, {asked or 0} in the completion" in refused.value.message
 
 
