@@ -1,4 +1,4 @@
-"""A request's deltas to its events, number by number: whose they are, what is counted, what ends."""
+"""A request's deltas to its events: whose they are, what is counted, how it ends."""
 
 import asyncio
 

@@ -73,11 +73,9 @@ def test_mates_draw_as_if_nobody_was_scored_beside_them(depth):
     engine.submit("short", (7,), max_tokens=14, min_tokens=6, eos=tuple(range(12)))
     engine.submit("told", (8,), max_tokens=14, logprobs=3, temperature=1.0)
     engine.turn(3)
-    engine.submit(
-        *("scored", PROMPT),
-        **dict(max_tokens=4, logprobs=1, score_prompt=True, temperature=0.8),
-        **dict(repetition_penalty=2.0, frequency_penalty=0.5, logit_bias={1: 50.0}),
-    )
+    own = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {1: 50.0}}
+    scored = {"logprobs": 1, "score_prompt": True}
+    engine.submit("scored", PROMPT, max_tokens=4, temperature=0.8, **own, **scored)
     engine.submit("vector", PROMPT, pools=True)
     finish(engine)
     check_scores(engine, "scored", 1)
