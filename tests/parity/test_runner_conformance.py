@@ -1,14 +1,17 @@
 """The runner conformance class over every framework that this machine can run."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from engine.backends.custom.runner_conformance import RunnerConformance
-from engine.backends.custom.runtime.seam import ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.seam import F32, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
 
@@ -16,12 +19,17 @@ NAN_TOKEN = 50  # not among the values that opening a model looks at
 
 
 @cache
-def checkpoint() -> Path:
+def reference() -> PreTrainedModel:
     model = tiny_models.make("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[NAN_TOKEN] = torch.nan
+    return model
+
+
+@cache
+def checkpoint() -> Path:
     path = Path(mkdtemp()) / "llama"
-    model.save_pretrained(path)
+    reference().save_pretrained(path)
     return path
 
 
@@ -43,6 +51,12 @@ class OfFramework(RunnerConformance):
         )
         module = f"engine.backends.custom.frameworks.{cls.framework}.engine"
         return import_module(module).build_runner(open_model(checkpoint()), config)
+
+    @classmethod
+    def logits(cls, tokens: Sequence[int]) -> F32:
+        with torch.no_grad():
+            found: F32 = reference()(torch.tensor([tokens])).logits[0].numpy().astype(np.float32)
+        return found
 
 
 class TestNative(OfFramework):

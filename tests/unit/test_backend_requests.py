@@ -261,8 +261,11 @@ def pooling(count: int) -> list[GenerateRequest]:
 
 
 async def submitted(link: ScriptedLink, count: int) -> None:
-    while len(link.open) < count:
+    for _ in range(100):
         await asyncio.sleep(0)
+        if len(link.open) == count:
+            return
+    raise AssertionError(f"{len(link.open)} of {count} were submitted")
 
 
 async def test_vectors_come_in_the_order_of_their_inputs_whoever_is_first():

@@ -1,6 +1,8 @@
 """A request's deltas to its events: whose they are, what is counted, how it ends."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -49,7 +51,22 @@ def opened(told: Told | None = None, prepared: Prepared = PLAIN, **params) -> Ge
 async def read(generation: Generation, *deltas: TokenDelta | EngineError) -> list:
     for delta in deltas:
         generation.deliver(delta)
-    return [event async for event in generation.events()]
+
+    async def collect() -> list:
+        return [event async for event in generation.events()]
+
+    return await at_once(collect())
+
+
+async def at_once(work: Coroutine) -> Any:
+    """All that it needs is there: it fails when it waits for more."""
+    task = asyncio.create_task(work)
+    for _ in range(100):
+        await asyncio.sleep(0)
+        if task.done():
+            return await task
+    task.cancel()
+    raise AssertionError("it waits for what never comes")
 
 
 def text_of(events: list, choice: int) -> str:
@@ -80,13 +97,13 @@ async def test_usage_counts_every_token_and_takes_the_first_ones_times(monkeypat
     generation.deliver(TokenDelta("r", 0, (0,), num_cached=32, queue_s=0.25, prefill_s=0.5))
     await anext(events)
     now[0] = 103.0
-    generation.deliver(TokenDelta("r", 1, (0, 1), num_cached=48, queue_s=7.0, prefill_s=8.0))
+    generation.deliver(TokenDelta("r", 1, (0, 1, 2), num_cached=48, queue_s=7.0, prefill_s=8.0))
     generation.deliver(TokenDelta("r", 1, (), finish_reason="length"))
     generation.deliver(TokenDelta("r", 0, (2,), finish_reason="length"))
     *_, usage = [event async for event in events]
     assert usage == UsageEvent(
         prompt_tokens=3,
-        completion_tokens=4,
+        completion_tokens=5,
         cached_tokens=32,
         queue_s=0.25,
         prefill_s=0.5,
@@ -147,7 +164,7 @@ async def test_a_failure_is_raised_as_what_it_is_and_the_rest_forgotten(item, ki
     generation.deliver(item)
     with pytest.raises(kind, match=message):
         if fed:
-            await generation.feed(lambda event: None)
+            await at_once(generation.feed(lambda event: None))
         else:
             await read(generation)
     assert told.choices == [None]
@@ -214,13 +231,14 @@ async def test_a_slow_reader_gets_the_backlog_in_one_piece():
 
 async def test_a_backlog_is_merged_within_its_choice_and_up_to_its_end():
     generation = opened(n=2)
-    for index in range(3):
-        generation.deliver(TokenDelta("r", 0, (index,), None, "length" if index == 2 else None))
+    for index in range(MAX_BACKLOG + 4):
+        generation.deliver(TokenDelta("r", index % 2, (index,)))
+    generation.deliver(TokenDelta("r", 0, (0,), finish_reason="length"))
     for index in range(MAX_BACKLOG + 4):
         generation.deliver(TokenDelta("r", 1, (index,)))
     events = await read(generation, TokenDelta("r", 1, (0,), finish_reason="length"))
-    assert text_of(events, 0) == "abc"
-    assert text_of(events, 1) == "abcdefghijkl" + "a"
+    assert text_of(events, 0) == "acegik" + "a"
+    assert text_of(events, 1) == "bdfhjl" + "abcdefghijkl" + "a"
     assert [event for event in events if isinstance(event, FinishEvent)] == [
         *(FinishEvent(0, "length"), FinishEvent(1, "length")),
     ]
@@ -238,7 +256,7 @@ async def test_a_sink_that_fails_ends_its_own_request_and_is_told():
     generation.deliver(TokenDelta("r", 0, (0,)))  # does not raise: it is the link's call
     generation.deliver(TokenDelta("r", 0, (1,)))
     with pytest.raises(ZeroDivisionError):
-        await feeding
+        await asyncio.wait_for(feeding, 20)
     assert told.choices == [None]
 
 
