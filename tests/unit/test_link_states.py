@@ -200,9 +200,10 @@ async def test_a_death_ends_requests_and_controls_and_is_told_in_words(pauses):
     with pytest.raises(UnavailableError, match="being restarted") as refused:
         bench.submit("late")
     assert refused.value.retry_after == 2.0
+    await settle()
+    assert flushing.done()
     with pytest.raises(UnavailableError):
         await flushing
-    await settle()
     assert len(bench.clients) == 2 and bench.link.num_restarts == 1 and 0.25 in pauses
     bench.client.on_message(READY)
     assert bench.link.detail == "ready"
@@ -327,7 +328,9 @@ async def test_a_loading_engine_may_be_silent(monkeypatch):
     starting = asyncio.create_task(bench.link.start())
     await asyncio.sleep(0)
     bench.client.show([silent(100.0)] * 9)
-    await bench.client.looked.wait()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert bench.client.looked.is_set(), "nobody looks any more"
     assert bench.client.num_woken == bench.client.num_killed == 0 and bench.link.trouble is None
     await bench.link.stop()
     with pytest.raises(EngineError):
