@@ -1,4 +1,4 @@
-"""Deliberate mistakes by room: each module here has one list, `MUTATIONS`, for one part of the tree."""
+"""Deliberate mistakes by room: each module has one list, `MUTATIONS`, for one part of the tree."""
 
 import importlib
 import pkgutil
