@@ -190,6 +190,17 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
     assert llm.generate([], given) == []
 
 
+def test_answers_that_end_sooner_do_not_come_sooner(llm):
+    """The longer a prompt, the less room the context has behind it."""
+    texts = [written([index % 19 for index in range(length)]) for length in (200, 230, 254)]
+    outputs = llm.generate(texts, params(max_tokens=None, ignore_eos=True))
+    assert [output.usage.prompt_tokens for output in outputs] == [200, 230, 254]
+    assert [output.usage.completion_tokens for output in outputs] == [56, 26, 2]
+    endless = params(max_tokens=10**6, ignore_eos=True)
+    found = [list(output.choices[0].token_ids) for output in outputs]
+    assert found == [expected(text, endless) for text in texts]
+
+
 @pytest.mark.parametrize(("n", "most"), [(1, 5), (2, 2), (7, 1)])
 def test_no_more_choices_are_asked_for_than_the_queue_takes(llm, monkeypatch, n, most):
     backend, num_open, seen = llm._backend, 0, []

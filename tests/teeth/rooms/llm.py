@@ -38,7 +38,7 @@ MUTATIONS = [
         "engine.llm",
         "                return await asyncio.gather(*tasks)\n",
         "                return [await each for each in asyncio.as_completed(tasks[::-1])]\n",
-        f"{TESTS}::test_answers_come_in_the_order_of_their_prompts",
+        f"{TESTS}::test_answers_that_end_sooner_do_not_come_sooner",
     ),
     Mutation(
         "llm: the queue's bound counts requests and not choices",
