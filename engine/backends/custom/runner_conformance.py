@@ -309,7 +309,7 @@ class RunnerConformance:
         """Many steps in a row, each row with parameters of its own, slots changing hands."""
         asked = [
             self.request(
-                f"steady {i}", self.text(3 + 2 * i, seed=i), **{"max_tokens": NUM_STEADY} | each
+                f"steady {i}", self.text(3 + 2 * i, seed=i), **{"max_tokens": NUM_STEADY, **each}
             )
             for i, each in enumerate(STEADY)
         ]
