@@ -90,15 +90,15 @@ MUTATIONS = [
         "engine.backends.custom.ir.rotary",
         "1 - stretched, rope.factor)",
         "stretched, rope.factor)",
-        "tests/parity/test_torch_models.py"
-        "::test_every_layer_and_the_logits_equal_hugging_face[llama-yarn]",
+        "tests/unit/test_rotary.py"
+        "::test_yarn_keeps_what_turns_often_and_stretches_what_hardly_does",
     ),
     Mutation(
         "ir: dynamic scaling forgets the longest length",
         "engine.backends.custom.ir.rotary",
         "    length = max(max_seq_len, original)\n",
         "    length = original\n",
-        "tests/parity/test_torch_models.py"
-        "::test_dynamic_rope_is_fixed_at_the_longest_length_served",
+        "tests/unit/test_rotary.py"
+        "::test_dynamic_depends_on_the_longest_length_once_it_exceeds_the_trained_one",
     ),
 ]
