@@ -85,6 +85,16 @@ def test_mates_draw_as_if_nobody_was_scored_beside_them(depth):
     np.testing.assert_allclose(vector, prompt_logits(PROMPT)[-1].astype(np.float32))
 
 
+def test_a_vector_is_its_own_row_behind_scored_ones(depth):
+    engine = ToyEngine(depth=depth, budget=64, num_blocks=64)
+    engine.submit("scored", PROMPT, max_tokens=2, logprobs=0, score_prompt=True)
+    engine.submit("vector", (7, 8), pools=True)
+    finish(engine)
+    check_scores(engine, "scored", 0)
+    vector = np.frombuffer(engine.outcomes["vector", 0].vector, np.float32)
+    np.testing.assert_allclose(vector, prompt_logits((7, 8))[-1].astype(np.float32))
+
+
 def test_who_is_preempted_while_scored_begins_anew(depth):
     engine = ToyEngine(depth=depth, num_blocks=16, max_slots=4, budget=6)
     for number in range(3):

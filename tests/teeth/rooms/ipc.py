@@ -4,6 +4,7 @@ from tests.teeth.mutation import Mutation
 
 LINK_TESTS = "tests/unit/test_link_states.py"
 FRAME_TESTS = "tests/unit/test_engine_frames.py"
+OPTION_TESTS = "tests/unit/test_engine_options.py"
 
 MUTATIONS = [
     Mutation(
@@ -140,5 +141,47 @@ MUTATIONS = [
         "        patience_ns = int(patience_s * 1e9)\n",
         "        patience_ns = int(patience_s * 1e6)\n",
         f"{FRAME_TESTS}::test_both_sides_see_one_pulse",
+    ),
+    Mutation(
+        "ipc: a pool's megabytes are millions",
+        "engine.backends.custom.engine_settings",
+        "pool_bytes=pool_mb * 2**20 if",
+        "pool_bytes=pool_mb * 10**6 if",
+        f"{OPTION_TESTS}::test_every_option_is_a_setting_and_none_is_mixed_up",
+    ),
+    Mutation(
+        "ipc: the size of a batch bounds the queue",
+        "engine.backends.custom.engine_settings",
+        "max_queued=performance.max_queued_requests,",
+        "max_queued=performance.batch_size,",
+        f"{OPTION_TESTS}::test_every_option_is_a_setting_and_none_is_mixed_up",
+    ),
+    Mutation(
+        "ipc: a runner computes in what was asked for and not in what was found",
+        "engine.backends.custom.worker",
+        "        dtype=device.dtype,\n        block_size=options.block_size,\n        num_blocks",
+        "        dtype=options.dtype,\n        block_size=options.block_size,\n        num_blocks",
+        f"{OPTION_TESTS}::test_a_runner_is_told_what_was_planned",
+    ),
+    Mutation(
+        "ipc: a bound on the cache counts tokens as blocks",
+        "engine.backends.custom.worker",
+        "    block_bytes = bytes_per_token * spec.block_size\n",
+        "    block_bytes = bytes_per_token\n",
+        f"{OPTION_TESTS}::test_the_cache_is_bounded_as_asked_for",
+    ),
+    Mutation(
+        "ipc: an engine is ready before it is warm",
+        "engine.backends.custom.worker",
+        "    warm_up(runner)\n    on_loaded()\n",
+        "    on_loaded()\n",
+        f"{OPTION_TESTS}::test_an_engine_says_what_it_holds_once_it_is_warm",
+    ),
+    Mutation(
+        "ipc: the null block is told as one that can be had",
+        "engine.backends.custom.worker",
+        "            num_blocks=spec.num_blocks - 1,\n",
+        "            num_blocks=spec.num_blocks,\n",
+        f"{OPTION_TESTS}::test_an_engine_says_what_it_holds_once_it_is_warm",
     ),
 ]

@@ -119,7 +119,7 @@ MUTATIONS = [
         "engine.backends.custom.runtime.scoring",
         "        hidden_rows=where[drawn.hidden_rows],\n",
         "",
-        f"{SCORE_TESTS}::test_mates_draw_as_if_nobody_was_scored_beside_them",
+        f"{SCORE_TESTS}::test_a_vector_is_its_own_row_behind_scored_ones",
     ),
     Mutation(
         "runtime: a batch too large for memory is not halved",

@@ -55,14 +55,14 @@ MUTATIONS = [
         "engine.backends.custom.weights.gguf_header",
         "        if before.start + before.num_bytes > after.start:\n",
         "        if before.start > after.start:\n",
-        f"{RULES}::test_damaged_file_is_refused_for_its_reason",
+        f"{RULES}::test_damaged_file_is_refused_for_its_reason[mapped-overlap]",
     ),
     Mutation(
         "weights: rows need not be whole blocks",
         "engine.backends.custom.weights.gguf_header",
         "    if dims[0] % traits.block_elems:\n",
         "    if prod(dims) % traits.block_elems:\n",
-        f"{RULES}::test_damaged_file_is_refused_for_its_reason",
+        f"{RULES}::test_damaged_file_is_refused_for_its_reason[mapped-row of half a block]",
     ),
     Mutation(
         "weights: dimensions are read in the file's order",
