@@ -72,11 +72,11 @@ MUTATIONS = [
         f"{CONFORMANCE}::TestTorch::{STEADY}",
     ),
     Mutation(
-        "frameworks: torch keeps one token too many of top-k",
+        "frameworks: torch keeps one token too few of top-k",
         "engine.backends.custom.frameworks.torch.execution.sampler",
-        "counts[rows] - 1, logits.device",
-        "counts[rows] - (counts[rows] < counts[rows].max()), logits.device",
-        "tests/unit/test_host_sampler.py::test_tokens_are_those_of_the_torch_sampler",
+        "to_device(counts[rows] - 1, logits.device)",
+        "to_device(np.maximum(counts[rows] - 2, 0), logits.device)",
+        "tests/unit/test_torch_sampler.py::test_filters_keep_every_tie",
     ),
     Mutation(
         "frameworks: torch turns the halves of a head the other way",

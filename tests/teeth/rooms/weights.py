@@ -62,7 +62,7 @@ MUTATIONS = [
         "engine.backends.custom.weights.gguf_header",
         "    if dims[0] % traits.block_elems:\n",
         "    if prod(dims) % traits.block_elems:\n",
-        f"{RULES}::test_damaged_file_is_refused_for_its_reason[mapped-row of half a block]",
+        f"{RULES}::test_damaged_file_is_refused_for_its_reason[mapped-two rows of half a block]",
     ),
     Mutation(
         "weights: dimensions are read in the file's order",
