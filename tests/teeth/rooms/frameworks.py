@@ -91,14 +91,14 @@ MUTATIONS = [
         "engine.backends.custom.frameworks.torch.kernels.attention_reference",
         "hidden |= distance >= self.window",
         "hidden |= distance > self.window",
-        "tests/parity/test_torch_paged.py",
+        "tests/parity/test_torch_paged.py::test_mixed_batch_equals_each_alone",
     ),
     Mutation(
         "frameworks: JAX penalizes presence by number",
         "engine.backends.custom.frameworks.jax.execution.sampler",
         '    return penalized - settings["presence"][:, None] * (num_output > 0)\n',
         '    return penalized - settings["presence"][:, None] * num_output\n',
-        "tests/unit/test_jax_sampler.py",
+        "tests/unit/test_jax_sampler.py::test_penalties_by_hand",
     ),
     Mutation(
         "frameworks: JAX sees one position beyond the window",
