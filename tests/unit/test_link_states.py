@@ -37,10 +37,10 @@ class ScriptedClient:
         self.looks: list[Vitals | None] = []
         self.looked = asyncio.Event()  # all of them
         self.num_woken = self.num_killed = 0
-        self.is_gone = self.is_stopped = False
+        self.is_gone = self.is_stopped = self.is_started = False
 
     async def start(self) -> None:
-        pass
+        self.is_started = True
 
     def send(self, message) -> None:
         if self.is_gone:
@@ -104,7 +104,7 @@ class Bench:
         starting = asyncio.create_task(self.link.start())
         await asyncio.sleep(0)
         self.client.on_message(READY)
-        assert await starting == READY
+        assert await starting == READY and self.client.is_started
 
     def submit(self, name: str = "r") -> Receiver:
         receiver = Receiver()
@@ -205,6 +205,7 @@ async def test_a_death_ends_requests_and_controls_and_is_told_in_words(pauses):
     with pytest.raises(UnavailableError):
         await flushing
     assert len(bench.clients) == 2 and bench.link.num_restarts == 1 and 0.25 in pauses
+    assert bench.client.is_started
     bench.client.on_message(READY)
     assert bench.link.detail == "ready"
     await bench.link.stop()
