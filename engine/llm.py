@@ -346,6 +346,8 @@ def check_params(params: SamplingParams) -> None:
         "-inf <= logit_bias < inf": all(b < infinity for b in params.logit_bias.values()),
         "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
         "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
+        # Outputs have no place for them; /v1/completions with `echo` has.
+        "score_prompt is false": not params.score_prompt,
     }
     for rule, holds in rules.items():
         if not holds:

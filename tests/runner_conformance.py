@@ -8,6 +8,9 @@ Subclass `RunnerConformance` in a test module, say how a runner is made, and pyt
         @classmethod
         def make_runner(cls) -> ModelRunner: ...
 
+        @classmethod
+        def logits(cls, tokens) -> F32: ...
+
 One runner serves all the tests of a class, so each finds a cache full of others' keys and values. A
 request's own tokens, computed with nothing beside it, are what it must give in any company.
 """
@@ -21,9 +24,10 @@ import numpy as np
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import ModelRunner
+from engine.backends.custom.runtime.model_runner import DRAW, F32, ModelRunner, SamplingInputs
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.core.interfaces.request import (
@@ -51,6 +55,21 @@ DRAWN: Mapping[str, Any] = {
     "frequency_penalty": 0.1,
     "logprobs": 2,
 }
+# One for each slot that draws on and on beside the others; more of them than there are slots.
+STEADY: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 1.3, "top_k": 5, "seed": 2, "max_tokens": 9},
+    {"temperature": 1.1, "top_p": 0.7, "seed": 3, "logprobs": 0},
+    {"temperature": 1.5, "min_p": 0.2, "seed": 4, "max_tokens": 14},
+    {"temperature": 0.8, "repetition_penalty": 1.4, "seed": 5},
+    {"temperature": 0.0, "presence_penalty": 0.9, "frequency_penalty": 0.6, "logprobs": 1},
+    {**DRAWN, "seed": 2**62 + 1, "n": 2, "max_tokens": 17},
+    {"temperature": 0.9, "logit_bias": {7: 4.0, 11: -6.0}, "seed": 6},
+    {"temperature": 1.0, "stop_token_ids": (5, 9, 13), "min_tokens": 20, "seed": 7},
+    {"temperature": 0.0, "repetition_penalty": 0.7, "frequency_penalty": -0.2},
+)
+NUM_STEADY = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +154,47 @@ class Bench:
         return self.channel.outcomes
 
 
+def drawing(request: GenerateRequest, choice: int, drawn: Sequence[int]) -> SamplingInputs:
+    """How each of the tokens was to be chosen: a row and a slot for each, with its history."""
+    params, count = request.params, len(drawn)
+    before = [[*request.prompt, *drawn[:index]] for index in range(count)]
+    bias = [(row, *each) for row in range(count) for each in params.logit_bias.items()]
+    bias += [
+        (row, token, float("-inf"))
+        for row in range(min(count, params.min_tokens))
+        for token in params.stop_token_ids
+    ]
+
+    def every(value: float, dtype: type = np.float32) -> Any:
+        return np.full(count, value, dtype)
+
+    return SamplingInputs(
+        sample_rows=np.arange(count, dtype=np.int32),
+        slots=np.arange(count, dtype=np.int32),
+        temperature=every(params.temperature),
+        top_k=every(params.top_k, np.int32),
+        top_p=every(params.top_p),
+        min_p=every(params.min_p),
+        repetition=every(params.repetition_penalty),
+        presence=every(params.presence_penalty),
+        frequency=every(params.frequency_penalty),
+        bias_rows=np.array([each[0] for each in bias], np.int32),
+        bias_ids=np.array([each[1] for each in bias], np.int32),
+        bias_values=np.array([each[2] for each in bias], np.float32),
+        seed=every(params.seed or 0, np.int64),
+        choice=every(choice, np.int32),
+        position=np.arange(count, dtype=np.int32) + np.int32(len(request.prompt)),
+        mask=None,
+        forced=every(DRAW, np.int32),
+        hidden_rows=np.zeros(0, np.int32),
+        num_logprobs=every(-1 if params.logprobs is None else params.logprobs, np.int32),
+        history_slots=np.arange(count, dtype=np.int32),
+        history_start=np.cumsum([0, *map(len, before)], dtype=np.int32),
+        history_tokens=np.array([token for each in before for token in each], np.int32),
+        history_num_prompt=every(len(request.prompt), np.int32),
+    )
+
+
 def tokens(outcomes: Mapping[tuple[str, int], Outcome]) -> dict[tuple[str, int], list[int]]:
     return {key: outcome.tokens for key, outcome in outcomes.items()}
 
@@ -149,6 +209,11 @@ class RunnerConformance:
 
     @classmethod
     def make_runner(cls) -> ModelRunner:
+        raise NotImplementedError
+
+    @classmethod
+    def logits(cls, tokens: Sequence[int]) -> F32:
+        """What another implementation of the model gives behind each token, (T, V) float32."""
         raise NotImplementedError
 
     @classmethod
@@ -178,7 +243,8 @@ class RunnerConformance:
         fields = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True} | params
         pools = fields.pop("pools", False)
         if cls.nan_token is not None:
-            fields["logit_bias"] = {cls.nan_token: float("-inf")}
+            banned = {cls.nan_token: float("-inf")}
+            fields["logit_bias"] = fields.get("logit_bias", {}) | banned
         return GenerateRequest(
             request_id=name, prompt=tuple(prompt), params=SamplingParams(**fields), pools=pools
         )
@@ -238,6 +304,36 @@ class RunnerConformance:
         found = tokens(self.serve([*mates, again], Schedule()))
         assert found["again", 0] == one
         assert len({tuple(drawn) for drawn in found.values()}) > 1, "seeds change nothing"
+
+    def test_steady_draws_are_the_host_samplers(self) -> None:
+        """Many steps in a row, each row with parameters of its own, slots changing hands."""
+        asked = [
+            self.request(
+                f"steady {i}", self.text(3 + 2 * i, seed=i), **{"max_tokens": NUM_STEADY, **each}
+            )
+            for i, each in enumerate(STEADY)
+        ]
+        outcomes = self.serve(asked, Schedule())
+        for request in asked:
+            for choice in range(request.params.n):
+                self.check_draws(request, choice, outcomes[request.request_id, choice])
+
+    def check_draws(self, request: GenerateRequest, choice: int, found: Outcome) -> None:
+        first, params = len(request.prompt) - 1, request.params
+        logits = self.logits([*request.prompt, *found.tokens[:-1]])[first:]
+        sampler = HostSampler(self.runner.spec.vocab_size)
+        expected = sampler.sample(logits, drawing(request, choice, found.tokens))
+        assert found.tokens == expected.tokens.tolist(), (request.request_id, choice)
+        is_stopped = found.tokens[-1] in params.stop_token_ids
+        assert is_stopped or len(found.tokens) == params.max_tokens
+        if params.logprobs is None:
+            assert not found.logprobs
+            return
+        chosen = [each.logprob for each in found.logprobs]
+        np.testing.assert_allclose(chosen, expected.logprobs, atol=TOLERANCE)
+        assert [list(each.top_ids) for each in found.logprobs] == expected.top_ids.tolist()
+        top = [each.top_logprobs for each in found.logprobs]
+        np.testing.assert_allclose(top, expected.top_logprobs, atol=TOLERANCE)
 
     def test_an_abort_disturbs_nobody(self) -> None:
         bench = Bench(self.runner, Schedule(max_slots=4))

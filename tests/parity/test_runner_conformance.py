@@ -1,13 +1,16 @@
 """The runner conformance class over every framework that this machine can run."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from engine.backends.custom.frameworks.entry import framework_entry
-from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.model_runner import F32, ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
 from tests.runner_conformance import RunnerConformance
@@ -16,12 +19,17 @@ NAN_TOKEN = 50  # not among the values that opening a model looks at
 
 
 @cache
-def checkpoint() -> Path:
+def reference() -> PreTrainedModel:
     model = tiny_models.make("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[NAN_TOKEN] = torch.nan
+    return model
+
+
+@cache
+def checkpoint() -> Path:
     path = Path(mkdtemp()) / "llama"
-    model.save_pretrained(path)
+    reference().save_pretrained(path)
     return path
 
 
@@ -42,6 +50,12 @@ class OfFramework(RunnerConformance):
             num_threads=cls.num_threads,
         )
         return framework_entry(cls.framework).build_runner(open_model(checkpoint()), config)
+
+    @classmethod
+    def logits(cls, tokens: Sequence[int]) -> F32:
+        with torch.no_grad():
+            found: F32 = reference()(torch.tensor([tokens])).logits[0].numpy().astype(np.float32)
+        return found
 
 
 class TestNative(OfFramework):

@@ -176,6 +176,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         assemble([], [tensor("t", [48], Q8_0)], DATA),
         "whole Q8_0 blocks of 32",
     ),
+    "two rows of half a block": (
+        assemble([], [tensor("t", [16, 2], Q8_0)], DATA),
+        "rows of 16 values are not whole Q8_0 blocks of 32",
+    ),
     # Tensor data.
     "offset not aligned": (
         assemble([], [tensor("t", [8], offset=8)], DATA),

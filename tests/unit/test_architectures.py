@@ -1,11 +1,17 @@
 """Families as data: what a config.json or GGUF metadata means, and what is refused by its key."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.base import (
+    EncoderConfig,
+    ModelConfig,
+    RopeConfig,
+    check_config,
+)
 from engine.backends.custom.architectures.export import gguf_metadata
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
@@ -235,6 +241,51 @@ def test_olmo2_norms_what_the_halves_give() -> None:
     assert shapes["blk.1.attn_k_norm.weight"] == (32,)
     assert shapes["blk.1.post_attention_norm.weight"] == (64,)
     assert shapes["blk.1.post_ffw_norm.weight"] == (64,)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_parameters_are_those_of_the_matrices(family: str, tied: bool) -> None:
+    config = tiny_config(family, tie_embeddings=tied)
+    specs = architecture(family).tensors(config)
+    matrices = [spec for spec in specs if len(spec.shape) == 2 and "position" not in spec.name]
+    assert config.num_params == sum(math.prod(spec.shape) for spec in matrices)
+
+
+def test_a_token_takes_a_key_and_a_value_in_every_layer() -> None:
+    config = tiny_config("llama", num_layers=3, num_kv_heads=2, head_dim=16)
+    assert config.kv_bytes_per_token(2) == (16 + 16) * 2 * 3 * 2
+    encoder = replace(config, encoder=EncoderConfig(num_token_types=1, max_tokens=8))
+    assert encoder.kv_bytes_per_token(2) == 0
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"vocab_size": 1}, {"vocab_size": 0}),
+        ({"hidden_size": 1}, {"hidden_size": 0}),
+        ({"num_layers": 1024}, {"num_layers": 1025}),
+        ({"num_layers": 1}, {"num_layers": 0}),
+        ({"num_heads": 1, "num_kv_heads": 1}, {"num_heads": 0, "num_kv_heads": 1}),
+        ({"num_heads": 6, "num_kv_heads": 3}, {"num_heads": 6, "num_kv_heads": 4}),
+        ({"head_dim": 1024}, {"head_dim": 1025}),
+        ({"intermediate_size": 1}, {"intermediate_size": 0}),
+        ({"max_position": 2**31 - 1}, {"max_position": 2**31}),
+        ({"norm_eps": 0.999}, {"norm_eps": 1.0}),
+        ({"rope": RopeConfig(theta=1e-3, dim=16)}, {"rope": RopeConfig(theta=0.0, dim=16)}),
+        ({"rope": RopeConfig(theta=1.0, dim=2)}, {"rope": RopeConfig(theta=1.0, dim=0)}),
+        ({"rope": RopeConfig(theta=1.0, dim=16)}, {"rope": RopeConfig(theta=1.0, dim=18)}),
+        ({"rope": None}, {"rope": RopeConfig(theta=1.0, dim=3)}),
+        ({"sliding_window": 1}, {"sliding_window": 0}),
+    ],
+)
+def test_the_last_value_that_makes_sense_and_the_first_that_does_not(
+    good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    config = check_config(tiny_config("llama", **good))
+    assert config == tiny_config("llama", **good)
+    with pytest.raises(ModelFormatError):
+        check_config(tiny_config("llama", **bad))
 
 
 def test_ids_beyond_the_vocabulary_are_dropped() -> None:

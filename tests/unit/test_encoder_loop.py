@@ -135,7 +135,7 @@ def test_an_encoder_that_can_compute_nothing_ends_the_engine(loop, encoder, chan
         (asking("r", 1, pools=False, params=SamplingParams(n=2)), "embeddings"),
         (asking("r"), "no tokens"),
         (asking("r", 1, 100), "0..99"),
-        (asking("r", -1), "0..99"),
+        (asking("r", 5, -1), "0..99"),
         (asking("r", *[1] * 9), "maximum context length is 8 tokens"),
     ],
 )
@@ -196,3 +196,12 @@ def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
     loop.turn(0)
     loop.turn(0)
     assert beats == [False, True, "encode", False]
+
+
+@pytest.mark.parametrize("token", [1, BAD])
+def test_only_a_batch_that_is_computed_may_be_interrupted(loop, encoder, channel, token):
+    seen, encode = [], encoder.encode
+    encoder.encode = lambda prompts: seen.append(loop.is_computing) or encode(prompts)
+    channel.inbox = [asking("a", token), asking("b", 2)]
+    loop.turn(0)
+    assert seen[:1] == [True] and not loop.is_computing

@@ -97,10 +97,13 @@ async def test_a_call_cut_by_the_limit_says_length():
     assert events[-2] == FinishEvent(0, "length")
 
 
-async def test_stop_strings_count_only_behind_min_tokens():
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"), [(0, "ab"), (2, "ab"), (3, "ab.cd"), (5, "ab.cd")]
+)
+async def test_stop_strings_count_only_behind_min_tokens(min_tokens, shown):
     plain = Prepared((1,), "prompt")
-    events = await events_of(plain, "ab.cd.ef", stop=(".",), min_tokens=4)
-    assert joined(events, TextEvent) == "ab.cd"
+    events = await events_of(plain, "ab.cd.ef", stop=(".",), min_tokens=min_tokens)
+    assert joined(events, TextEvent) == shown
     assert events[-2] == FinishEvent(0, "stop", ".")
 
 

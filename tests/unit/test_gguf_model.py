@@ -1,5 +1,6 @@
 """`open_model` on GGUF: weights in our layout, what the tensors decide, what is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,25 @@ def test_metadata_that_contradicts_the_tensors(
     write_gguf(path, tiny_config("llama"), stored_tiny(), extra)
     with pytest.raises(ModelFormatError, match=message):
         open_model(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_a_tensor_of_any_other_shape_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    """Turned around, a row short, a column short, or flat: each of the second layer's tensors."""
+    config = tiny_config(family)
+    stored = stored_tiny(family)
+    path = tmp_path / "m.gguf"
+    for name, values in stored.items():
+        if not name.startswith(("blk.1.", "token_embd", "output")):
+            continue
+        wrong = [values[:-1]]
+        if values.ndim == 2:
+            wrong += [values[:, :-32], values.reshape(-1)]
+            wrong += [values.T] if values.shape[0] != values.shape[1] else []
+        for other in wrong:
+            write_gguf(path, config, stored | {name: np.ascontiguousarray(other)})
+            with pytest.raises(ModelFormatError, match=rf"'{re.escape(name)}' has shape"):
+                open_model(path)
 
 
 def test_heads_must_divide_the_hidden_size(tmp_path: Path) -> None:

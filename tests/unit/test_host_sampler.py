@@ -48,11 +48,12 @@ def test_tokens_are_those_of_the_torch_sampler(data) -> None:
     drawn = {name: data.draw(each(strategy)) for name, strategy in options.items()}
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     logits = (rng.standard_normal((ROWS, VOCAB)) * 3).astype(np.float32)
+    logits[:, :8] += 3  # the tokens of outputs, some of them there twice: penalties decide
     allowed = rng.random((ROWS, 96)) < 0.8
     allowed[:, :8] = True
     mask = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
     prompt = rng.integers(0, VOCAB, 6).tolist()
-    histories = [prompt + rng.integers(0, VOCAB, 4).tolist() for _ in range(ROWS)]
+    histories = [prompt + rng.integers(0, 8, 4).tolist() for _ in range(ROWS)]
     drawn |= {
         "history_slots": range(ROWS),
         "history_start": range(0, 10 * ROWS + 1, 10),

@@ -161,6 +161,18 @@ def test_turned_values_are_not_what_a_rope_write_does() -> None:
     assert ops(fusion.fuse_rope_writes(odd)).count("rope_write") == 1, "the other layer's alone"
 
 
+@pytest.mark.parametrize("name", ["layers.0.attn.k_norm", "layers.0.attn.k_rope"])
+def test_queries_and_keys_that_are_treated_differently_are_not_written_together(name: str) -> None:
+    """A rope write has one epsilon and one number of turned values."""
+    graph = passes_before(fusion.fuse_rope_writes, build_graph(CONFIGS["qwen3"]))
+    node = graph.node(name)
+    change = {"eps": 0.5} if node.op == "head_norm" else {"dim": node.attributes.dim - 2}
+    other = replace(node, attributes=replace(node.attributes, **change))
+    odd = replace(graph, nodes=tuple(other if each is node else each for each in graph.nodes))
+    writes = ops(fusion.fuse_rope_writes(odd)).count("rope_write")
+    assert writes == ops(fusion.fuse_rope_writes(graph)).count("rope_write") - 1
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_gate_is_found_on_either_side(swapped: bool) -> None:
     builder = GraphBuilder()

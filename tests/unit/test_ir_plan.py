@@ -190,6 +190,15 @@ def test_no_two_live_buffers_share_a_place(config: ModelConfig) -> None:
         assert buffer.width <= made.places[buffer.place]
 
 
+@pytest.mark.parametrize(
+    ("other", "meets"),
+    [((0, 3), False), ((0, 4), True), ((5, 6), True), ((8, 9), True), ((9, 9), False)],
+)
+def test_lives_that_meet_in_one_step_overlap(other: tuple[int, int], meets: bool) -> None:
+    life = Life(4, 8)
+    assert life.overlaps(Life(*other)) == Life(*other).overlaps(life) == meets
+
+
 def test_the_output_outlives_the_steps_behind_it() -> None:
     steps = (GatherStep((), source=0, out=1), GatherStep((), source=0, out=2))
     assert lives(steps, 3, output=1) == (Life(0, 1), Life(0, 1), Life(1, 1))

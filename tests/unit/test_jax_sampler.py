@@ -17,6 +17,7 @@ from engine.backends.custom.frameworks.jax.execution.draws import (
     settings_layout,
     traits_of,
 )
+from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT
 from engine.backends.custom.frameworks.settings import settings_views
 from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
@@ -91,11 +92,12 @@ def test_tokens_are_those_of_the_torch_sampler(data) -> None:
     drawn["num_logprobs"] = [3, *data.draw(each(st.sampled_from([-1, 0, 2])))[1:]]
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     logits = (rng.standard_normal((ROWS, VOCAB)) * 3).astype(np.float32)
+    logits[:, :8] += 3  # the tokens of outputs, some of them there twice: penalties decide
     allowed = rng.random((ROWS, 96)) < 0.8
     allowed[:, :8] = True
     mask = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
     prompt = rng.integers(0, VOCAB, 6).tolist()
-    histories = [prompt + rng.integers(0, VOCAB, 4).tolist() for _ in range(ROWS)]
+    histories = [prompt + rng.integers(0, 8, 4).tolist() for _ in range(ROWS)]
     # The history of a row is as long as its position.
     drawn |= {
         "repetition": [1.2, *drawn["repetition"][1:]],  # some row has penalties
@@ -110,3 +112,14 @@ def test_tokens_are_those_of_the_torch_sampler(data) -> None:
     }
     sampling = sampling_inputs(range(ROWS), range(ROWS), [10] * ROWS, mask=mask, **drawn)
     compare(sampling, logits, prompt)
+
+
+def test_penalties_by_hand() -> None:
+    """A prompt's token, one drawn once, one drawn three times and in the prompt, and none."""
+    logits = np.array([[2.0, 2.0, -2.0, 2.0]], np.float32)
+    counts = np.array([[IN_PROMPT, PER_OUTPUT, 3 * PER_OUTPUT + IN_PROMPT, 0]], np.int32)
+    given = {"repetition": 2.0, "frequency": 0.25, "presence": 0.5}
+    settings = {name: np.array([value], np.float32) for name, value in given.items()}
+    found = jax_sampler.penalize(logits, counts, settings)
+    expected = [[1.0, 1.0 - 0.25 - 0.5, -4.0 - 0.75 - 0.5, 2.0]]
+    np.testing.assert_allclose(found, expected)

@@ -115,3 +115,34 @@ def test_steps_that_are_quicker_than_believed_never_break_the_budget() -> None:
     for _ in range(5000):
         budget.record(4, 16, 1e-9)
         assert 4 < budget.tokens(4, 4) <= 512
+
+
+@pytest.mark.parametrize(("max_tokens", "then"), [(2048, 1024), (100, 64), (64, 64)])
+def test_a_step_too_large_for_memory_halves_the_next_ones(max_tokens: int, then: int) -> None:
+    budget = StepBudget(max_tokens, MAX_SLOTS)
+    budget.shrink()
+    assert budget.tokens(0, 0) == then
+
+
+def test_prompts_alone_pay_for_nobody_who_continues() -> None:
+    """The fixed cost of continuing, which the line has at zero sequences, is no part of theirs."""
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    for rows in (1, 4, 8, 16):
+        budget.record(rows, 0, 0.010 + 0.001 * rows)
+    for _ in range(50):
+        budget.record(0, 100, 0.020)
+    assert budget.step_s(4, 4 + 100) == pytest.approx(0.014 + 0.020, rel=0.01)
+
+
+def test_nothing_is_expected_of_a_step_before_any_prompt_was_seen() -> None:
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    budget.record(1, 0, 0.5)
+    assert budget.step_s(1, 1) is None
+
+
+def test_a_surprise_is_believed_up_to_four_times_what_was_known() -> None:
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    budget.record(0, 100, 0.01)
+    budget.record(0, 100, 10.0)
+    # What is left of the first (0.8 of it) and four times its cost, over as many tokens.
+    assert budget.step_s(0, 180) == pytest.approx(0.008 + 0.04)

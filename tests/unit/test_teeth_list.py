@@ -21,7 +21,15 @@ def test_a_mistake_can_still_be_made_and_has_its_test(
     assert applies(mutation), f"{mutation.module} no longer has what it replaces"
     if mutation.caught_by in (MACHINE, SCHEDULES):
         return
-    path, _, test = mutation.caught_by.partition("::")
+    path, *names = mutation.caught_by.split("::")
     assert Path(path).is_file()
-    function = test.partition("[")[0]
-    assert re.search(rf"def {function}\(", Path(path).read_text()) or not test
+    assert all(is_defined(name.partition("[")[0], Path(path)) for name in names)
+
+
+def is_defined(name: str, path: Path) -> bool:
+    """In the file, or in what it imports of ours: a class there may bring its tests."""
+    source = path.read_text()
+    imported = re.findall(r"^from ((?:engine|tests)[\w.]*) import", source, re.MULTILINE)
+    files = [Path(module.replace(".", "/") + ".py") for module in imported]
+    sources = [source, *(each.read_text() for each in files if each.is_file())]
+    return any(re.search(rf"(def|class) {name}[(:]", each) for each in sources)

@@ -1,0 +1,140 @@
+"""Mistakes in the frameworks: what they share, and the Python side of each."""
+
+from tests.teeth.mutation import Mutation
+
+PART_TESTS = "tests/unit/test_framework_parts.py"
+LAYER_TESTS = "tests/unit/test_framework_layers.py"
+CONFORMANCE = "tests/parity/test_runner_conformance.py"
+STEADY = "test_steady_draws_are_the_host_samplers"
+
+MUTATIONS = [
+    Mutation(
+        "frameworks: a forced token is kept as the slot's last",
+        "engine.backends.custom.frameworks.settings",
+        "np.where(sampling.forced == DRAW, sampling.slots, np.int32(nobody))",
+        "sampling.slots",
+        f"{PART_TESTS}::test_every_setting_arrives_as_it_was_given",
+    ),
+    Mutation(
+        "frameworks: rows that pad a step keep tokens of slot 0",
+        "engine.backends.custom.frameworks.layout",
+        "                buffer[end : start + size] = self._pads[name]\n",
+        "                buffer[end : start + size] = 0\n",
+        f"{PART_TESTS}::test_rows_that_pad_a_step_choose_plainly_and_are_kept_for_nobody",
+    ),
+    Mutation(
+        "frameworks: fused keys are taken for values",
+        "engine.backends.custom.frameworks.parameters",
+        '    for index, part in enumerate("qkv"):\n',
+        '    for index, part in enumerate("qvk"):\n',
+        f"{PART_TESTS}::test_weights_become_a_tree_with_their_fused_parts_in_order",
+    ),
+    Mutation(
+        "frameworks: the rest of a row is cut off",
+        "engine.backends.custom.frameworks.runs",
+        "    each = -(-counts // size)\n",
+        "    each = counts // size\n",
+        f"{PART_TESTS}::test_rows_are_cut_into_runs_that_cover_them",
+    ),
+    Mutation(
+        "frameworks: native's last token is another slot's",
+        "engine.backends.custom.frameworks.native.execution.runner",
+        "        self._last_token[sampling.slots[drawn]] = tokens[drawn]\n",
+        "        self._last_token[: len(tokens)] = tokens\n",
+        "tests/unit/test_native_runner.py::test_a_token_that_the_host_does_not_know_is_the_slots_last",
+    ),
+    Mutation(
+        "frameworks: native reads the norm of keys for queries",
+        "engine.backends.custom.frameworks.native.execution.program",
+        "query_norm=weights.vector(step.q_norm),",
+        "query_norm=weights.vector(step.k_norm),",
+        "tests/parity/test_native_models.py::test_logits_equal_hugging_face[qwen3]",
+    ),
+    Mutation(
+        "frameworks: native attends without a window",
+        "engine.backends.custom.frameworks.native.execution.program",
+        "                window=step.window or 0,\n",
+        "                window=0,\n",
+        "tests/parity/test_native_models.py::test_logits_equal_hugging_face[mistral-window]",
+    ),
+    Mutation(
+        "frameworks: torch forgets a slot's history when others join",
+        "engine.backends.custom.frameworks.torch.execution.history",
+        "        self._num_prompt[sampling.history_slots] = sampling.history_num_prompt\n",
+        "        self._num_prompt[:] = sampling.history_num_prompt[0]\n",
+        f"{CONFORMANCE}::TestTorch::{STEADY}",
+    ),
+    Mutation(
+        "frameworks: torch appends a drawn token one place too early",
+        "engine.backends.custom.frameworks.torch.execution.history",
+        "        self._tokens[slots, positions] = tokens\n",
+        "        self._tokens[slots, positions - 1] = tokens\n",
+        f"{CONFORMANCE}::TestTorch::{STEADY}",
+    ),
+    Mutation(
+        "frameworks: torch keeps one token too few of top-k",
+        "engine.backends.custom.frameworks.torch.execution.sampler",
+        "to_device(counts[rows] - 1, logits.device)",
+        "to_device(np.maximum(counts[rows] - 2, 0), logits.device)",
+        "tests/unit/test_torch_sampler.py::test_filters_keep_every_tie",
+    ),
+    Mutation(
+        "frameworks: torch turns the halves of a head the other way",
+        "engine.backends.custom.frameworks.torch.layers.rotary",
+        "torch.stack((-sin, sin), dim=1)",
+        "torch.stack((sin, -sin), dim=1)",
+        "tests/parity/test_torch_models.py"
+        "::test_every_layer_and_the_logits_equal_hugging_face[llama-tied]",
+    ),
+    Mutation(
+        "frameworks: torch sees one position beyond the window",
+        "engine.backends.custom.frameworks.torch.kernels.attention_reference",
+        "hidden |= distance >= self.window",
+        "hidden |= distance > self.window",
+        "tests/parity/test_torch_paged.py::test_mixed_batch_equals_each_alone",
+    ),
+    Mutation(
+        "frameworks: JAX penalizes presence by number",
+        "engine.backends.custom.frameworks.jax.execution.sampler",
+        '    return penalized - settings["presence"][:, None] * (num_output > 0)\n',
+        '    return penalized - settings["presence"][:, None] * num_output\n',
+        "tests/unit/test_jax_sampler.py::test_penalties_by_hand",
+    ),
+    Mutation(
+        "frameworks: JAX sees one position beyond the window",
+        "engine.backends.custom.frameworks.jax.layers.attention",
+        "is_visible(distance, window)",
+        "is_visible(distance, window and window + 1)",
+        f"{LAYER_TESTS}::test_a_sequence_attends_to_what_came_before_it",
+    ),
+    Mutation(
+        "frameworks: JAX's items of single queries are not first",
+        "engine.backends.custom.frameworks.jax.execution.buckets",
+        "np.argsort(lengths != 1, kind",
+        "np.argsort(lengths == 1, kind",
+        f"{LAYER_TESTS}::test_attention_items_cover_each_row_and_single_queries_come_first",
+    ),
+    Mutation(
+        "frameworks: JAX norms keys by the weight of queries",
+        "engine.backends.custom.frameworks.jax.layers.attention",
+        'k = rms_norm(params["k_norm"], k, config.norm_eps)\n    if turn',
+        'k = rms_norm(params["q_norm"], k, config.norm_eps)\n    if turn',
+        f"{LAYER_TESTS}::test_heads_are_cut_from_their_products_normed_and_turned",
+    ),
+    Mutation(
+        "frameworks: tinygrad activates the wrong half",
+        "engine.backends.custom.frameworks.tinygrad.layers.mlp",
+        '    gate = ACTIVATIONS[activation](linear(params["gate"], x))\n'
+        '    return linear(params["down"], (gate * linear(params["up"], x)).contiguous())\n',
+        '    gate = ACTIVATIONS[activation](linear(params["up"], x))\n'
+        '    return linear(params["down"], (gate * linear(params["gate"], x)).contiguous())\n',
+        f"{LAYER_TESTS}::test_feed_forward_halves",
+    ),
+    Mutation(
+        "frameworks: tinygrad's norm has no epsilon",
+        "engine.backends.custom.frameworks.tinygrad.layers.norm",
+        "keepdim=True) + eps).rsqrt()",
+        "keepdim=True)).rsqrt()",
+        f"{LAYER_TESTS}::test_norms",
+    ),
+]

@@ -1,0 +1,118 @@
+"""What lies between a frontend and its engine's process: frames on a socket, a pulse in memory."""
+
+import socket
+import threading
+
+import pytest
+
+from engine.backends.custom.frontend.engine_client import QueueChannel
+from engine.backends.custom.ipc import heartbeat as heartbeat_module
+from engine.backends.custom.ipc.heartbeat import (
+    UNKNOWN_PATIENCE_S,
+    Heartbeat,
+    Vitals,
+    heartbeat_file,
+)
+from engine.backends.custom.ipc.transport import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    ConnectionClosedError,
+    FrameDecoder,
+    SocketChannel,
+    encode_frame,
+)
+from engine.core.errors import EngineError
+from engine.core.interfaces.request import (
+    Abort,
+    GenerateRequest,
+    SamplingParams,
+    Stop,
+    ToEngine,
+    TokenDelta,
+)
+
+MESSAGES = [
+    Abort("r", 3),
+    GenerateRequest(
+        request_id="r",
+        prompt=tuple(range(300)),
+        params=SamplingParams(max_tokens=None, seed=2**62, logit_bias={5: -1.5}, stop=("x",)),
+        eos_ids=(2, 7),
+        priority=-4,
+        salt="salt",
+        tenant="tenant",
+        timeout_s=1.5,
+        queue_timeout_s=0.5,
+        grammar="start: /x/",
+        pools=True,
+    ),
+    Stop(),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100_000])
+def test_messages_arrive_as_they_were_sent_however_they_are_cut(size):
+    data = b"".join(map(encode_frame, MESSAGES))
+    frames: FrameDecoder = FrameDecoder(ToEngine)
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    assert [message for piece in pieces for message in frames.feed(piece)] == MESSAGES
+
+
+def test_a_message_over_the_limit_is_refused_by_its_length_alone():
+    assert FrameDecoder(ToEngine).feed(LENGTH.pack(MAX_FRAME_BYTES)) == []
+    with pytest.raises(EngineError, match="over the limit"):
+        FrameDecoder(ToEngine).feed(LENGTH.pack(MAX_FRAME_BYTES + 1))
+
+
+def test_a_message_of_another_kind_is_refused():
+    with pytest.raises(Exception, match="(?i)expected"):
+        FrameDecoder(ToEngine).feed(encode_frame(TokenDelta("r", 0)))
+
+
+def test_a_channel_gives_what_has_come_and_tells_of_the_end():
+    ours, theirs = socket.socketpair()
+    channel: SocketChannel = SocketChannel(ours, ToEngine)
+    with ours, theirs:
+        assert channel.poll(0.0) == []
+        theirs.sendall(encode_frame(MESSAGES[0])[:5])
+        assert channel.poll(5.0) == []
+        theirs.sendall(encode_frame(MESSAGES[0])[5:] + encode_frame(MESSAGES[2]))
+        assert channel.poll(5.0) == [MESSAGES[0], MESSAGES[2]]
+        theirs.close()
+        with pytest.raises(ConnectionClosedError):
+            channel.poll(5.0)
+        with pytest.raises(ConnectionClosedError):
+            channel.send(Stop())
+
+
+def test_an_engine_in_a_thread_reads_all_that_waits_for_it():
+    channel = QueueChannel(lambda message: None)
+    assert channel.poll(0.0) == []
+    for message in MESSAGES:
+        channel.inbox.put(message)
+    assert channel.poll(0.0) == MESSAGES
+    threading.Timer(0.05, channel.inbox.put, (MESSAGES[0],)).start()
+    assert channel.poll(30.0) == [MESSAGES[0]]
+
+
+def test_both_sides_see_one_pulse(monkeypatch):
+    now = [5_000_000_000]
+    monkeypatch.setattr(heartbeat_module.time, "monotonic_ns", lambda: now[0])
+    with heartbeat_file() as file:
+        engine, frontend = Heartbeat(file.fileno()), Heartbeat(file.fileno())
+    assert frontend.vitals() == Vitals(None, UNKNOWN_PATIENCE_S, None)
+    engine.tick()
+    now[0] += 250_000_000
+    engine.beat(True, 7.5)
+    now[0] += 1_500_000_000
+    assert frontend.vitals() == Vitals(step_age_s=1.5, patience_s=7.5, silent_s=1.75)
+    engine.beat(False, 0.5)
+    assert frontend.vitals() == Vitals(step_age_s=None, patience_s=0.5, silent_s=1.75)
+    engine.tick()
+    assert frontend.vitals().silent_s == 0.0
+
+
+def test_a_step_has_stalled_when_it_is_older_than_its_patience():
+    assert not Vitals(None, 1.0, None).is_stalled
+    assert not Vitals(1.0, 1.0, None).is_stalled
+    assert Vitals(1.1, 1.0, None).is_stalled

@@ -1,0 +1,153 @@
+"""From settings to an engine: each one arrives where it acts, in its unit."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+
+from engine.backends.custom.engine_settings import engine_options
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
+from engine.backends.custom.worker import main as worker
+from engine.backends.custom.worker.memory import MemoryPlan
+from engine.core.config import load_settings
+from engine.core.interfaces.request import GenerateRequest, Ready, SamplingParams, Stop
+from tests.toy_runner import VOCAB, ToyRunner
+
+SETTINGS = {
+    "model.model_path": "m.gguf",
+    "model.device": "cpu",
+    "model.dtype": "float32",
+    "model.quantization": "int8",
+    "model.max_sequence_length": 777,
+    "performance.use_mmap": False,
+    "performance.threads": 3,
+    "performance.attention": "reference",
+    "performance.numerics": "fast",
+    "performance.affinity": "off",
+    "performance.batch_size": 13,
+    "performance.max_batch_tokens": 1111,
+    "performance.max_queued_requests": 222,
+    "performance.memory_pool_size_mb": 33,
+    "performance.gpu_memory_utilization": 0.5,
+    "cache.kv_dtype": "float32",
+    "cache.block_size": 32,
+    "cache.enabled": False,
+    "cache.max_size_mb": 7,
+    "cache.max_sequences": 99,
+    "cache.ttl_seconds": 12.5,
+    "cache.eviction_policy": "lfu",
+    "logging.level": "error",
+    "logging.format": "json",
+}
+OPTIONS = EngineOptions(
+    model_path="m.gguf",
+    framework="toy",
+    device="cpu",
+    dtype="float32",
+    quantization="int8",
+    max_seq_len=777,
+    use_mmap=False,
+    threads=3,
+    attention="reference",
+    numerics="fast",
+    affinity="off",
+    kv_dtype="float32",
+    max_slots=13,
+    max_batch_tokens=1111,
+    max_queued=222,
+    pool_bytes=33 * 1024 * 1024,
+    gpu_memory_utilization=0.5,
+    block_size=32,
+    cache_enabled=False,
+    cache_bytes=7 * 1024 * 1024,
+    cache_max_sequences=99,
+    cache_ttl_s=12.5,
+    eviction_policy="lfu",
+    log_level="error",
+    log_format="json",
+)
+SPEC = RunnerSpec(block_size=4, num_blocks=65, max_slots=8, max_seq_len=64, vocab_size=8, depth=0)
+
+
+def test_every_option_is_a_setting_and_none_is_mixed_up():
+    settings = load_settings(None, SETTINGS, {}).settings
+    assert engine_options(settings, "toy") == OPTIONS
+    plain = EngineOptions(model_path="m", framework="toy")
+    same = [
+        name
+        for name in EngineOptions.__struct_fields__
+        if getattr(OPTIONS, name) == getattr(plain, name)
+    ]
+    assert same == ["framework"], "an option at its default would not be noticed"
+
+
+def test_options_cross_to_the_engines_process_as_they_are():
+    sent = msgspec.msgpack.encode(OPTIONS)
+    assert msgspec.msgpack.decode(sent, type=EngineOptions) == OPTIONS
+
+
+def test_a_runner_is_told_what_was_planned():
+    plan = MemoryPlan(1, 2, num_blocks=55, max_slots=6, max_seq_len=77, bytes_per_token=1, notes=())
+    config = worker.runner_config(OPTIONS, DeviceInfo("cpu:1", "bfloat16", 0), plan)
+    assert config == RunnerConfig(
+        device="cpu:1",
+        dtype="bfloat16",
+        block_size=32,
+        num_blocks=55,
+        max_slots=6,
+        max_seq_len=77,
+        num_threads=3,
+        attention="reference",
+        max_batch_tokens=1111,
+        kv_dtype="float32",
+        numerics="fast",
+        affinity="off",
+        quantization="int8",
+    )
+
+
+def test_the_cache_is_bounded_as_asked_for():
+    options = msgspec.structs.replace(OPTIONS, cache_enabled=True, cache_bytes=1000)
+    kv = worker.build_scheduler(SPEC, options, bytes_per_token=10).kv
+    assert kv.sharing and kv.pool.num_blocks == 65 and kv.block_size == 4
+    assert kv._max_cached_blocks == 1000 // (10 * 4) and kv._max_cached_sequences == 99
+    assert kv.radix._ttl_s == 12.5
+    node = SimpleNamespace(num_uses=3, last_used=5, created=7)
+    assert kv.radix._leaves._key(node) == (3, 5), "by how often"
+    assert not worker.build_scheduler(SPEC, OPTIONS, 10).kv.sharing
+    unbounded = msgspec.structs.replace(OPTIONS, cache_bytes=None)
+    assert worker.build_scheduler(SPEC, unbounded, 10).kv._max_cached_blocks is None
+
+
+def test_a_step_is_no_larger_than_the_runner_gains_by():
+    for most, expected in ((None, 1111), (500, 500), (5000, 1111)):
+        spec = replace(SPEC, most_step_tokens=most)
+        loop = worker.build_loop(ToyRunner(spec), OPTIONS, 10, SimpleNamespace())
+        assert loop._budget.tokens(0, 0) == expected
+
+
+def test_an_engine_says_what_it_holds_once_it_is_warm(monkeypatch):
+    sent: list = []
+    runner = ToyRunner(SPEC)
+    inbox = [[GenerateRequest(request_id="r", prompt=(1,), params=SamplingParams())], [Stop()]]
+    channel = SimpleNamespace(
+        send=sent.append, poll=lambda timeout_s: inbox.pop(0) if inbox else []
+    )
+    config = RunnerConfig("cpu", "float32", 4, 65, 8, 64, None)
+    plan = MemoryPlan(0, 0, 65, 8, 64, 10, ())
+    loaded: list = []
+    pulse = SimpleNamespace(beat=lambda busy, patience_s: None, watch=lambda loop: None)
+    worker.serve_runner(
+        (runner, config, plan),
+        OPTIONS,
+        channel,
+        pulse,
+        lambda: loaded.append(runner.num_tokens),
+        started_at=0.0,
+    )
+    ready = sent[0]
+    assert isinstance(ready, Ready) and loaded == [1], "warmed up before anything is announced"
+    told = (ready.max_seq_len, ready.num_blocks, ready.block_size, ready.max_slots)
+    assert told == (64, 64, 4, 8) and (ready.dtype, ready.device) == ("float32", "cpu")
+    assert runner.closed and runner.spec.vocab_size == VOCAB

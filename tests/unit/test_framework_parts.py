@@ -1,0 +1,167 @@
+"""What frameworks share on the way to a device and back: settings, weights, runs, results."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.backends.custom.frameworks.layout import ALIGNMENT, Layout
+from engine.backends.custom.frameworks.parameters import parameter_tree, rope_factors
+from engine.backends.custom.frameworks.runs import cut
+from engine.backends.custom.frameworks.settings import (
+    KEEPS,
+    PADS,
+    settings_arrays,
+    settings_sizes,
+    settings_views,
+)
+from engine.backends.custom.runtime.host_sampler import row_keys
+from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
+from engine.backends.custom.runtime.outputs import Sampled, step_output
+from tests.parity.seam_driver import sampling_inputs
+
+NOBODY = 8
+GIVEN = {
+    "temperature": [0.5, 0.0, 1.5],
+    "top_k": [3, 0, 9],
+    "top_p": [0.25, 1.0, 0.5],
+    "min_p": [0.125, 0.0, 0.75],
+    "repetition": [1.5, 1.0, 0.5],
+    "presence": [0.25, 0.0, -0.5],
+    "frequency": [0.75, 0.0, -0.25],
+    "seed": [7, 8, 2**62],
+    "choice": [0, 1, 2],
+    "forced": [DRAW, 5, DRAW],
+    "bias_rows": [0, 2],
+    "bias_ids": [4, 6],
+    "bias_values": [1.5, -2.5],
+}
+SLOTS, POSITIONS = [6, 1, 3], [10, 11, 12]
+
+
+def sampling() -> SamplingInputs:
+    return sampling_inputs(range(3), SLOTS, POSITIONS, **GIVEN)
+
+
+def unpacked(rows: int, biases: int, given: SamplingInputs) -> dict[str, np.ndarray]:
+    layout = Layout(settings_sizes(rows, biases), PADS | {KEEPS: NOBODY})
+    packed = layout.packed(settings_arrays(given, NOBODY))
+    return settings_views(layout, packed, np.float32)
+
+
+def test_every_setting_arrives_as_it_was_given():
+    given = sampling()
+    views = unpacked(3, 2, given)
+    for name in (*GIVEN, "slots"):
+        if name not in ("seed", "choice"):  # they travel as keys
+            np.testing.assert_array_equal(views[name], getattr(given, name), err_msg=name)
+    keys = row_keys(given.seed, given.choice, given.position)
+    np.testing.assert_array_equal(views["keys"], keys)
+    assert len({tuple(key) for key in keys.tolist()}) == 3
+    np.testing.assert_array_equal(views[KEEPS], [6, NOBODY, 3])
+
+
+def test_settings_that_a_device_draws_by_are_all_there():
+    """A new field of `SamplingInputs` has to be given to devices, or be named here."""
+    elsewhere = {"sample_rows", "seed", "choice", "position", "mask", "hidden_rows", "num_logprobs"}
+    histories = {field.name for field in fields(SamplingInputs) if "history" in field.name}
+    stated = {field.name for field in fields(SamplingInputs)} - elsewhere - histories
+    assert stated | {"keys", KEEPS} == set(settings_sizes(1, 1))
+
+
+def test_rows_that_pad_a_step_choose_plainly_and_are_kept_for_nobody():
+    views = unpacked(8, 4, sampling())
+    plain = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition": 1, "presence": 0}
+    for name, value in (plain | {"frequency": 0, "forced": DRAW, KEEPS: NOBODY}).items():
+        np.testing.assert_array_equal(views[name][3:], [value] * 5, err_msg=name)
+    assert views["bias_values"].tolist() == [1.5, -2.5, 0.0, 0.0]
+
+
+def test_greedy_rows_need_no_keys():
+    greedy = sampling_inputs(range(2), [0, 1], [3, 4])
+    assert not unpacked(2, 0, greedy)["keys"].any()
+
+
+def test_arrays_side_by_side_do_not_touch_and_the_last_is_as_long_as_it_is():
+    layout = Layout({"a": 3, "b": 5}, {"a": 9}, last="c")
+    arrays = {
+        "a": np.array([1, 2], np.int32),
+        "b": np.arange(5, dtype=np.int32),
+        "c": np.array([[7, 8, 9]], np.int32),
+    }
+    assert layout.size == 3 * ALIGNMENT and layout.length(arrays) == layout.size + 3
+    views = layout.views(layout.packed(arrays), {})
+    assert views["a"].tolist() == [1, 2, 9]
+    assert (views["b"].tolist(), views["c"].tolist()) == ([0, 1, 2, 3, 4], [7, 8, 9])
+    assert "a" in layout and "c" not in layout
+
+
+def test_weights_become_a_tree_with_their_fused_parts_in_order():
+    names = [
+        *("embed.weight", "layers.1.attn.qkv.weight", "layers.0.attn.qkv.bias", "norm.weight"),
+        "rope.factors",
+    ]
+    weights = {
+        name: SimpleNamespace(numpy=lambda number=number: np.arange(6) + 10 * number)
+        for number, name in enumerate(names)
+    }
+    placed = []
+    tree = parameter_tree(
+        weights,
+        lambda weight: weight.numpy(),
+        lambda name, values: placed.append(name) or values.tolist(),
+    )
+    assert tree["embed"]["weight"] == [0, 1, 2, 3, 4, 5]
+    assert tree["layers"][1]["attn"] == {
+        "q": {"weight": [10, 11]},
+        "k": {"weight": [12, 13]},
+        "v": {"weight": [14, 15]},
+    }
+    assert tree["layers"][0]["attn"]["v"]["bias"] == [24, 25]
+    assert "layers.1.attn.k.weight" in placed and "rope.factors" not in placed
+    assert rope_factors(weights).tolist() == list(range(40, 46))
+    assert rope_factors({}) is None
+
+
+def test_layers_beyond_the_tenth_keep_their_order():
+    weights = {f"layers.{i}.w": SimpleNamespace(numpy=lambda i=i: i) for i in reversed(range(12))}
+    tree = parameter_tree(weights, lambda weight: weight.numpy(), lambda name, value: value)
+    assert [layer["w"] for layer in tree["layers"]] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "before"),
+    [
+        ([3], [0], [0]),
+        ([4, 5], [0, 1, 1], [0, 0, 4]),
+        ([9, 0, 8], [0, 0, 0, 2, 2], [0, 4, 8, 0, 4]),
+    ],
+)
+def test_rows_are_cut_into_runs_that_cover_them(counts, rows, before):
+    found = cut(np.array(counts, np.int32), 4)
+    assert [each.tolist() for each in found] == [rows, before]
+    assert all(each.dtype == np.int32 for each in found)
+
+
+def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
+    given = sampling_inputs(range(2), [0, 1], [3, 4], num_logprobs=[-1, 2], hidden_rows=[1])
+    padded = Sampled(
+        tokens=np.arange(4),
+        logprobs=np.arange(4) * -1.0,
+        top_ids=np.arange(20).reshape(4, 5),
+        top_logprobs=np.arange(20).reshape(4, 5) * -1.0,
+    )
+    hidden = np.arange(8, dtype=np.float32).reshape(4, 2)
+    finite = np.array([True, True, True, False, True, False, False])
+    query_start = np.array([0, 2, 5], np.int32)
+    found = step_output(padded, hidden, finite, query_start, given)
+    assert found.tokens.tolist() == [0, 1] and found.finite.tolist() == [True, False]
+    assert found.logprobs.tolist() == [0.0, -1.0]
+    assert found.top_ids.tolist() == [[0, 1], [5, 6]]
+    assert found.top_logprobs.tolist() == [[0.0, -1.0], [-5.0, -6.0]]
+    assert found.hidden.tolist() == [[2.0, 3.0]]
+    plain = step_output(Sampled(np.arange(4)), None, finite, query_start, given)
+    assert (plain.tokens.tolist(), plain.logprobs, plain.hidden) == ([0, 1], None, None)
+    nobody = step_output(None, None, finite, query_start, given)
+    assert (nobody.tokens.tolist(), nobody.finite.tolist()) == ([], [True, False])
