@@ -175,7 +175,9 @@ class EngineLink:
     @property
     def trouble(self) -> str | None:
         """What keeps a loaded engine from working, in words; None: nothing does."""
-        vitals = self._vitals()
+        return self._trouble_of(self._vitals())
+
+    def _trouble_of(self, vitals: Vitals | None) -> str | None:
         if vitals is None or self.ready is None:
             return None
         if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:
@@ -202,8 +204,8 @@ class EngineLink:
         num_looks, was_silent = 0, False
         while num_looks < 2:  # once may be our own fault: it waits while we don't read
             await asyncio.sleep(WATCH_INTERVAL_S)
-            self._in_trouble = self.trouble is not None
             vitals = client.vitals()
+            self._in_trouble = self._trouble_of(vitals) is not None
             if vitals is None or self.ready is None:  # loading, it may be silent for long
                 continue
             silent_s = vitals.silent_s or 0.0
