@@ -6,6 +6,7 @@ Everything here reads syntax trees, so it covers code that no other test runs.
 import ast
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 100
+MAX_FOLDER_FILES = 19
 
 # A module may import rooms of its own rank or lower. The composition roots stand on top.
 RANKS = {
@@ -51,7 +53,8 @@ FRAMEWORK_HOMES = {
     "triton": (f"{FRAMEWORKS_FOLDER}.torch",),
     "vllm": (),
 }
-# Rooms that every framework shares, and what of the package they may import.
+# Rooms of one process, or of none, and what of the package they may import. A frontend never runs
+# the scheduler, and an engine process never formats an answer.
 SHARED_ROOMS = {
     "engine.backends.custom.runtime": (
         "engine.core",
@@ -59,6 +62,27 @@ SHARED_ROOMS = {
         "engine.backends.custom.runtime",
     ),
     "engine.backends.custom.ipc": ("engine.core", "engine.backends.custom.ipc"),
+    "engine.backends.custom.frontend": (
+        "engine.core",
+        "engine.backends.base",
+        "engine.backends.process",
+        "engine.backends.custom.architectures.base",
+        "engine.backends.custom.frontend",
+        "engine.backends.custom.ipc",
+        "engine.backends.custom.runtime.grammar",  # a vocabulary's type, for an engine in a thread
+        "engine.backends.custom.weights.model",
+    ),
+    "engine.backends.custom.worker": (
+        "engine.core",
+        "engine.backends.custom.architectures",
+        "engine.backends.custom.frameworks.entry",
+        "engine.backends.custom.frontend.text_model",  # the tokenizer, which grammars need
+        "engine.backends.custom.ipc",
+        "engine.backends.custom.options",
+        "engine.backends.custom.runtime",
+        "engine.backends.custom.weights",
+        "engine.backends.custom.worker",
+    ),
     "engine.backends.custom.architectures": (
         "engine.core",
         "engine.backends.custom.architectures",
@@ -210,16 +234,52 @@ def test_frameworks_do_not_import_each_other() -> None:
     assert not wrong
 
 
-def test_shared_rooms_depend_on_no_framework() -> None:
+def test_rooms_import_only_what_they_may() -> None:
     wrong = [
         f"{source.at(node)} imports {target}"
         for room, allowed in SHARED_ROOMS.items()
         for source in sources()
         if is_within(source.module, room)
         for node, target in imports(source)
-        if is_within(target, "engine") and not any(is_within(target, each) for each in allowed)
+        if target.startswith("engine.") and not any(is_within(target, each) for each in allowed)
     ]
     assert not wrong
+
+
+def test_generic_server_code_imports_no_api() -> None:
+    apis = ("openai", "responses", "anthropic", "files", "batches")
+    wrong = [
+        f"{source.at(node)} imports {target}"
+        for room in ("http", "access", "serving", "schema")
+        for source in sources()
+        if is_within(source.module, f"engine.servers.{room}")
+        for node, target in imports(source)
+        if any(is_within(target, f"engine.servers.{api}") for api in apis)
+    ]
+    assert not wrong
+
+
+def test_every_folder_says_what_it_holds() -> None:
+    folders = {each.path.parent for each in sources()}
+    told = {
+        each.path.parent
+        for each in sources()
+        if each.path.name == "__init__.py" and ast.get_docstring(each.tree)
+    }
+    assert not sorted(str(path.relative_to(ROOT)) for path in folders - told)
+
+
+def test_folders_stay_small() -> None:
+    kinds = {".py", ".cpp", ".h", ".cu", ".cuh"}
+    files = [
+        path
+        for room in ("engine", "csrc")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in kinds
+    ]
+    sizes = Counter(path.parent for path in files)
+    large = {str(path): size for path, size in sizes.items() if size > MAX_FOLDER_FILES}
+    assert not large
 
 
 def code_from_data() -> list[str]:
