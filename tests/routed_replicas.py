@@ -47,6 +47,9 @@ class Feed(EventFeed):
         self.was_read = True
         return await anext(self._events)
 
+    async def aclose(self) -> None:
+        pass  # what it reads holds nothing
+
 
 def replica(name: str, backend: FakeBackend | None = None, **options: Any) -> Replica:
     made = Replica(name, "fake", backend or FakeBackend(), **options)
