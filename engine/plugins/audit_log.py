@@ -27,7 +27,7 @@ class AuditOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_files: int = 5  # with the one that is written to
 
 
-class AuditLog(InferencePlugin):
+class RequestAudit(InferencePlugin):
     """Keeps a record of every request and answer, as digests or as texts."""
 
     name = "audit_log"

@@ -37,7 +37,7 @@ MAX_WAIT_S = 5.0
 RETRY_AFTER_S = 2.0
 
 
-class Mirror(Protocol):
+class EventTap(Protocol):
     """Somebody who looks on."""
 
     def primary(self, event: Event) -> None: ...
@@ -62,7 +62,7 @@ class Attempts:
         request: Request,
         decision: Decision,
         observer: Observer,
-        mirror: Callable[[], Mirror | None],
+        mirror: Callable[[], EventTap | None],
     ) -> None:
         self.route = route
         self.request = request
@@ -72,7 +72,7 @@ class Attempts:
         self.is_done = False
         self.last_error: EngineError | None = None
         self._make_mirror = mirror
-        self._mirror: Mirror | None = None
+        self._mirror: EventTap | None = None
         self._failed: list[str] = []
         self._began = time.monotonic()
 
@@ -158,7 +158,7 @@ class Attempt:
     another attempt may follow is taken in.
     """
 
-    def __init__(self, attempts: Attempts, member: Member, mirror: Mirror | None) -> None:
+    def __init__(self, attempts: Attempts, member: Member, mirror: EventTap | None) -> None:
         self.replica = member.replica
         self.has_begun = False
         self._attempts = attempts

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Protocol
 
 from engine.core.interfaces.backend import EmbedRequest
-from engine.routing.prefixes import BLOCK_CHARS, Prompt, Request
+from engine.routing.prefixes import BLOCK_CHARS, Request, RoutedPrompt
 from engine.routing.replica import Member
 
 # A request in flight counts as much as computing so many characters of a prompt.
@@ -33,8 +33,8 @@ class Asked:
         return "" if isinstance(self.request, EmbedRequest) else self.request.context.session
 
     @cached_property
-    def prompt(self) -> Prompt:
-        return Prompt(self.request)
+    def prompt(self) -> RoutedPrompt:
+        return RoutedPrompt(self.request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class LongestPrefix:
         self._turns.went(asked, member, members)
         member.replica.seen.add(asked.prompt)
 
-    def _rate(self, prompt: Prompt, member: Member, least: float) -> Ranked:
+    def _rate(self, prompt: RoutedPrompt, member: Member, least: float) -> Ranked:
         seen = member.replica.seen
         matched = seen.match(prompt)
         is_overloaded = member.load > 2 * least + MAX_EXTRA_LOAD

@@ -27,7 +27,7 @@ MAX_CAPACITY = 131_072
 MAX_AGE_S = 1800.0
 
 
-class Prompt:
+class RoutedPrompt:
     """The keys of a prompt's blocks, first to last."""
 
     def __init__(self, request: Request) -> None:
@@ -56,7 +56,7 @@ class SeenPrefixes:
         """0 to 1; a full one forgets as much as it learns."""
         return len(self._seen) / self._capacity
 
-    def match(self, prompt: Prompt) -> int:
+    def match(self, prompt: RoutedPrompt) -> int:
         """How many of the prompt's first blocks have been seen. Changes nothing."""
         too_old = self._clock() - MAX_AGE_S
         for number, key in enumerate(prompt.keys):
@@ -64,7 +64,7 @@ class SeenPrefixes:
                 return number
         return prompt.num_blocks
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: RoutedPrompt) -> None:
         now = self._clock()
         for key in reversed(prompt.keys):  # a path's beginning is the last to be forgotten
             self._seen[key] = now

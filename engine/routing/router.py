@@ -29,7 +29,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.attempts import RETRY_AFTER_S, Attempts, Mirror, Routed
+from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed
 from engine.routing.cards import combined_card
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
@@ -46,7 +46,7 @@ TICK_S = 1.0
 class ShadowTraffic(Protocol):
     """Looks on at some requests, and never holds one up."""
 
-    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> Mirror | None: ...
+    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> EventTap | None: ...
 
     async def stop(self) -> None: ...
 
@@ -320,7 +320,7 @@ class Router(InferenceBackend):
         )
         self.decisions.add(decision)
 
-        def mirror() -> Mirror | None:
+        def mirror() -> EventTap | None:
             if self.shadow is None or isinstance(request, EmbedRequest):
                 return None
             return self.shadow.mirror(route.id, request)

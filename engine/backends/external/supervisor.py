@@ -36,7 +36,7 @@ class Child(Protocol):
     async def stop(self) -> None: ...
 
 
-class Endpoint(Protocol):
+class ChildEndpoint(Protocol):
     """What a child serves, seen by its supervisor."""
 
     async def problem(self) -> str | None:
@@ -69,7 +69,7 @@ class Supervisor:
         self,
         name: str,
         begin: Callable[[], Awaitable[Child]],
-        endpoint: Endpoint,
+        endpoint: ChildEndpoint,
         logs: ChildLog,
         patience: Patience,
         restarts: RestartPolicy | None = None,

@@ -169,7 +169,7 @@ class PushedEvents(EventFeed):
             await asyncio.gather(feeding, return_exceptions=True)
 
 
-class Answer(PushedEvents):
+class RemoteAnswer(PushedEvents):
     """`run` sends the request and pushes all events but the last, which it returns."""
 
     def __init__(self, run: Callable[[EventSink], Awaitable[UsageEvent]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from engine.backends.base import BackendConfig, InferenceBackend
-from engine.backends.openai.answer import Answer
+from engine.backends.openai.answer import RemoteAnswer
 from engine.backends.openai.config import OpenAIConfig, parse_endpoint, request_headers
 from engine.backends.openai.discovery import Discovery, check_lacks
 from engine.backends.openai.http_client import HttpClient
@@ -82,10 +82,10 @@ class OpenAIBackend(InferenceBackend):
         return None
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        return Answer(lambda sink: self._connected().answer(request, sink))
+        return RemoteAnswer(lambda sink: self._connected().answer(request, sink))
 
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        return Answer(lambda sink: self._connected().answer(request, sink))
+        return RemoteAnswer(lambda sink: self._connected().answer(request, sink))
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._connected().embed(request)

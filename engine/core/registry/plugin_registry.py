@@ -12,7 +12,7 @@ _PLUGINS = Registry(
     kind="plugin",
     builtin={
         "pii_redactor": "engine.plugins.pii:PiiRedactor",
-        "audit_log": "engine.plugins.audit_log:AuditLog",
+        "audit_log": "engine.plugins.audit_log:RequestAudit",
     },
     group="engine.plugins",
 )

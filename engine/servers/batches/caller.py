@@ -19,7 +19,7 @@ ABANDONED = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -31,7 +31,7 @@ class Caller:
 
     async def post(
         self, path: str, body: bytes, principal: Principal, gone: asyncio.Event
-    ) -> Answer:
+    ) -> LineAnswer:
         """The answer to a JSON body. Setting `gone` is what hanging up is for a client."""
         status, headers = ABANDONED, Headers()
         parts: list[bytes] = []
@@ -53,7 +53,7 @@ class Caller:
                 parts.append(message.get("body", b""))
 
         await self._app(_scope(path, len(body), principal), receive, send)
-        return Answer(status, headers, b"".join(parts))
+        return LineAnswer(status, headers, b"".join(parts))
 
 
 def _scope(path: str, num_bytes: int, principal: Principal) -> dict[str, Any]:

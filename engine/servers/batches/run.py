@@ -16,10 +16,10 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.servers.access.auth import Principal
-from engine.servers.batches.caller import ABANDONED, Answer, Caller
+from engine.servers.batches.caller import ABANDONED, Caller, LineAnswer
 from engine.servers.batches.lines import Line, Scan, read_body, scan
 from engine.servers.batches.schema import Batch, LineError
-from engine.servers.batches.store import BatchStore, Outcome, Usage
+from engine.servers.batches.store import BatchStore, LineOutcome, LineUsage
 from engine.servers.files.draft import Draft
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore, StorageFullError, StoredFile, new_file_id
@@ -35,7 +35,7 @@ _UNANSWERED = {
 }
 
 
-def answered_line(custom_id: str, answer: Answer) -> tuple[bytes, Usage]:
+def answered_line(custom_id: str, answer: LineAnswer) -> tuple[bytes, LineUsage]:
     """The line of an answer, whatever its status, and what the answer cost."""
     body = msgspec.json.decode(answer.body)
     response = {
@@ -82,7 +82,7 @@ async def _publish(draft: Draft, batch: Batch, file_id: str, kind: str) -> Store
     )
 
 
-def _outcome_line(outcome: Outcome, status: str) -> bytes:
+def _outcome_line(outcome: LineOutcome, status: str) -> bytes:
     if outcome.result is not None:
         return outcome.result
     code, message = _UNANSWERED[status]
@@ -118,11 +118,11 @@ class _Counts(msgspec.Struct):
     output_tokens_details: _Details | None = None
 
 
-def _usage(body: dict[str, Any]) -> Usage:
+def _usage(body: dict[str, Any]) -> LineUsage:
     counts = msgspec.convert(body.get("usage") or {}, _Counts)
     read = counts.prompt_tokens_details or counts.input_tokens_details or _Details()
     written = counts.completion_tokens_details or counts.output_tokens_details or _Details()
-    return Usage(
+    return LineUsage(
         input_tokens=counts.prompt_tokens or counts.input_tokens,
         cached_tokens=read.cached_tokens or 0,
         output_tokens=counts.completion_tokens or counts.output_tokens,
@@ -279,7 +279,7 @@ class BatchRun:
         self._over.set()
         self.notice()
 
-    async def _answer(self, batch: Batch, body: dict[str, Any]) -> Answer | None:
+    async def _answer(self, batch: Batch, body: dict[str, Any]) -> LineAnswer | None:
         """What the endpoint says to the line; None if the batch was over before that."""
         if body.get("priority") is None:
             body["priority"] = LINE_PRIORITY

@@ -95,7 +95,7 @@ class NewBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class LineUsage:
     """What a line's answer says that it cost."""
 
     input_tokens: int = 0
@@ -105,7 +105,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LineOutcome:
     """A line when its batch ends; `result` None: it was never answered."""
 
     number: int
@@ -210,7 +210,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def record(
-        self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: Usage
+        self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: LineUsage
     ) -> None:
         """A line's one result. Raises `StorageFullError`, and then there is none."""
 
@@ -275,20 +275,22 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    async def outcomes(self, batch_id: str, after: int) -> list[Outcome]:
+    async def outcomes(self, batch_id: str, after: int) -> list[LineOutcome]:
         """Lines behind `after`, as many as may be held at once: a result can be large."""
 
-        def work(db: sqlite3.Connection) -> list[Outcome]:
+        def work(db: sqlite3.Connection) -> list[LineOutcome]:
             rows = db.execute(
                 "SELECT number, custom_id, succeeded, result FROM batch_lines"
                 " WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?",
                 (batch_id, after, OUTCOMES_PAGE),
             )
-            page: list[Outcome] = []
+            page: list[LineOutcome] = []
             num_bytes = 0
             for row in rows:
                 page.append(
-                    Outcome(row["number"], row["custom_id"], bool(row["succeeded"]), row["result"])
+                    LineOutcome(
+                        row["number"], row["custom_id"], bool(row["succeeded"]), row["result"]
+                    )
                 )
                 num_bytes += len(row["result"] or b"")
                 if num_bytes >= OUTCOMES_BYTES:

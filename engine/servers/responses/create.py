@@ -47,7 +47,7 @@ Messages = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ResponsePrompt:
     messages: Messages
     input: Sequence[Item]  # this request's own, with references resolved
     ancestors: Sequence[str]  # the responses that it continues, oldest first
@@ -117,7 +117,7 @@ class ResponseMaker:
         )
         return begun, recorder, pump
 
-    async def prompt(self, body: PromptBody, owner: str) -> Prompt:
+    async def prompt(self, body: PromptBody, owner: str) -> ResponsePrompt:
         """The whole conversation. Instructions of earlier turns are not part of it."""
         turns = []
         if body.previous_response_id is not None:
@@ -128,7 +128,7 @@ class ResponseMaker:
             messages = to_messages(body.instructions, earlier, own)
         else:
             messages = await asyncio.to_thread(to_messages, body.instructions, earlier, own)
-        return Prompt(messages, own, [turn.id for turn in turns])
+        return ResponsePrompt(messages, own, [turn.id for turn in turns])
 
     def chat_ask(
         self, request: Request, body: PromptBody, card: ModelCard, messages: Messages
