@@ -1,8 +1,8 @@
-"""Model families by name, by what `config.json` calls them and by what GGUF calls them.
+"""Model families by name, and by their names in `config.json` and in GGUF.
 
-A family is a module with the functions of `Architecture` (backends/custom/architectures/base.py).
-A package adds one with an entry point in the group `engine.architectures`: its name is the
-family's, its value the module. Built-in families are asked first.
+A family is a module with the functions of `Architecture` (backends/custom/architectures/base.py). A
+package adds one with an entry point in the group `engine.architectures`: the name is the family's,
+the value is the module. Built-in families come first.
 """
 
 from collections.abc import Sequence

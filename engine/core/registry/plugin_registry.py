@@ -1,4 +1,4 @@
-"""Plugins by name: what `[plugins.NAME]` can be.
+"""Plugins by name: the values of `[plugins.NAME]`.
 
 A package adds one with an entry point in the group `engine.plugins` whose value is its
 `InferencePlugin` class, as "module:ClassName".
