@@ -1,8 +1,8 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code speak them.
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code use them.
 
-`anthropic-beta` needs no check: what a beta adds to a body is a field, and fields are refused by
-name. Errors have Anthropic's shape (`servers/http/errors.py`). Answers carry the request id in the
-header where its SDK looks for it.
+`anthropic-beta` needs no check: a beta adds fields to the body, and unknown fields are refused by
+name. Errors have Anthropic's format (`servers/http/errors.py`). Responses carry the request id in
+the header that Anthropic's SDK reads.
 """
 
 import secrets
@@ -38,7 +38,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def create_message(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """Answer a conversation, in Anthropic's form."""
+        """Answer a conversation, in Anthropic's format."""
         body, prompt = await _read(services, request, MessagesBody)
         card = chat_model(services, request, body.model, "messages")
         sampling = sampling_body(body)
@@ -65,7 +65,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def count_tokens(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """How many tokens a conversation is, without answering it."""
+        """Count a conversation's tokens without answering it."""
         body, prompt = await _read(services, request, PromptBody)
         card = chat_model(services, request, body.model, "messages")
         ask = _ask(services, request, body, prompt, card)
@@ -90,7 +90,7 @@ async def _read(
 def _ask(
     services: Services, request: Request, body: PromptBody, prompt: AnthropicPrompt, card: ModelCard
 ) -> ChatAsk:
-    """The conversation, and warnings of what can't be done as asked."""
+    """The parsed conversation. Warns about unsupported features."""
     for param, message in prompt.warnings.items():
         services.warn(request, param, message)
     return prompt.ask(card, template_options(services, request, body, card))
