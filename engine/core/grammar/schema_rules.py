@@ -38,7 +38,8 @@ from engine.core.grammar.schema_values import (
 MAX_NESTING = 100
 MAX_DEFINITIONS = 1_000
 
-# Reason: once all names that a pattern matches are used, the grammar would wait for another one forever.
+# Once all names that such a pattern matches are used, the grammar would wait for another one
+# forever.
 SHORT_NAMES = (
     "keyword 'patternProperties' is not supported with a pattern that limits the length of names, "
     "where other properties are declared; list the names in 'properties'"
