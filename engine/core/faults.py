@@ -66,7 +66,7 @@ class Fault:
     at: int = 1
     times: int = 1
     within: str | int | None = None
-    seconds: float = 0.0  # for "sleep"
+    seconds: float = 0.0  # duration of action "sleep"
 
 
 class _Plan:

@@ -37,7 +37,8 @@ class FilterStage:
         self._request = request
         self._texts: dict[int, Channel] = {}
         self._reasoning: dict[int, Channel] = {}
-        self._calls: dict[int, tuple[int, list[str]]] = {}  # choice -> its open call
+        # choice -> index and arguments of its open tool call
+        self._calls: dict[int, tuple[int, list[str]]] = {}
 
     async def push(self, event: Event, tokens: list[PlacedToken]) -> list[Placed]:
         if isinstance(event, TextEvent):

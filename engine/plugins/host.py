@@ -87,7 +87,7 @@ class PluginHost:
         self.plugin = plugin
         self.order = table.order
         self.on_failure: OnFailure = table.on_failure or plugin.on_failure
-        self.num_failures = 0  # total
+        self.num_failures = 0  # failures in total
         self.last_failure: str | None = None
         kind = type(plugin)
         self.prepares = kind.pre_inference is not InferencePlugin.pre_inference

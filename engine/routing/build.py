@@ -82,7 +82,7 @@ def expected_bytes(kind: str, model: str, settings: Settings) -> int:
     try:
         path = resolve_model(model)
     except EngineError:
-        return 0  # starting it reports the error
+        return 0  # the error is reported when the backend starts
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     pool_mb = settings.performance.memory_pool_size_mb or USUAL_POOL_MB
     return sum(each.stat().st_size for each in files) + (pool_mb + ENGINE_MB) * 2**20
@@ -154,7 +154,7 @@ def _replicas(name: str, table: BackendTable, make: _BackendMaker, where: str) -
             each, table.kind, backend, max_concurrent=table.max_concurrent, tags=table.tags
         )
         if isinstance(backend, OnDemand):
-            backend.on_unload = replica.seen.clear  # its cache is empty again
+            backend.on_unload = replica.seen.clear  # an unloaded backend has lost its cache
         replicas.append(replica)
     return replicas
 

@@ -190,7 +190,7 @@ def _replica(model_id: str, kind: str, backend: InferenceBackend) -> Replica:
     replica = Replica(model_id, kind, backend)
     replica.has_started = True
     if isinstance(backend, OnDemand):
-        backend.on_unload = replica.seen.clear  # its cache is empty again
+        backend.on_unload = replica.seen.clear  # an unloaded backend has lost its cache
     return replica
 
 

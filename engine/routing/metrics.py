@@ -105,7 +105,7 @@ def _outcome(error: EngineError | None) -> str:
 
 
 Outcome = Literal[
-    "identical",  # the same text
+    "identical",  # the same answer text
     "different",
     "sampled",  # sampled at random, so the texts are not comparable
     "error",

@@ -84,7 +84,7 @@ class Turns:
         self._turns = RoundRobin()
 
     def sorted(self, asked: Asked, ranked: Sequence[Ranked]) -> list[Ranked]:
-        """By score, then round-robin."""
+        """Sort by score, then in round-robin order."""
         order = self._turns.rank(asked, [each.member for each in ranked])
         place = {each.member.replica.name: number for number, each in enumerate(order)}
         return sorted(ranked, key=lambda each: (each.score, place[each.member.replica.name]))

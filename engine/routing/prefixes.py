@@ -46,7 +46,8 @@ class SeenPrefixes:
     ) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._seen: OrderedDict[int, float] = OrderedDict()  # key -> time, oldest first
+        # block key -> time last seen, oldest first
+        self._seen: OrderedDict[int, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)

@@ -29,11 +29,12 @@ class Outlier:
     """One backend's failure record; decides on its ejection."""
 
     clock: Callable[[], float] = time.monotonic
-    num_ejections: int = 0  # total
+    num_ejections: int = 0  # ejections in total
     _in_a_row: int = 0  # consecutive ejections
     _consecutive: int = 0
-    _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))  # True: failed
-    _out_until: float | None = None  # None if not ejected
+    # recent results; True means failed
+    _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _out_until: float | None = None  # end of the ejection; None if not ejected
     _returned_at: float = float("-inf")
     _is_probed: bool = False
 

@@ -37,7 +37,7 @@ MAX_CONCURRENT = 4
 # copies of one model, in every state: original running, waiting, or running themselves
 MAX_HELD = 256
 MAX_HELD_CHARS = 16 * 2**20
-MAX_ANSWER_CHARS = 32 * 2**10  # of one choice; text beyond is not compared
+MAX_ANSWER_CHARS = 32 * 2**10  # max compared characters of one choice
 MAX_SECONDS = 120.0
 MAX_RECENT = 200
 
@@ -52,7 +52,7 @@ class ShadowRoute:
     model: str
     backend_name: str
     replicas: Sequence[InferenceBackend]
-    share: float  # of all requests, 0 to 1
+    share: float  # share of all requests that are copied, 0 to 1
 
 
 class Shadow:

@@ -94,7 +94,7 @@ class ExternalChild:
 
     @property
     def pid(self) -> int:
-        """Of the launcher, whose session contains all other processes."""
+        """Process id of the launcher, whose session contains all other processes."""
         return self._launcher.pid
 
     def note_processes(self) -> None:

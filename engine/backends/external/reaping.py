@@ -62,7 +62,7 @@ def family_of(mark: ProcessMark) -> list[ProcessMark]:
 
 
 def memory_of(marks: Iterable[ProcessMark]) -> int:
-    """Resident bytes."""
+    """Resident memory of these processes, in bytes."""
     total = 0
     for mark in marks:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -81,7 +81,7 @@ class ServedBackend(InferenceBackend):
     """One engine in one child. A subclass names the engine and chooses where it listens."""
 
     config_type: ClassVar[type[BackendConfig]]
-    dialect: ClassVar[DialectName]  # of its API
+    dialect: ClassVar[DialectName]  # dialect of its API
     module: ClassVar[str]  # Python module that must be installed
 
     def __init__(self, config: ServedConfig) -> None:
@@ -92,7 +92,7 @@ class ServedBackend(InferenceBackend):
         self._place: Place | None = None
         self._supervisor: Supervisor | None = None
         self._endpoint: _ServedEndpoint | None = None
-        self._looking: asyncio.Task[None] | None = None  # checks its version
+        self._looking: asyncio.Task[None] | None = None  # task that checks the engine's version
 
     def argv(self) -> list[str]:
         """The command that starts the engine; its address may be a placeholder until then. Raises

@@ -32,7 +32,7 @@ class ServedConfig(BackendConfig, ABC):
     engine_name: ClassVar[str]
 
     python: str = ""  # an interpreter that has the engine installed; "": ours
-    env: dict[str, str] = field(default_factory=dict)  # added to our own environment
+    env: dict[str, str] = field(default_factory=dict)  # variables added to our own environment
     served_model_name: str | None = None  # None: derived from model_name
     tool_call_parser: str | None = None  # without one the model can't call tools
     reasoning_parser: str | None = None  # separates reasoning from the answer
@@ -107,7 +107,8 @@ class ServedConfig(BackendConfig, ABC):
             for name, value in os.environ.items()
             if not name.startswith(OUR_SETTINGS) and name not in _OUR_PYTHON
         }
-        folder = str(Path(self.interpreter()).parent)  # tools installed with it
+        # so that tools installed beside the interpreter are found
+        folder = str(Path(self.interpreter()).parent)
         kept["PATH"] = os.pathsep.join([folder, kept.get("PATH", os.defpath)])
         # Import modules only from where they were installed, never from our working directory.
         return kept | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | self.env

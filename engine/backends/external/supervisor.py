@@ -58,8 +58,8 @@ class ChildEndpoint(Protocol):
 @dataclass(frozen=True)
 class Patience:
     start_timeout_s: float
-    probe_interval_s: float = 0.25  # while it loads
-    watch_interval_s: float = 5.0  # once it is ready
+    probe_interval_s: float = 0.25  # seconds between probes while it loads
+    watch_interval_s: float = 5.0  # seconds between probes once it is ready
     # A busy server may take half a minute to answer a probe; a hung one never answers.
     hang_after_s: float = 120.0
     circuit_open_s: float = CIRCUIT_OPEN_S

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 GrammarForm = Literal[
-    "response_format",  # OpenAI's object
+    "response_format",  # OpenAI's object of this name
     "structured_outputs",  # vLLM's and ours: one kind with its value
     "regex",  # a field `regex`; choices become a regular expression
     "ebnf",
@@ -32,7 +32,7 @@ Feature = Literal[
     "token_ids",
     "suffix",
     "completion_logprobs",
-    # both
+    # parameters of chats and completions
     "priority",
     "cache_salt",
     "truncate_prompt_tokens",

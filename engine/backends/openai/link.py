@@ -253,7 +253,7 @@ class ServerLink:
             response = await self._client.request("GET", path, timeout_s=PROBE_TIMEOUT_S)
         except TransportError as error:
             if self._client.has_heard_since(began_at):
-                return None  # busy, so it works
+                return None  # a busy server works
             return Problem(str(error), isinstance(error, ConnectFailed))
         self._is_key_refused = response.status in (401, 403)
         if self._is_key_refused:

@@ -20,7 +20,7 @@ MAX_DOUBTS = 2
 @dataclass(frozen=True)
 class Problem:
     why: str
-    is_certain: bool  # no request can succeed
+    is_certain: bool  # the server is surely down: no request can succeed
 
 
 Probe = Callable[[], Awaitable[Problem | None]]

@@ -17,7 +17,7 @@ class WireTop(msgspec.Struct):
 
 class WireToken(msgspec.Struct):
     token: str = ""
-    id: int | None = None  # llama-server
+    id: int | None = None  # only llama-server sends it
     logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list[WireTop] | None = None
@@ -60,7 +60,7 @@ class WireChoice(msgspec.Struct):
     logprobs: WireLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    matched_stop: str | int | None = None  # SGLang's name
+    matched_stop: str | int | None = None  # SGLang's name of `stop_reason`
     token_ids: list[int] | None = None
 
 
@@ -86,7 +86,8 @@ class Verbose(msgspec.Struct):
 class Chunk(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
-    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")  # llama-server
+    # only llama-server sends it
+    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")
     # An error in any of the common forms: an object, a text, or fields of the chunk itself.
     error: Any = None
     object: str | None = None

@@ -1,4 +1,4 @@
-"""SGLang behind an `InferenceBackend`."""
+"""`SGLangBackend`: runs SGLang as a child process behind the `InferenceBackend` interface."""
 
 from typing import ClassVar
 

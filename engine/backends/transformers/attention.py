@@ -80,7 +80,7 @@ AttentionInterface.register(NAME, attend)
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
     num_kv_heads: int
-    head_dim: int  # of keys
+    head_dim: int  # head size of keys
     value_dim: int
     scoring: Scoring
     others: frozenset[str]

@@ -32,7 +32,7 @@ class TransformersConfig(BackendConfig):
     device: str = "auto"  # cpu, cuda, cuda:1
     dtype: str = "auto"  # float32, bfloat16, float16
     attention: str = "auto"
-    max_seq_len: int | None = None  # None: the model's own
+    max_seq_len: int | None = None  # None means the model's own limit
     max_slots: int = 64  # max concurrent sequences
     threads: int | None = None
     in_process: bool = False

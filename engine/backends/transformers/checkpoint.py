@@ -44,7 +44,7 @@ class HfShape:
     hidden_size: int
     max_position: int
     num_params: int
-    eos_ids: tuple[int, ...] = ()  # known to the tokenizer
+    eos_ids: tuple[int, ...] = ()  # always empty: the tokenizer has the end-of-text ids
     encoder: None = None
 
 

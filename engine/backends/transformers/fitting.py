@@ -106,7 +106,7 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
 log = logging.getLogger(__name__)
 
 WAYS = ("auto", "paged", "own")
-TRIAL_TOKENS = 24  # more than one block
+TRIAL_TOKENS = 24  # more than one block, so that block boundaries are tested
 # Default pool on a CPU: enough for most uses, and usually available.
 USUAL_POOL_BYTES = 2**30
 # Share of a GPU's free memory. The rest is for attention, which gathers a layer's keys and values.

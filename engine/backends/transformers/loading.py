@@ -56,7 +56,7 @@ def load_model(
             f"Transformers {version} cannot load {checkpoint.folder.name}: {reason}"
         ) from error
     missing = sorted(info["missing_keys"])
-    if missing:  # they would have random values
+    if missing:  # missing weights would have random values
         shown = ", ".join(missing[:_NAMED_IN_ERRORS])
         raise ModelFormatError(
             f"{checkpoint.folder.name} lacks {len(missing)} weights of a {kind.__name__}: {shown}"

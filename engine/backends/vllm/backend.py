@@ -1,4 +1,4 @@
-"""vLLM behind an `InferenceBackend`."""
+"""`VLLMBackend`: runs vLLM as a child process behind the `InferenceBackend` interface."""
 
 import dataclasses
 from typing import ClassVar

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-MAX_LEXER_STATES = 50_000  # 1 to 2 KiB each
-MAX_GRAMMAR_SIZE = 200_000  # symbols
+MAX_LEXER_STATES = 50_000  # lexer states; 1 to 2 KiB each
+MAX_GRAMMAR_SIZE = 200_000  # grammar symbols
 
 
 def parser_limits() -> "LLParserLimits":

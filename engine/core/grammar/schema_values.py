@@ -13,8 +13,8 @@ from engine.core.grammar.schema_drafts import Fail
 
 MAX_MAGNITUDE = 2**53
 MIN_MAGNITUDE = 1e-30
-EXCLUSIVE_STEP = 1e-15  # from zero
-MAX_DIGITS = 15  # of a fraction; with more, llguidance may read the neighbouring double
+EXCLUSIVE_STEP = 1e-15  # distance of an exclusive bound from zero
+MAX_DIGITS = 15  # max digits of a fraction; with more, llguidance may read the neighbouring double
 MAX_COUNT = 2**31 - 1
 MAX_MULTIPLE = 1_000_000
 

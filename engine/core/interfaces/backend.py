@@ -114,7 +114,7 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
 
 class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["none", "auto", "required", "named"] = "auto"
-    name: str | None = None  # of the tool, in mode "named"
+    name: str | None = None  # the tool's name, in mode "named"
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +188,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     lacks: tuple[str, ...] = ()
     template_options: tuple[str, ...] = ()  # accepted keys of `ChatRequest.template_options`
     trained_context: int | None = None  # tokens; may exceed what is served
-    num_dimensions: int | None = None  # of its embeddings
+    num_dimensions: int | None = None  # length of its embedding vectors
     root: str | None = None  # the model id, if this card is an alias
 
 

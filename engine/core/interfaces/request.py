@@ -18,7 +18,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0  # 0 turns it off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None  # None: chosen at submission
     n: int = 1
-    stop: tuple[str, ...] = ()  # matched by the frontend
+    stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives per token; None: no logprobs
@@ -166,7 +166,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0  # tokens found there
+    prefix_hits: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     num_evictions: int = 0
     num_nonfinite: int = 0

@@ -83,7 +83,7 @@ class FinishedRequest:
 
     finish_reasons: tuple[FinishReason, ...]  # one for each choice
     choice_tokens: tuple[int, ...]  # generated tokens of each choice
-    max_tokens: int | None  # as requested
+    max_tokens: int | None  # as the client requested
     ttft_s: float | None
     e2e_s: float
     usage: UsageEvent | None

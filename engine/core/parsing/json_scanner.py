@@ -39,7 +39,7 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self.bad = False
-        self._closers: list[str] = []  # of the open objects and arrays
+        self._closers: list[str] = []  # closing brackets of the open objects and arrays
         # One of: value, item (or "]"), key (or not "}"), next_key, colon, next, string, number,
         # literal
         self._expects = "value"

@@ -35,7 +35,7 @@ class Reading(Protocol):
     """A limited process that is parsing."""
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
-        """Its exit status and output. Raises `TimeoutError`."""
+        """Wait for the process. Returns its exit status and output. Raises `TimeoutError`."""
         ...
 
     def end(self) -> None:

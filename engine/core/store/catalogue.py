@@ -14,8 +14,8 @@ class CatalogueEntry:
     description: str
     license: str
     sources: tuple[str, ...]
-    sha256: str | None = None  # of the only weight file; None: whatever the source serves now
-    size: int | None = None  # bytes of that file
+    sha256: str | None = None  # hash of the only weight file; None: whatever the source serves now
+    size: int | None = None  # bytes of the only weight file
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -59,7 +59,7 @@ class Silent:
 class BearerToken:
     """A secret for one origin (scheme, host and port)."""
 
-    origin: str  # any URL of that origin
+    origin: str  # any URL with that scheme, host and port
     value: str = field(repr=False)
 
     def headers(self, url: str) -> dict[str, str]:

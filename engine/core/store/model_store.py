@@ -47,7 +47,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def sha256(self) -> str | None:
-        """Of the weights, if they are one file."""
+        """Hash of the weights, if they are one file."""
         weights = [file for file in self.files if file.name.lower().endswith(_WEIGHTS)]
         return weights[0].sha256 if len(weights) == 1 else None
 
@@ -69,7 +69,7 @@ def check_file_name(name: str) -> str:
 
 
 def store_directory() -> Path:
-    """$XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
+    """The default store: $XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "engine" / "models"

@@ -45,7 +45,7 @@ class _Request:
     """One parsed source and the model's default name."""
 
     source: str  # as recorded; without secrets
-    address: str | HubSpec | WheelSpec  # str: a URL
+    address: str | HubSpec | WheelSpec  # a plain str is a URL
     file: str | None  # plain name of a single file; None: a whole repository or folder
     default_name: str
 

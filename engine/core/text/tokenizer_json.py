@@ -308,7 +308,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     if separate.is_file():
         return _read_text(separate)
     value = settings.get("chat_template")
-    if isinstance(value, list):  # several named templates
+    if isinstance(value, list):  # a list means several named templates
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else None

@@ -69,7 +69,7 @@ class Windows:
         self._loading = asyncio.Lock()
         self._memory: Any = None
         self._redis: Any = None
-        self._redis_again_at = 0.0  # time.monotonic()
+        self._redis_again_at = 0.0  # when to try Redis again, time.monotonic()
 
     async def prepare(self) -> None:
         """Import the Redis client early, so that no request waits for the slow import."""

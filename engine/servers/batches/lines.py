@@ -27,7 +27,7 @@ _KEYS = ("custom_id", "method", "url", "body")
 class Line:
     """One request, and its position in the file."""
 
-    number: int  # from 1
+    number: int  # line number, from 1
     custom_id: str
     start: int
     num_bytes: int

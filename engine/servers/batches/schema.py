@@ -10,7 +10,7 @@ from engine.servers.files.expiry import ExpiresAfter
 from engine.servers.http.listing import Cursor, Query
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-WINDOW_S = 86_400  # of "24h", the only completion_window
+WINDOW_S = 86_400  # seconds in "24h", the only completion_window
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -55,10 +55,10 @@ class Batch:
     input_file_id: str
     results_id: str  # the file that results are charged to; finally the output file's id
     output_life_s: int
-    metadata: str | None  # JSON
+    metadata: str | None  # JSON text
     model: str | None
     status: str
-    errors: str | None  # JSON
+    errors: str | None  # JSON text
     output_file_id: str | None
     error_file_id: str | None
     created_at: int

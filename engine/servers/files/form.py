@@ -37,7 +37,7 @@ class UploadForm:
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
-        self.file_name: str | None = None  # as the client wrote it
+        self.file_name: str | None = None  # file name as the client wrote it
         self.is_complete = False
         self._file_bytes: list[bytes] = []
         self._num_file_bytes = 0

@@ -145,7 +145,7 @@ def _fields(form: UploadForm) -> UploadFields:
     for name, value in form.fields.items():
         outer, _, inner = name.partition("[")
         if inner:
-            # Form values are text.
+            # Form values are text, so a number is recognized by its digits.
             is_number = inner == "seconds]" and value.isdecimal()
             given.setdefault(outer, {})[inner.removesuffix("]")] = (
                 int(value) if is_number else value

@@ -36,7 +36,7 @@ class RequestRecord:
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
-    num_body_bytes: int = 0  # of the request body, once it has fully arrived
+    num_body_bytes: int = 0  # size of the request body, once it has fully arrived
     status: int = 0
     error_code: str | None = None
     completion_id: str | None = None  # the request's id in the backend

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: OpenAI's chat API, whole or streamed."""
 
 from typing import Annotated, Any
 

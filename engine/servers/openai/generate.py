@@ -93,7 +93,7 @@ class Submission:
         self.request_id = request_id
         self.owner = owner
         self.num_choices = num_choices
-        self.ended_at: float | None = None  # time.monotonic()
+        self.ended_at: float | None = None  # end of the generation, time.monotonic()
         self._pump = pump
         self._ticket = ticket
         self._events: list[OutputEvent] = []

@@ -61,9 +61,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
 }
-# Form fields of a POST that uploads a file.
+# Form fields of a POST that uploads a file, by path.
 FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
-# Query parameters of a GET.
+# Query parameters of a GET, by path.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,

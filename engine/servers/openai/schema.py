@@ -28,7 +28,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # chunks are never padded
+    include_obfuscation: Literal[False] | None = None  # padding of chunks is not supported
 
 
 class OpenAIBody(SamplingBody):

@@ -29,7 +29,7 @@ class Change(NamedTuple):
     output_index: int
     item: Item
     delta: str = ""
-    logprobs: Sequence[TokenText] = ()  # of the delta
+    logprobs: Sequence[TokenText] = ()  # logprobs of the delta's tokens
 
 
 class _OpenItem:
@@ -56,7 +56,8 @@ class Output:
         self.finish: FinishEvent | None = None
         self._response_id = response_id
         self._open: _OpenItem | None = None
-        self._early_logprobs: list[TokenText] = []  # of tokens whose text has not arrived yet
+        # logprobs of tokens whose text has not arrived yet
+        self._early_logprobs: list[TokenText] = []
 
     def push(self, event: OutputEvent) -> list[Change]:
         if isinstance(event, FinishEvent):

@@ -124,7 +124,7 @@ class ReasoningConfig(BaseModel):
 class StreamOptions(BaseModel):
     model_config = _STRICT
 
-    include_obfuscation: Literal[False] | None = None  # events are never padded
+    include_obfuscation: Literal[False] | None = None  # padding of events is not supported
 
 
 class ResponseQuery(Query):

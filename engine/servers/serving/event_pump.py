@@ -56,7 +56,7 @@ class EventPump:
         num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
-        self.first_token_at: float | None = None  # time.monotonic()
+        self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
         self._last_token_at = [0.0] * num_choices

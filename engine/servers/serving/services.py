@@ -61,7 +61,7 @@ class Services:
     quotas: Quotas
     rebuild: Callable[[], InferenceBackend] | None = None  # builds the initial backend again
     reread: Callable[[], Settings] | None = None  # reads the settings again, with later changes
-    components: list[Component] = field(default_factory=list)  # in start order
+    components: list[Component] = field(default_factory=list)  # started in this order
 
     @property
     def backend(self) -> InferenceBackend:
