@@ -88,7 +88,7 @@ class Attempts:
         self.decision.candidates = pick.candidates
         if chosen is None:
             self.decision.chosen = None
-            self.decision.why = "all have as much as they may" if pick.is_full else "none is ready"
+            self.decision.why = "all are at their limit" if pick.is_full else "none is ready"
             raise self.last_error or self._refusal(pick)
         self.decision.chosen = chosen.member.replica.name
         self.decision.why = chosen.why
@@ -146,7 +146,7 @@ class Attempts:
     def _refusal(self, pick: Pick) -> EngineError:
         if pick.is_full:
             return RateLimitError(
-                f"Every backend of {self.route.id} has as many requests as it may. Retry later.",
+                f"Every backend of {self.route.id} is at its request limit. Retry later.",
                 retry_after=RETRY_AFTER_S,
             )
         return UnavailableError(
@@ -242,14 +242,14 @@ class Attempt:
             replica.outlier.abandon()
         elif replica.outlier.fail(self._attempts.observer.may_eject(replica)):
             seconds = replica.outlier.seconds_left
-            log.warning("%s fails too often; left out for %.0f s", replica.name, seconds)
+            log.warning("%s fails too often; ejected for %.0f s", replica.name, seconds)
 
     def _show(self, event: Event) -> None:
         assert self._mirror is not None
         try:
             self._mirror.primary(event)
         except Exception:
-            log.exception("what looked on at a request failed; it sees no more of it")
+            log.exception("the shadow of a request failed; it gets no more of its events")
             self._mirror = None
 
 

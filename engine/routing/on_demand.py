@@ -278,7 +278,7 @@ class Residency:
         for member in self.members:
             is_old = now - member.last_used > self.idle_s
             if is_old and member.is_loaded and not member.is_leaving and not member.is_busy:
-                log.info("%s is unloaded: nobody has used it for %.0f s", member.name, self.idle_s)
+                log.info("%s is unloaded: it was idle for %.0f s", member.name, self.idle_s)
                 task = asyncio.create_task(member.unload(MAKE_ROOM_WAIT_S))
                 self._unloading.add(task)
                 task.add_done_callback(self._unloading.discard)

@@ -155,7 +155,7 @@ class LongestPrefix:
             f"{_load_words(member)}, cache {seen.fullness:.0%} full"
         )
         if is_overloaded:
-            why += ", too busy for its prefix to count"
+            why += ", too busy: its prefix is ignored"
         return Ranked(member, round(cost, 1), why)
 
 

@@ -92,7 +92,7 @@ class Route:
             # noticed.
             ranked.sort(key=lambda each: each.member not in probed)
             first = ranked[0]
-            ranked[0] = Ranked(first.member, first.score, "its time out is over, it is tried again")
+            ranked[0] = Ranked(first.member, first.score, "its ejection is over, so it is probed")
         return Pick(ranked[0], _explained(looked, ranked), tuple(usable))
 
     def went(self, asked: Asked, pick: Pick) -> None:
@@ -148,7 +148,7 @@ class Route:
         elif replica.outlier.is_out:
             obstacle = f"ejected for {replica.outlier.seconds_left:.1f} s more"
         elif state == "ejected" and not replica.outlier.wants_probe:
-            obstacle = "ejected, and a request is trying it already"
+            obstacle = "ejected, and a request is probing it already"
         return _Looked(member, state, obstacle)
 
 

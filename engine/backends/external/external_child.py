@@ -78,7 +78,7 @@ class ExternalChild:
                 ours.close()
                 raise
         mark = mark_of(process.pid)
-        assert mark is not None, "a child that nobody has waited for is there"
+        assert mark is not None, "a child that was not reaped still has its pid"
         record = RecordFile(ChildRecord(name, (mark,), folder))
         child = cls(process, ours, logs, record, grace_s)
         order = {

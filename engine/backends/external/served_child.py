@@ -109,7 +109,7 @@ class ServedBackend(InferenceBackend):
         await asyncio.to_thread(reap_stale)
         place = self._place = self._listen()
         if place.is_exposed and config.api_key is None:
-            log.warning("%s answers anybody who reaches %s: it has no key", self._name, place.url)
+            log.warning("%s serves all who reach %s: it has no key", self._name, place.url)
         if config.trust_remote_code:
             log.warning("%s may run code from the repository of %s", self._name, config.model_name)
         self._endpoint = _ServedEndpoint(self._client_config(place), config)

@@ -44,7 +44,7 @@ class OpenAIBackend(InferenceBackend):
         await self.stop()
         config, endpoint = self._config, self._endpoint
         if endpoint.is_exposed and (config.api_key_env or config.api_key_file):
-            log.warning("the key for %s goes over the network as it is; use https", endpoint.url)
+            log.warning("the key for %s is sent unencrypted; use https", endpoint.url)
         client = HttpClient(
             endpoint,
             request_headers(config),

@@ -216,7 +216,7 @@ def _one_by_one(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted:
         reason = f"its numbers change by {error:.1e}"
     except FORWARD_ERRORS as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-    log.warning("no cache is of use, each token computes its whole sequence again: %s", reason)
+    log.warning("no cache can be used, every token recomputes its whole sequence: %s", reason)
     config, plan = loaded.plan(bytes_per_token=1)
     runner = SlotRunner(model, states, vocab_size, config, keeps_state=False)
     return Fitted(runner, config, plan, shares=False)

@@ -185,4 +185,4 @@ def _remember(mark: Path, identity: bytes, path: Path) -> None:
             old.unlink(missing_ok=True)
         write_private(mark, identity)
     except OSError as error:
-        log.info("that %s was examined is not remembered: %s", path.name, error)
+        log.info("the examination of %s can't be cached: %s", path.name, error)

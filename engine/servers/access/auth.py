@@ -193,8 +193,8 @@ class KeyRing:
             )
         if server.keys_file is not None and all(each.principal.is_admin for each in found):
             raise ConfigError(
-                f"the keys file {server.keys_file} has no key for clients, so that anybody would be"
-                " let in: make one with `engine keys new NAME`",
+                f"the keys file {server.keys_file} has no key for clients, so every client would"
+                " be let in: make one with `engine keys new NAME`",
                 param="server.keys_file",
             )
         self.entries, self.credentials = entries, tuple(found)
