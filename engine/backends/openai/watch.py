@@ -13,7 +13,7 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
-# Max consecutive inconclusive probe failures.
+# After this many inconclusive probe failures in a row, the server counts as unready.
 MAX_DOUBTS = 2
 
 

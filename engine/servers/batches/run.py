@@ -220,7 +220,7 @@ class BatchRun:
             self._fail(error)
 
     async def _watch(self, batch: Batch) -> None:
-        """Wait until the batch is over before its lines are: cancelled, expired or failed."""
+        """Return when the batch must stop early: it was cancelled, expired or failed."""
         try:
             current = batch
             while self._failure is None and current.status == "in_progress":

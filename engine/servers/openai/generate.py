@@ -177,7 +177,7 @@ class Submissions:
         self._by_id: dict[str, Submission] = {}
 
     def make_room(self) -> None:
-        """Drop expired submissions. Raises if all that remain are still running."""
+        """Drop expired submissions, and one ended one if still full. Raises if all are running."""
         now = time.monotonic()
         ended = [each for each in self._by_id.values() if each.ended_at is not None]
         for each in ended:

@@ -17,7 +17,9 @@ Item = dict[str, Any]
 def to_messages(
     instructions: str | None, earlier: Iterable[Item], own: Sequence[Item]
 ) -> tuple[dict[str, Any], ...]:
-    """`earlier` are stored items. Errors in `own` items name the field `input`."""
+    """Convert items to chat messages. Errors name `previous_response_id` for an `earlier` (stored)
+    item, and `input` for one of `own`.
+    """
     conversation = _Conversation()
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
