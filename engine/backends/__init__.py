@@ -1,3 +1,3 @@
-"""Backends: whatever turns a request into typed events. `base.py` has the interface, `factory.py`
-makes one by name.
+"""Backends: each one turns requests into typed events. `base.py` has the interface, `factory.py`
+makes a backend by name.
 """

@@ -1,7 +1,6 @@
-"""What every backend is to the server: a lifecycle, a state of health, models, and streams of typed
-events.
+"""The backend interface: lifecycle, health, models, and streams of typed events.
 
-The server, the CLI and the Python API hold an `InferenceBackend` and never ask which one it is.
+The server, the CLI and the Python API hold an `InferenceBackend` and never check which kind it is.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +25,9 @@ EventSink: TypeAlias = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What any backend needs to start; `backend_args` holds options that only one of them knows."""
+    """Settings that any backend needs to start. `backend_args` has options of one specific
+    backend.
+    """
 
     model_name: str = "openai-community/gpt2"
     host: str = "127.0.0.1"
@@ -36,30 +37,30 @@ class BackendConfig:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The model that answers, and what a client should know if it asked for another."""
+    """The model that will answer, and a note for the client if it is not the requested one."""
 
     card: ModelCard
     warning: str | None = None
 
 
 class EventFeed(AsyncIterator[Event]):
-    """A stream of events that can also be pushed, for a reader that is never behind: it need not
-    be woken for every one. A stream is either read or fed, and once.
+    """A stream of events that can also be pushed. A consumer that keeps up need not be woken for
+    every event. A stream is either read or fed, and only once.
     """
 
     @abstractmethod
     async def feed(self, sink: EventSink) -> None:
-        """Call `sink` with each event as it comes. Returns after the last, raises what a reader
-        would be raised; cancelling it releases what the request held.
+        """Call `sink` with each event as it arrives. Returns after the last one and raises what
+        reading would raise. Cancelling it releases what the request held.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release what the request holds, however much of it was read."""
+        """Release what the request holds, however much was read."""
 
 
 class Opening(EventFeed):
-    """The events of a request that its backend opens when they are first asked for."""
+    """A request's events; the backend opens the request when the first event is read."""
 
     def __init__(
         self, backend: "InferenceBackend", request: ChatRequest | CompletionRequest
@@ -91,7 +92,7 @@ class Opening(EventFeed):
 
 
 async def push_events(source: AsyncIterator[Event], sink: EventSink) -> None:
-    """Every event of `source` to `sink`, pushed where the source can push."""
+    """Pass every event of `source` to `sink`, pushed if the source supports it."""
     if isinstance(source, EventFeed):
         await source.feed(sink)
     else:
@@ -100,67 +101,65 @@ async def push_events(source: AsyncIterator[Event], sink: EventSink) -> None:
 
 
 async def close_events(source: AsyncIterator[Event]) -> None:
-    """Release what the request of `source` holds, if it is of a kind that can be closed."""
+    """Close `source` if it can be closed, which releases what the request holds."""
     if isinstance(source, AsyncGenerator | EventFeed):
         await source.aclose()
 
 
 class InferenceBackend(ABC):
-    """A model, or several, that can be asked for text.
+    """One or several models that generate text.
 
-    `open`, `chat` and `complete` give an iterator of events (see `core.interfaces.backend`), which
-    may be an `EventFeed`; closing it early, or cancelling the task that reads it, releases
-    everything that the request held. `open` raises what a request is refused with, as far as the
-    backend knows it at once; the rest, and all of it for `chat` and `complete`, is raised before
-    the first event.
+    `open`, `chat` and `complete` return an iterator of events (see `core.interfaces.backend`),
+    which may be an `EventFeed`. Closing it early, or cancelling the task that reads it, releases
+    everything that the request held. `open` raises a refusal if the backend knows it at once. Later
+    refusals, and all refusals of `chat` and `complete`, are raised before the first event.
     """
 
     config_type: ClassVar[type[BackendConfig]] = BackendConfig
-    # Whether the totals of `stats` go on when an engine is replaced, instead of beginning at zero.
+    # Whether the totals of `stats` continue when an engine is replaced, instead of restarting at
+    # zero.
     totals_survive_restarts: ClassVar[bool] = False
 
     @property
     def unwrapped(self) -> "InferenceBackend":
-        """The backend itself, without what is put around it."""
+        """The innermost backend, without wrappers such as plugins."""
         return self
 
     def rewrapped(self, inner: "InferenceBackend") -> "InferenceBackend":
-        """What was put around this backend, around another one."""
+        """The wrappers of this backend, put around `inner`."""
         return inner
 
     @abstractmethod
     async def start(self) -> str:
-        """Load and become ready; the address where the backend can be reached. Raises
-        `EngineError`.
-        """
+        """Load and become ready. Returns the backend's address. Raises `EngineError`."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End every open stream with an error and release everything. Safe to call twice."""
+        """End every open stream with an error and release everything. Idempotent."""
 
     @abstractmethod
     def health(self) -> Health:
-        """The state now, without waiting for anything."""
+        """The current state; never waits."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be taken now; asked for every one of them."""
+        """Whether a request can be admitted now. Called for every request."""
         return self.health().ready
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Memory resident in RAM, of every process that serves the models."""
+        """Resident memory of every process that serves the models."""
 
     @abstractmethod
     def models(self) -> list[ModelCard]:
-        """The models that can be asked for; the first is the default."""
+        """The available models; the first is the default."""
 
     @abstractmethod
     def stats(self) -> EngineStats | None:
-        """Gauges and totals of the engine behind this backend, if it reports any."""
+        """Gauges and totals of the engine, if it reports any."""
 
     async def open(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[Event]:
-        """Have a request accepted; its events follow."""
+        """Submit a request. Returns its events."""
         if isinstance(request, ChatRequest):
             return self.chat(request)
         return self.complete(request)
@@ -174,8 +173,8 @@ class InferenceBackend(ABC):
         """Continue a prompt."""
 
     def resolve(self, name: str | None) -> Resolved | None:
-        """What a request for `name` would be answered by now; None: there is no such model. Without
-        a name it is the default model. Raises `EngineError` if that can't be told yet.
+        """The model that a request for `name` would get now; None if there is no such model. An
+        empty name means the default model. Raises `EngineError` if that is not known yet.
         """
         for card in self.models():
             if name is None or card.id == name:
@@ -183,24 +182,24 @@ class InferenceBackend(ABC):
         return None
 
     def model_health(self, model_id: str) -> Health:
-        """The state of one of the models."""
+        """The state of one model."""
         return self.health()
 
     def answered_by(self, request_id: str) -> tuple[str, ...]:
-        """Who gave the answer to a request, or to the numbered ones that it was split into; empty
-        where there is only one who could, or as long as nobody has begun.
+        """Names of the replicas that answered a request, or its numbered parts. Empty if there is
+        only one replica, or before the first event.
         """
         return ()
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
-        """Forget every cached prefix that no running request uses, of one model or of all; what was
-        done, in words. Raises `EngineError` where it can't be done.
+        """Drop every cached prefix that no running request uses, of one model or of all. Returns
+        descriptions of what was done. Raises `EngineError` if it is impossible.
         """
         raise InvalidRequestError("This model's backend keeps no prefixes that can be flushed.")
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
-        """How much the backend's own processes log, now and when they are started again; a word on
-        each that could not be told. What runs elsewhere decides that for itself.
+        """Set the log level of the backend's own processes, also for later restarts. Returns a note
+        for each one that could not be changed. Remote servers are not affected.
         """
         return ()
 
@@ -211,16 +210,16 @@ class InferenceBackend(ABC):
     async def tokenize(
         self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The ids that a conversation, or a text, would become. `model` as in a request."""
+        """Token ids of a conversation or a text. `model` is as in a request."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
-        """The text of token ids, control tokens by name."""
+        """The text of token ids, with control tokens by name."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
 
 class BackendHolder:
-    """The backend that a server asks now. It changes when a server with one model is given more."""
+    """The server's current backend. It changes when a server with one model gets more."""
 
     def __init__(self, current: InferenceBackend) -> None:
         self.current = current

@@ -1,6 +1,6 @@
-"""A backend from words: its kind, its model, and options by name, as configuration files have them.
+"""Makes a backend from its kind, its model and named options, as configuration files have them.
 
-Options are fields of the kind's own `BackendConfig`; what it calls `backend_args` holds the rest.
+Options are fields of the kind's own `BackendConfig`; its `backend_args` holds all others.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ from engine.backends.base import BackendConfig, InferenceBackend
 from engine.core.errors import ConfigError
 from engine.core.registry.backend_registry import backend_class
 
-# A child of ours listens where there is room, unless it is told where.
+# A child server listens on any free port by default.
 ANY_PORT = 0
 
 
 def make_backend(
     kind: str, model: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> InferenceBackend:
-    """Not started yet. Raises `ConfigError` that names the option."""
+    """Make a backend without starting it. Raises `ConfigError` naming the option."""
     made = backend_class(kind)
     backend: InferenceBackend = made(make_config(made.config_type, kind, model, options))
     return backend
 
 
 def option_value(text: str) -> Any:
-    """A value as a command line has it: TOML where it reads as such, else the text itself."""
+    """Parse a command-line value: as TOML if possible, else as text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,7 +1,7 @@
-"""A child process that its parent looks after: started in a group of its own, never left behind.
+"""A supervised child process in its own process group, never left behind.
 
-A child dies with its parent (the kernel's death signal, and the closing of the pipe it reads), and
-is killed as a group. `RestartPolicy` says when to start it again and when to give up.
+A child dies with its parent (by the kernel's parent-death signal, and by the closed pipe that it
+reads) and is killed as a group. `RestartPolicy` decides when to restart it and when to give up.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 
 class ChildProcess:
-    """One run of a child, which `start_child` started. A new run is a new object."""
+    """One run of a child that `start_child` started. A new run is a new object."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -31,20 +31,20 @@ class ChildProcess:
         return self._process.poll() is None
 
     async def wait(self) -> int:
-        """The exit status, once it has ended."""
+        """Wait for its end. Returns the exit status."""
         while (status := self._process.poll()) is None:
             await asyncio.sleep(0.02)
         return status
 
     async def stop(self, grace_s: float) -> int:
-        """Give it `grace_s` to end by itself, then kill its group."""
+        """Give it `grace_s` to end by itself, then kill its process group."""
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self.wait(), grace_s)
         self.kill()
         return await self.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to the child itself; nothing happens when it has ended."""
+        """Send a signal to the child itself. No effect if it has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -65,7 +65,7 @@ class RestartPolicy:
     _deaths: deque[float] = field(default_factory=deque)
 
     def delay_after_death(self) -> float | None:
-        """Seconds to wait before the next start; None: it dies too often, leave it."""
+        """Seconds to wait before the next start; None if it died too often."""
         now = self.clock()
         self._deaths.append(now)
         while self._deaths and self._deaths[0] < now - self.window_s:

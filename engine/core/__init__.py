@@ -1,1 +1,1 @@
-"""What every backend and the server share; light libraries only, no framework."""
+"""Shared by all backends and the server. Light libraries only, no framework."""

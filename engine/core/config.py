@@ -1,9 +1,8 @@
-"""Where settings come from: defaults < TOML file < LLM_ENGINE_* variables < command-line flags.
+"""Loads settings: defaults < TOML file < LLM_ENGINE_* variables < command-line flags.
 
-Each source is a layer of `section.key` values that remembers what the user called each one, so
-that an error names it and `engine config show` can tell where a value is from. A name that no
-setting has is an error, never ignored. Loading is a pure function of its arguments and the files
-that they name.
+Each source is a layer of `section.key` values that remembers each value's name in that source. So
+errors can name it, and `engine config show` can tell where a value is from. An unknown name is an
+error, never ignored. Loading is a pure function of its arguments and the files that they name.
 """
 
 import ipaddress
@@ -34,7 +33,7 @@ CONFIG_VARIABLE = "LLM_ENGINE_CONFIG"  # path of the TOML file
 DEFAULT_CONFIG_FILE = Path("engine.toml")
 MIN_KEY_LENGTH = 16
 
-# Short names for the settings that deployments set most; every key also has its systematic name.
+# Short names of the settings that deployments set most. Every key also has its systematic name.
 SHORT_VARIABLES = {
     "LLM_ENGINE_HOST": "server.host",
     "LLM_ENGINE_PORT": "server.port",
@@ -48,7 +47,7 @@ SHORT_VARIABLES = {
     "LLM_ENGINE_LOG_LEVEL": "logging.level",
 }
 
-# Flags whose name isn't simply the key's.
+# Flags whose name is not derived from the key.
 _FLAGS = {
     "model.model_path": "MODEL",
     "model.options": "--option",
@@ -61,7 +60,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and where each `section.key` is from: `default`, a file, a variable or a flag."""
+    """Settings, and the origin of each `section.key`: `default`, a file, a variable or a flag."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -115,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(settings: Settings) -> None:
-    """Refuse to serve other machines, or other sites' pages, without a key worth the name."""
+    """Refuse to serve other machines, or web pages of other origins, without a strong key."""
     server = settings.server
     exposed = not is_loopback(server.host)
     if server.api_key is None and server.keys_file is None:
@@ -142,10 +141,10 @@ def check_exposure(settings: Settings) -> None:
 
 
 def check_references(settings: Settings) -> None:
-    """Refuse, before anything is loaded, names of what will be needed once everything is."""
+    """Check, before anything is loaded, that the names and files in the settings exist."""
     server, storage, warm_file = settings.server, settings.storage, settings.cache.warm_file
     if server.keys_file is not None:
-        from engine.core.key_file import read_keys  # few servers have one
+        from engine.core.key_file import read_keys  # imported late: few servers have one
 
         read_keys(server.keys_file)
     if storage.path is not None:
@@ -161,7 +160,7 @@ def check_references(settings: Settings) -> None:
 
 
 def _check_storage(directory: Path) -> None:
-    """What is kept there is first needed when somebody sends it."""
+    """Check now that the storage directory is usable; requests need it only later."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -174,13 +173,13 @@ def _check_storage(directory: Path) -> None:
 
 
 def variable_names() -> dict[str, str]:
-    """Every environment variable that sets something, with its `section.key`."""
+    """Every environment variable, with the `section.key` that it sets."""
     systematic = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in setting_keys()}
     return SHORT_VARIABLES | systematic
 
 
 def flag_name(key: str) -> str:
-    """What the command line calls a setting."""
+    """The command-line flag of a setting."""
     return _FLAGS.get(key) or "--" + key.split(".")[1].replace("_", "-")
 
 
@@ -208,7 +207,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _named_tables(content: Mapping[str, Any], path: Path | None) -> NamedTables:
     if not any(section in content for section in TABLES):
         return NO_TABLES
-    from engine.core.config_tables import read_tables  # most servers have one backend and no tables
+    from engine.core.config_tables import read_tables  # imported late: most servers have no tables
 
     return read_tables(content, str(path))
 
@@ -247,7 +246,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
             raise ConfigError(
                 f"unknown environment variable {variable}" + suggest(variable, list(names))
             )
-        if not environ[variable]:  # empty, as container tools leave it, means not set
+        if not environ[variable]:  # container tools leave unset variables empty
             continue
         if key in layer:
             raise ConfigError(
@@ -272,7 +271,7 @@ def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
 
 
 def _read_secret_files(layer: _Layer) -> None:
-    """Let a layer that names a secret's file also give the secret, at the layer's own rank."""
+    """If a layer names a secret's file, read the secret into the same layer."""
     for key in SECRET_KEYS:
         named = layer.get(f"{key}_file")
         if named is None or key in layer:
@@ -295,7 +294,7 @@ def _check_known(key: str, complaint: str) -> None:
 
 
 def _explain(error: ValidationError, merged: _Layer) -> str:
-    """One line for the first mistake; pydantic's own report has several, and shows secrets."""
+    """One line for the first mistake. pydantic's own report has several lines and shows secrets."""
     first, *others = error.errors(include_url=False, include_context=False)
     key = ".".join(str(part) for part in first["loc"][:2])
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")

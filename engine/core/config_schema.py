@@ -1,9 +1,8 @@
-"""Every setting there is: its section, type, bounds and default.
+"""Every setting: section, type, bounds and default.
 
-A key's name here is its name everywhere: `[server] port` in TOML, `LLM_ENGINE_SERVER__PORT` in the
-environment, `--port` on the command line. Sizes in `_mb` are MiB. All of it is frozen: nothing
-writes to settings after they are loaded. The sentence below a field is its line in
-docs/reference/settings.md.
+A key has the same name everywhere: `[server] port` in TOML, `LLM_ENGINE_SERVER__PORT` in the
+environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are frozen: nothing
+changes them after loading. The sentence below a field is its line in docs/reference/settings.md.
 """
 
 import os
@@ -36,14 +35,14 @@ RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
 
 
 def _split_commas(value: Any) -> Any:
-    """Environment variables and flags give a list as `a,b`."""
+    """Split a list given as `a,b` in a variable or a flag."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
 def _parse_options(value: Any) -> Any:
-    """An environment variable gives options as TOML has them: `{ name = "value" }`."""
+    """Parse options given in a variable in TOML syntax: `{ name = "value" }`."""
     if not isinstance(value, str):
         return value
     try:
@@ -103,7 +102,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python counts `true` as 1; a port of `true` is a mistake."""
+        """Python treats `true` as 1, but a port of `true` is a mistake."""
         assert info.field_name is not None
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError(f"must not be {str(value).lower()}")
@@ -269,7 +268,7 @@ class MetricsSettings(Section):
 
 
 class LimitsSettings(Section):
-    """What each key may ask for, unless the keys file says otherwise for it; None: no limit."""
+    """Limits of each key, unless the keys file sets its own. None means no limit."""
 
     requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
     """Max requests per minute."""
@@ -290,7 +289,7 @@ class LimitsSettings(Section):
 
 
 class StorageSettings(Section):
-    """What outlives a request, and the server: stored responses, files, batches."""
+    """Storage of data that outlives a request and the server: responses, files, batches."""
 
     path: Path | None = None
     """Storage directory; unset, `engine` in the user's data directory."""
@@ -312,8 +311,8 @@ class StorageSettings(Section):
 
 
 class NamedTables(msgspec.Struct, frozen=True):
-    """`[backends.NAME]`, `[models.ID]` and `[plugins.NAME]`, as `config_tables` has read and
-    checked them.
+    """`[backends.NAME]`, `[models.ID]` and `[plugins.NAME]`, as `config_tables` has validated
+    them.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
@@ -326,7 +325,7 @@ NO_TABLES = NamedTables()
 
 
 class Settings(BaseModel):
-    """The whole configuration. `Settings()` is the defaults; `load_settings` reads the sources."""
+    """The whole configuration. `Settings()` has the defaults; `load_settings` reads all sources."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -356,6 +355,6 @@ def setting_keys() -> list[str]:
     ]
 
 
-# Never given on a command line, where other users of the machine could read it, nor kept in a TOML
-# file, which tends to be committed: each has a `_file` key beside it instead.
+# Never set on a command line, which other users of the machine can read, nor in a TOML file, which
+# tends to be committed. Each has a `_file` key instead.
 SECRET_KEYS = ("server.api_key", "server.admin_key", "metrics.token", "limits.redis_url")

@@ -1,8 +1,8 @@
-"""The tables that name things: `[backends.NAME]`, an engine that answers, `[models.ID]`, what
-clients ask for and who answers it, and `[plugins.NAME]`, what looks at requests and answers.
+"""Named tables: `[backends.NAME]` (an engine), `[models.ID]` (a model id and its backends) and
+`[plugins.NAME]`.
 
-A backend's table has the router's keys, which are here, and options of its kind, which the kind's
-own configuration class checks when the backend is made. A plugin's options are the plugin's own.
+A backend's table has the router's keys, defined here, and options of its kind, which the kind's
+configuration class validates when the backend is made. A plugin validates its own options.
 """
 
 import re
@@ -18,7 +18,7 @@ from engine.core.utils.names import suggest
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix", "session")
 MAX_REPLICAS = 64
 
-# What such a key holds must not lie in a file that tends to be committed.
+# A secret under such a key must not be in a file that tends to be committed.
 _SECRET_KEY = re.compile(
     r"(?i)(.*[_-])?(api[_-]?key|token|secret|password|passwd|authorization|credentials?)"
 )
@@ -31,7 +31,7 @@ class Table(BaseModel):
 
 
 def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):  # Python counts it as a number
+    if isinstance(value, bool):  # a bool is an int in Python
         raise ValueError(f"must not be {str(value).lower()}")
     return value
 
@@ -41,7 +41,7 @@ def _use_of_name(value: Any) -> Any:
 
 
 def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
-    """Raises `ValueError` where an option seems to hold what nobody should read."""
+    """Raise `ValueError` if an option seems to hold a secret."""
     for path, value in _leaves(options):
         if isinstance(value, str) and _URL_WITH_PASSWORD.match(value):
             raise ValueError(
@@ -72,7 +72,7 @@ Options = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
 
 
 class BackendTable(Table):
-    """One engine, or `replicas` equal ones."""
+    """One engine, or several equal `replicas`."""
 
     kind: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Kind of backend, as `--backend` takes it."""
@@ -102,7 +102,7 @@ class BackendUse(Table):
 
 
 class ShadowTable(Table):
-    """Copies a share of a model's requests to a backend, and discards its answers."""
+    """Copies a share of a model's requests to a second backend and discards its answers."""
 
     backend: str
     """Backend that gets copies of requests."""
@@ -111,7 +111,7 @@ class ShadowTable(Table):
 
 
 class ModelTable(Table):
-    """A model that clients can ask for."""
+    """A model that clients can request."""
 
     aliases: tuple[ModelId, ...] = ()
     """Other ids of the model."""
@@ -128,7 +128,7 @@ class ModelTable(Table):
 
 
 class PluginTable(Table):
-    """A plugin that takes part in requests."""
+    """A plugin that processes requests."""
 
     enabled: bool = True
     """Load the plugin; `false` keeps the table and leaves the plugin out."""
@@ -150,7 +150,7 @@ _NAMES = {
 
 
 def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
-    """The named tables of a file's content. Raises `ConfigError` that names `where` and the key."""
+    """Validate the named tables of a file. Raises `ConfigError` naming `where` and the key."""
     given = {section: tables.get(section, {}) for section in TABLES}
     for section, named in given.items():
         _check_shape(section, named, where)
@@ -166,7 +166,7 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
         name: _made(PluginTable, f"{where}: plugins.{name}", _split_options(PluginTable, table))
         for name, table in given["plugins"].items()
     }
-    # Without models in the file, each backend is one by its own name.
+    # Without `[models]` tables, each backend is a model under its own name.
     uses = {name: ModelTable(backends=(BackendUse(name=name),)) for name in backends}
     made = NamedTables(backends, models or uses, plugins)
     _check_references(made, where)
@@ -174,7 +174,7 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
 
 
 def backends_of(table: ModelTable, tables: NamedTables) -> list[BackendUse]:
-    """The backends that a model names, or that have one of its tags."""
+    """The backends that a model lists, or that have one of its tags."""
     if table.backends:
         return list(table.backends)
     wanted = set(table.tags)
@@ -210,7 +210,7 @@ def _made(kind: type[T], where: str, table: Mapping[str, Any]) -> T:
 
 
 def _split_options(kind: type[Table], table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are known here as they are, the rest under `options`."""
+    """Keep known keys; move all others under `options`."""
     ours = kind.model_fields.keys() - {"options"}
     options = {key: value for key, value in table.items() if key not in ours}
     return {key: value for key, value in table.items() if key in ours} | {"options": options}

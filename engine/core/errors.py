@@ -1,7 +1,7 @@
-"""Every failure that a user can meet, as one family.
+"""All errors that a user can see, as one class family.
 
-A category decides the HTTP status and the OpenAI error type once, here; raisers only say what went
-wrong and what to change. Nothing but `EngineError` crosses a module boundary on purpose: any other
+Each category fixes its HTTP status and OpenAI error type here; code that raises only says what went
+wrong and what to change. Only `EngineError` crosses a module boundary on purpose. Any other
 exception is a bug and is answered as an opaque 500.
 """
 
@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 
 class EngineError(Exception):
-    """Base of the family. `str(error)` is the sentence that the user reads."""
+    """Base class. `str(error)` is the message for the user."""
 
     category: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "INTERNAL_ERROR"
-    # Whether the same request may succeed later; tells OpenAI clients to retry or not.
+    # Whether the same request may succeed later. OpenAI clients use it to decide on a retry.
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -33,7 +33,7 @@ class EngineError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error body: exactly these four keys, `code` a string."""
+        """The OpenAI error body with exactly these four keys; `code` is a string."""
         return {
             "error": {
                 "message": self.message,
@@ -45,7 +45,7 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """Settings that cannot be used; the message names the key."""
+    """Invalid settings; the message names the key."""
 
     category = "config"
     code = "CONFIG_ERROR"
@@ -61,7 +61,7 @@ class ModelError(EngineError):
 
 
 class ModelFormatError(ModelError):
-    """A model file that breaks its format's rules; the message names file, rule and place."""
+    """A model file violates its format; the message names file, rule and place."""
 
     category = "model_format"
     code = "MODEL_FORMAT"
@@ -83,7 +83,7 @@ class CacheError(EngineError):
 
 
 class ResourceError(EngineError):
-    """Memory or disk is short; the message says what would fit."""
+    """Not enough memory or disk; the message says what would fit."""
 
     category = "resource"
     status = 507
@@ -127,7 +127,7 @@ class MethodNotAllowedError(InvalidRequestError):
 
 
 class RequestTimeoutError(EngineError):
-    """The request's own deadline passed."""
+    """The request's deadline passed."""
 
     category = "timeout"
     status = 408
@@ -154,7 +154,7 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
 
 class RateLimitError(EngineError):
-    """Too much work at once; `retry_after` says when to come back."""
+    """Too many requests or tokens; `retry_after` says when to retry."""
 
     category = "rate_limit"
     status = 429
@@ -174,7 +174,7 @@ class UnavailableError(EngineError):
 
 
 def error_from_code(code: str, message: str) -> EngineError:
-    """Rebuild a typed error from what crossed a process boundary."""
+    """Rebuild a typed error from its code and message, after it crossed a process boundary."""
     pending: list[type[EngineError]] = [EngineError]
     while pending:
         kind = pending.pop()

@@ -1,8 +1,8 @@
-"""Places where a test can make something fail, sleep or end the process.
+"""Fault injection points: a test can make one fail, sleep or end the process.
 
-`hit("forward")` costs one comparison and does nothing, unless a plan is armed: by a test in its own
-process (`planned`), or by an environment variable that a process reads once when it starts. The
-variable alone is refused: a second one has to say that this server is there to be broken.
+`hit("forward")` costs one comparison and does nothing unless faults are armed: by a test in its own
+process (`planned`), or by an environment variable read once at process start. That variable alone
+is refused; a second one must confirm that this server may be broken.
 """
 
 import errno
@@ -21,30 +21,30 @@ GUARD_VARIABLE = "ENGINE_FAULTS_GUARD"
 GUARD = "this server is here to be broken"
 EXIT_STATUS = 70
 
-# In the order in which a request meets them.
+# In the order in which a request passes them.
 POINTS = (
-    "validate",  # a body has been decoded
-    "template",  # a chat becomes a prompt
+    "validate",  # a body was decoded
+    "template",  # a chat is rendered to a prompt
     "tokenize",  # subject: the text
-    "check_grammar",  # tried out beside the engine; subject: its text
-    "submit",  # leaves the frontend; subject: token ids
-    "load",  # a model, in the engine's process
-    "intake",  # reaches the engine's loop; subject: token ids
-    "compile",  # a grammar; subject: its text
+    "check_grammar",  # a grammar is test-compiled outside the engine; subject: its text
+    "submit",  # a request leaves the frontend; subject: token ids
+    "load",  # the engine process loads a model
+    "intake",  # a request reaches the engine loop; subject: token ids
+    "compile",  # a grammar is compiled; subject: its text
     "schedule",
     "allocate",  # blocks for one sequence; subject: its token ids
     "forward",  # subject: the step's token ids
     "sample",
     "wait",
-    "update",  # one row's result is taken in; subject: its sequence's token ids
-    "nonfinite",  # "mark": the row counts as not finite; subject: its sequence's token ids
+    "update",  # a row's result is processed; subject: its sequence's token ids
+    "nonfinite",  # "mark": treat the row as non-finite; subject: its sequence's token ids
     "publish",  # blocks enter the prefix cache; subject: their token ids
     "detokenize",
     "parse",
     "format",
     "database",
     "upload",
-    "keep_file",  # what is kept for the next start
+    "keep_file",  # a file cached for the next start
 )
 Action = Literal["raise", "memory", "disk", "sleep", "exit", "mark"]
 P = ParamSpec("P")
@@ -52,12 +52,12 @@ T = TypeVar("T")
 
 
 class FaultError(RuntimeError):
-    """What no code expects."""
+    """An unexpected exception, for tests."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """From its `at`-th hit on, `times` hits of a point fail; with `within`, only hits whose subject
+    """Fails `times` hits of a point, from the `at`-th on. With `within`, only hits whose subject
     contains it count.
     """
 
@@ -66,11 +66,11 @@ class Fault:
     at: int = 1
     times: int = 1
     within: str | int | None = None
-    seconds: float = 0.0  # for "sleep"
+    seconds: float = 0.0  # duration of action "sleep"
 
 
 class _Plan:
-    """Armed faults and their counts; any thread may hit them."""
+    """Armed faults and their hit counts. Thread-safe."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
@@ -101,17 +101,17 @@ _plan: _Plan | None = None
 
 
 def hit(point: str, subject: Container[Any] | None = None) -> bool:
-    """True where a "mark" strikes; the other actions speak for themselves."""
+    """True if a "mark" fault fires; other actions fail, sleep or exit here."""
     return _plan is not None and _plan.strike(point, subject)
 
 
 def is_armed() -> bool:
-    """For what happens once per token: asked once, instead of a hit each time."""
+    """Asked once by per-token code, instead of a `hit` per token."""
     return _plan is not None
 
 
 def wrap(point: str, function: Callable[P, T]) -> Callable[P, T]:
-    """A function that hits the point first; itself when nothing is armed."""
+    """A function that hits the point first; `function` itself when nothing is armed."""
     if _plan is None:
         return function
 
@@ -124,7 +124,7 @@ def wrap(point: str, function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def planned(*faults: Fault) -> Iterator[_Plan]:
-    """Armed in this process until the block ends."""
+    """Arm faults in this process until the block ends."""
     global _plan
     before, plan = _plan, _Plan(faults)
     _plan = plan
@@ -135,7 +135,7 @@ def planned(*faults: Fault) -> Iterator[_Plan]:
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
-    """What the environment plans for this process. Called once, when it starts."""
+    """Arm what the environment asks for. Called once at process start."""
     global _plan
     text = environ.get(PLAN_VARIABLE)
     if text is None:
@@ -154,7 +154,7 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def environment(*faults: Fault) -> dict[str, str]:
-    """The variables that arm these faults in a child process."""
+    """Environment variables that arm these faults in a child process."""
     import msgspec
 
     return {PLAN_VARIABLE: msgspec.json.encode(faults).decode(), GUARD_VARIABLE: GUARD}

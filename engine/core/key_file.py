@@ -1,7 +1,7 @@
-"""The keys file: who may use a server, each with a name, a tenant and limits.
+"""The keys file: a server's API keys, each with a name, a tenant and limits.
 
-JSON, because programs write it. A key itself is never in it, only its SHA-256: keys are long and
-random, so nothing slower is needed to hide them. The file is private to its owner.
+It is JSON, because programs write it. It never has a key itself, only its SHA-256: keys are long
+and random, so a slow hash is not needed. Only the file's owner can read it.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ Role = Literal["user", "admin"]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may ask for; None: as the settings say, or no limit."""
+    """Limits of one key. None means the settings' limit, or no limit."""
 
     requests_per_minute: Rate = None
     tokens_per_minute: Rate = None
@@ -45,7 +45,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
         return all(getattr(self, name) is None for name in LIMIT_NAMES)
 
     def over(self, defaults: LimitsSettings) -> "KeyLimits":
-        """These, and the defaults where these say nothing."""
+        """These limits, with `defaults` for those that are not set."""
         own = {name: getattr(self, name) for name in LIMIT_NAMES}
         return KeyLimits(
             **{name: getattr(defaults, name) if own[name] is None else own[name] for name in own}
@@ -60,7 +60,7 @@ class KeyEntry(
 ):
     name: Name
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    tenant: Name | None = None  # None: the key's name
+    tenant: Name | None = None  # None: same as the key's name
     role: Role = "user"
     created: str = ""
 
@@ -69,7 +69,7 @@ class KeyEntry(
         return self.tenant or self.name
 
     def public(self) -> dict[str, Any]:
-        """What may be shown: everything but the digest."""
+        """All fields that may be shown: everything except the digest."""
         shown: dict[str, Any] = msgspec.to_builtins(self)
         shown.pop("sha256")
         return shown | {"tenant": self.tenant_name, "role": self.role}
@@ -80,7 +80,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """Raises `ConfigError` that names the file and what is wrong with it."""
+    """Read the file. Raises `ConfigError` naming the file and the mistake."""
     path = path.expanduser()
     try:
         with open_private(path) as file:
@@ -108,7 +108,9 @@ def add_key(
     role: Role = "user",
     limits: Mapping[str, int | None] | None = None,
 ) -> tuple[str, KeyEntry]:
-    """A new key, told only now, and its entry, which is in the file then."""
+    """Create a key and write its entry. Returns the key, which is shown only this once, and the
+    entry.
+    """
     path = path.expanduser()
     keys = read_keys(path) if path.exists() else ()
     if any(key.name == name for key in keys):
@@ -141,7 +143,7 @@ def remove_key(path: Path, name: str) -> KeyEntry:
 
 
 def set_limits(path: Path, name: str, limits: Mapping[str, int | None]) -> KeyEntry:
-    """Other limits for a key; those that are not named stay."""
+    """Change a key's limits; limits that are not given stay."""
     path = path.expanduser()
     keys = read_keys(path)
     for position, key in enumerate(keys):

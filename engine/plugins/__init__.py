@@ -1,1 +1,1 @@
-"""Plugins around a backend; loaded only where a configuration names one."""
+"""Plugins around a backend; loaded only if the configuration names one."""

@@ -1,8 +1,7 @@
-"""One request through all plugins: prepared, answered, its text filtered, its answer shown to those
-who look on.
+"""Runs one request through all plugins: request hooks, the backend, text filters, response hooks.
 
-Without a plugin that touches text, events are pushed through as the backend gives them. With one,
-they pass through the plugins' threads, joined as far as they have piled up meanwhile.
+If no plugin touches text, the backend's events are pushed straight through. Otherwise events pass
+through the plugins' threads, and those that arrived meanwhile are merged.
 """
 
 import asyncio
@@ -49,12 +48,12 @@ class Inbox:
         self._wake.set()
 
     def close(self) -> None:
-        """There will be no more."""
+        """Mark the end: no more events will come."""
         self._is_closed = True
         self._wake.set()
 
     async def take(self) -> list[Event]:
-        """All that has come; empty at the end."""
+        """All events that have arrived; empty at the end."""
         while not self._events and not self._is_closed:
             self._wake.clear()
             await self._wake.wait()
@@ -66,7 +65,7 @@ TextRequest = ChatRequest | CompletionRequest
 
 
 async def prepared(hosts: Sequence[PluginHost], view: PluginRequest) -> PluginRequest:
-    """The request as the plugins want it to be asked. Raises what one of them refuses it with."""
+    """The request after all plugins' changes. Raises if a plugin refuses it."""
     for host in hosts:
         if host.blocks:
             raise host.refusal()
@@ -84,7 +83,7 @@ async def prepared(hosts: Sequence[PluginHost], view: PluginRequest) -> PluginRe
 
 
 async def _prepare(host: PluginHost, view: PluginRequest) -> PluginRequest | None:
-    """In the plugin's thread, as copying a long conversation takes a while."""
+    """Runs in the plugin's thread, because copying a long conversation takes time."""
     return await host.plugin.pre_inference(copied(view))
 
 
@@ -175,7 +174,7 @@ class PluggedAnswer(EventFeed):
 
 
 class Held:
-    """A whole answer, kept back for those who may change it."""
+    """A complete answer, held back for plugins that may change it."""
 
     def __init__(self, num_choices: int) -> None:
         self.builder = ResponseBuilder(num_choices)
@@ -196,7 +195,7 @@ class Held:
                 made.append(ReasoningEvent(index, choice.reasoning))
             if choice.text == original.choices[index].text:
                 made += self._tokens[index]
-            else:  # its tokens are no longer those of the text
+            else:  # the tokens no longer match the text
                 count = sum(each.num_tokens for each in self._tokens[index])
                 made.append(TextEvent(index, choice.text, count))
             for number, call in enumerate(choice.tool_calls):
@@ -243,7 +242,7 @@ async def _filter(stages: Sequence[FilterStage], inbox: Inbox, sink: EventSink) 
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:
-    """Neighbours that are text of one choice, as one: there is one call for each that is left."""
+    """Merge consecutive text events of one choice: each event costs a plugin call."""
     made: list[Event] = []
     for event in events:
         last = made[-1] if made else None
@@ -278,7 +277,7 @@ async def _pump(source: AsyncIterator[Event], sink: EventSink) -> None:
         async for event in source:
             sink(event)
     finally:
-        close = getattr(source, "aclose", None)  # an AsyncIterator need not have it
+        close = getattr(source, "aclose", None)  # an AsyncIterator may lack it
         if close is not None:
             await close()
 
@@ -287,7 +286,9 @@ async def _pump(source: AsyncIterator[Event], sink: EventSink) -> None:
 async def _reading(
     read: Callable[[EventSink], Coroutine[Any, Any, None]],
 ) -> AsyncGenerator[Inbox, None]:
-    """An inbox that another task fills. Leaving early cancels it; its failure is raised last."""
+    """An inbox that another task fills. Leaving early cancels the task; its error is raised
+    last.
+    """
     inbox = Inbox()
     task = asyncio.create_task(_fill(read, inbox))
     try:

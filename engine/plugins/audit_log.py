@@ -1,7 +1,7 @@
-"""Writes who asked what, and what was answered, to a private file: one JSON object a line.
+"""Logs requests and answers to a private file, one JSON object per line.
 
-Writing happens in the plugin's own thread, behind a queue that the server bounds; nobody waits for
-it. With `record = "digests"` the file tells that two texts are the same, and not what they say.
+Writing happens in the plugin's own thread, behind a bounded queue, so no request waits for it. With
+`record = "digests"` the file only has hashes: equal texts can be recognized, but not read.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ class AuditOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     record: Literal["digests", "texts"] = "digests"
     max_size_mb: float = 64.0
-    max_files: int = 5  # with the one that is written to
+    max_files: int = 5  # including the current one
 
 
-class AuditLog(InferencePlugin):
-    """Keeps a record of every request and answer, as digests or as texts."""
+class RequestAudit(InferencePlugin):
+    """Records every request and answer, as digests or as texts."""
 
     name = "audit_log"
     version = "1.0"
@@ -55,7 +55,7 @@ class AuditLog(InferencePlugin):
         assert self._file is not None
         entry = self.entry(response)
         entry["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        # ASCII, so that no character of a text can end the line.
+        # ASCII output, so no character of a text can end the line.
         self._file.write(json.dumps(entry, ensure_ascii=True).encode() + b"\n")
         return None
 
@@ -107,7 +107,7 @@ def _asked(request: PluginRequest) -> Any:
 
 
 class PrivateLog:
-    """A file that only this account reads, replaced by an empty one when it is full."""
+    """A file that only this account can read; rotated when it is full."""
 
     def __init__(self, path: Path, max_bytes: int, max_files: int) -> None:
         self._path = path
@@ -137,7 +137,7 @@ class PrivateLog:
         return handle
 
     def _rotate(self) -> None:
-        """PATH.1 is the newest of the full ones."""
+        """PATH.1 is the newest full file."""
         names = [self._path, *(Path(f"{self._path}.{i}") for i in range(1, self._max_files))]
         names[-1].unlink(missing_ok=True)
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):

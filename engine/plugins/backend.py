@@ -1,7 +1,7 @@
-"""A backend with plugins around it: the server does not know that they are there.
+"""A backend wrapped in plugins; the server does not know about them.
 
-What is asked of the backend beside text goes through as it is. A plugin that is off and must not be
-passed over makes the whole backend not ready, so that probes tell and requests are refused early.
+Calls other than text generation are passed through. If a plugin that requests must not bypass is
+disabled, the whole backend is not ready. So probes show it and requests are refused early.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from engine.plugins.views import ResponseBuilder, applied, view_of
 
 
 class PluggedBackend(InferenceBackend):
-    """`hosts` in the order in which they see a request."""
+    """`hosts` are in the order in which they see a request."""
 
     def __init__(self, inner: InferenceBackend, hosts: Sequence[PluginHost]) -> None:
         self.inner = inner
@@ -42,7 +42,7 @@ class PluggedBackend(InferenceBackend):
         return self
 
     async def start(self) -> str:
-        """Plugins get ready while the backend does. If one can't start, nothing stays."""
+        """Start plugins and backend in parallel. If one fails, all are stopped."""
         starting = asyncio.create_task(self.inner.start())
         try:
             for host in self.hosts:
@@ -149,7 +149,7 @@ class PluggedBackend(InferenceBackend):
 
 
 def describe(host: PluginHost) -> dict[str, Any]:
-    """A plugin's state, for people."""
+    """A plugin's state, for the admin API."""
     hooks = {
         "pre_inference": host.prepares,
         "text_filter": host.filters,

@@ -1,4 +1,4 @@
-"""`[plugins.*]` tables to plugins around a backend."""
+"""Wraps a backend in the plugins of the `[plugins.*]` tables."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,9 @@ from engine.plugins.metrics import PluginMetrics
 def plug_in(
     backend: InferenceBackend, tables: Mapping[str, PluginTable], registry: CollectorRegistry
 ) -> InferenceBackend:
-    """The backend as it is where no plugin is enabled. Raises `ConfigError` that names a plugin."""
+    """Wrap `backend`; returns it unchanged if no plugin is enabled. Raises `ConfigError` naming a
+    plugin.
+    """
     enabled = {name: table for name, table in tables.items() if table.enabled}
     if not enabled:
         return backend

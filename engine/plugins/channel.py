@@ -1,8 +1,8 @@
-"""One text of an answer on its way through one plugin's filter, with the tokens that it is made of.
+"""Passes one text of an answer through a plugin's filter, together with its tokens.
 
-The filter says which characters are final and which of them become others; the text is cut and
-mended here. Tokens that are shown with log-probabilities travel along: one that an edit touches
-shows what the text shows there, so that the shown tokens still spell the text and tell no more.
+The filter says which characters are final and which are replaced; this module cuts and edits the
+text. Tokens shown with log-probabilities pass along. A token that an edit touches shows the edited
+text, so the tokens still spell the text and leak nothing.
 """
 
 import codecs
@@ -19,7 +19,7 @@ from engine.core.interfaces.plugin import Edit, Filtered, TextFilter
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token, and the characters of a text that are its own. `start` None: nobody knows which."""
+    """A token and its character range in the text. `start` is None if the range is unknown."""
 
     shown: TokenText
     start: int | None
@@ -27,36 +27,36 @@ class PlacedToken:
 
 
 def hidden(token: TokenText, text: str = "") -> TokenText:
-    """A token that no longer says what it was."""
+    """A token with its text replaced."""
     return TokenText(text, text.encode(), token.logprob)
 
 
 class TokenPlacer:
-    """Finds the characters of tokens, whose bytes may be parts of characters."""
+    """Maps tokens to characters; a token may hold part of a character's bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = 0
 
     def place(self, tokens: Sequence[TokenText] | None, text: str) -> list[PlacedToken]:
-        """`text` is what came with them; they may be ahead of it."""
+        """Place `tokens`. `text` arrived with them, but tokens may be ahead of it."""
         placed = []
         for token in tokens or ():
             characters = self._decoder.decode(token.token_bytes)
             if self._end == 0 and characters.startswith(" ") and text[:1] not in ("", " "):
-                characters = characters[1:]  # a tokenizer's mark of a beginning is no text
+                characters = characters[1:]  # a tokenizer's word-start mark is not text
             start, self._end = self._end, self._end + len(characters)
             placed.append(PlacedToken(token, start, self._end))
         return placed
 
 
 class Channel:
-    """Text and tokens in, those that are final out."""
+    """Takes text and tokens; returns those that are final."""
 
     def __init__(self, text_filter: TextFilter) -> None:
         self.text_filter = text_filter
         self.pending = ""
-        self._base = 0  # where `pending` begins in all of the text
+        self._base = 0  # position of `pending` in the whole text
         self._tokens: deque[PlacedToken] = deque()
         self._trail = Trail()
 
@@ -78,17 +78,17 @@ class Channel:
         return text, tokens
 
     def release(self) -> tuple[str, list[PlacedToken]]:
-        """All that is kept back, as it is."""
+        """Return all held text and tokens, unchanged."""
         return self.settle(Filtered(len(self.pending)), is_last=True)
 
 
 class Trail:
-    """Settled text that tokens may still be held against: they do not end where it does."""
+    """Recent final text, kept because a token may end later than the text."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._start = 0  # of `_text`, in all of the text
-        self._written = 0  # the same place, after all edits
+        self._start = 0  # position of `_text` in the whole text
+        self._written = 0  # the same position, after all edits
         self._edits: list[Edit] = []
         self._is_aligned = True
 
@@ -97,7 +97,7 @@ class Trail:
         self._edits += edits
 
     def forget(self, before: int | None) -> None:
-        """All but what a token that begins at `before` needs."""
+        """Drop everything that a token starting at `before` does not need."""
         end = self._start + len(self._text)
         cut = end if before is None else max(min(before, end), self._start)
         cut = min([cut, *(edit.start for edit in self._edits if edit.start < cut < edit.end)])
@@ -108,7 +108,7 @@ class Trail:
         self._start = cut
 
     def placed(self, token: PlacedToken) -> PlacedToken:
-        """The token where, and as, it is after the edits."""
+        """The token with its position and text after the edits."""
         unknown = PlacedToken(hidden(token.shown), None, token.end)
         if token.start is None or not self._is_aligned:
             return unknown
@@ -133,7 +133,9 @@ class Trail:
 
 
 def _spells(token: TokenText, raw: str) -> bool:
-    """Whether a token's text is what its place holds; of half a character only the rest can be."""
+    """Whether a token's text equals its characters. For a partial character only the rest is
+    compared.
+    """
     literal = token.token_bytes.decode("utf-8", "replace").lstrip("\ufffd")
     return literal.endswith(raw) or raw.endswith(literal.rstrip("\ufffd"))
 
@@ -143,7 +145,9 @@ def _moved(edit: Edit, distance: int) -> Edit:
 
 
 def _mended(raw: str, start: int, edits: Sequence[Edit]) -> str:
-    """Characters after the edits, the first one at `start`; where one begins, there is its text."""
+    """`raw` after the edits; `start` is its position. A replacement is placed where its edit
+    starts.
+    """
     pieces: list[str] = []
     position = 0
     for edit in edits:
@@ -156,7 +160,7 @@ def _mended(raw: str, start: int, edits: Sequence[Edit]) -> str:
 
 
 def mistake_in(filtered: Any, num_pending: int, is_last: bool) -> str | None:
-    """Why what a filter returned can't be used."""
+    """Why a filter's result is invalid, or None."""
     try:
         made = msgspec.convert(filtered, tuple[int, list[tuple[int, int, str]]])
     except msgspec.ValidationError:

@@ -1,8 +1,8 @@
-"""An answer's events through one plugin's text filter.
+"""Passes an answer's events through one plugin's text filter.
 
-Text, reasoning and each tool call of a choice are filtered apart. What a filter keeps back goes out
-when the next kind of output begins, or the choice ends. A call's arguments are JSON, of which a
-filter must see strings and not their spelling: they go out when they are complete.
+The text, the reasoning and each tool call of a choice are filtered separately. Text that a filter
+holds back is released when the next kind of output starts or the choice ends. A call's arguments
+are JSON, and a filter must see decoded strings, so they are sent when complete.
 """
 
 import json
@@ -21,7 +21,7 @@ from engine.core.interfaces.plugin import Filtered, PluginRequest, TextFilter
 from engine.plugins.channel import Channel, PlacedToken, hidden, mistake_in
 from engine.plugins.host import PluginFailedError, PluginHost
 
-Placed = tuple[Event, list[PlacedToken]]  # an event, and the tokens that it shows
+Placed = tuple[Event, list[PlacedToken]]  # an event and the tokens that it shows
 MAX_JSON_DEPTH = 64
 
 
@@ -30,14 +30,15 @@ def _unchanged(pending: str, is_last: bool) -> Filtered:
 
 
 class FilterStage:
-    """One plugin's part in one answer."""
+    """One plugin's filter stage for one answer."""
 
     def __init__(self, host: PluginHost, request: PluginRequest) -> None:
         self._host = host
         self._request = request
         self._texts: dict[int, Channel] = {}
         self._reasoning: dict[int, Channel] = {}
-        self._calls: dict[int, tuple[int, list[str]]] = {}  # the open one of a choice
+        # choice -> index and arguments of its open tool call
+        self._calls: dict[int, tuple[int, list[str]]] = {}
 
     async def push(self, event: Event, tokens: list[PlacedToken]) -> list[Placed]:
         if isinstance(event, TextEvent):
@@ -74,7 +75,7 @@ class FilterStage:
         return made
 
     async def _end_others(self, choice: int) -> list[Placed]:
-        """What comes before text: the end of reasoning, or of a call."""
+        """Release what precedes text: the end of reasoning, or of a call."""
         return [*await self._end_reasoning(choice), *await self._end_call(choice)]
 
     async def _end(self, choice: int) -> list[Placed]:
@@ -130,7 +131,7 @@ class FilterStage:
             )
         except EngineError as error:
             self._bear(error)
-            # It may have missed something: from here on this text is left as it is.
+            # The filter may have missed text, so it is not used for the rest.
             channel.text_filter = _unchanged
             return channel.release()
         return channel.settle(made, is_last)
@@ -139,13 +140,15 @@ class FilterStage:
         return self._host.plugin.text_filter(self._request)
 
     def _bear(self, error: EngineError) -> None:
-        """Raise what must end the answer: a refusal, or a failure that may not be passed over."""
+        """Raise errors that must end the answer: a refusal, or a failure under `on_failure =
+        "refuse"`.
+        """
         if not isinstance(error, PluginFailedError) or self._host.on_failure == "refuse":
             raise error
 
 
 def shown(event: Event, tokens: Sequence[PlacedToken]) -> Event:
-    """The event that a client is sent."""
+    """The event as the client gets it."""
     if not isinstance(event, TextEvent) or not tokens:
         return event
     known = tuple(
@@ -155,7 +158,9 @@ def shown(event: Event, tokens: Sequence[PlacedToken]) -> Event:
 
 
 def _filtered_arguments(new_filter: Callable[[], TextFilter | None], arguments: str) -> str:
-    """Runs in the plugin's thread. Text that did not become JSON is filtered as it is."""
+    """Filter a call's arguments, in the plugin's thread. Text that is not JSON is filtered as it
+    is.
+    """
 
     def filtered(text: str) -> str:
         text_filter = new_filter()

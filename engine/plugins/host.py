@@ -1,5 +1,5 @@
-"""One plugin, held at arm's length: its hooks under a time limit, its failures counted, and the
-plugin left out after some in a row.
+"""Runs one plugin in isolation: time limits on its hooks, and a circuit breaker after repeated
+failures.
 """
 
 import asyncio
@@ -27,14 +27,16 @@ class PluginThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-        """What `function` returns, awaited if need be. Raises what it raises, or `TimeoutError`."""
+        """Run `function` in the thread, awaiting its result if needed. Raises its error or
+        `TimeoutError`.
+        """
         running = asyncio.run_coroutine_threadsafe(_run(function, arguments), self._loop)
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(running)
 
     def stop(self) -> None:
-        """Returns soon, whether the thread has ended or is stuck."""
-        with contextlib.suppress(RuntimeError):  # stopped already
+        """Stop the thread. Returns soon even if it is stuck."""
+        with contextlib.suppress(RuntimeError):  # already stopped
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
 
@@ -52,27 +54,27 @@ async def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return await made if isinstance(made, Awaitable) else made
     except Exception:
         raise
-    except BaseException as error:  # would end the thread, or look like a client that has left
+    except BaseException as error:  # would end the thread, or look like a cancelled request
         raise RuntimeError(f"it raised {type(error).__name__}") from None
 
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # that no success of the same hook has followed
+MAX_FAILURES = 3  # consecutive failures of one hook
 INITIALIZE_S = 30.0
-# Answers that a plugin has yet to look at; further ones it does not see.
+# Max answers waiting for a plugin to observe; more are dropped.
 MAX_OBSERVING = 1024
 CLOSE_S = 5.0
 
 
 class PluginFailedError(UnavailableError):
-    """A plugin that a request can't do without has failed."""
+    """A plugin that a request requires has failed."""
 
     code = "PLUGIN_FAILED"
 
 
 class PluginHost:
-    """Calls one plugin. `is_active` is whether it takes part in requests now."""
+    """Calls one plugin. `is_active`: whether it currently processes requests."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class PluginHost:
         self.plugin = plugin
         self.order = table.order
         self.on_failure: OnFailure = table.on_failure or plugin.on_failure
-        self.num_failures = 0  # all of them
+        self.num_failures = 0  # failures in total
         self.last_failure: str | None = None
         kind = type(plugin)
         self.prepares = kind.pre_inference is not InferencePlugin.pre_inference
@@ -107,7 +109,7 @@ class PluginHost:
 
     @property
     def blocks(self) -> bool:
-        """Nothing may be answered: the plugin is off, and nothing may pass without it."""
+        """Whether all requests must be refused: the plugin is disabled and may not be bypassed."""
         return not self.is_active and self.on_failure == "refuse"
 
     def refusal(self) -> PluginFailedError:
@@ -117,7 +119,7 @@ class PluginHost:
         )
 
     async def start(self) -> None:
-        """Raises `ConfigError` for options that the plugin can't use."""
+        """Start the plugin. Raises `ConfigError` for invalid options."""
         self._thread = PluginThread(self.name)
         self._metrics.set_enabled(self.name, True)
         try:
@@ -134,7 +136,7 @@ class PluginHost:
             self._turn_off()
 
     async def stop(self) -> None:
-        """Lets it see the answers that it has not seen yet, for a while."""
+        """Stop the plugin, after giving it some time for answers that it has not seen yet."""
         if self._thread is None:
             return
         if self._observing:
@@ -149,7 +151,7 @@ class PluginHost:
         self._thread = None
 
     def enable(self) -> None:
-        """Let it take part again, as if it had never failed."""
+        """Enable it again and reset its failure count."""
         self._in_a_row.clear()
         self._is_off = False
         self._metrics.set_enabled(self.name, True)
@@ -161,9 +163,9 @@ class PluginHost:
         *arguments: Any,
         mistake_in: Callable[[Any], str | None] = lambda made: None,
     ) -> Any:
-        """What a hook returns. Raises an `EngineError` of a 4xx status that the plugin refuses
-        with, and `PluginFailedError` for whatever else goes wrong, also if that may be passed over.
-        `mistake_in` tells why what it returned can't be used.
+        """A hook's result. Raises the plugin's own 4xx `EngineError` if it refuses, and
+        `PluginFailedError` for any other failure, even if the caller may ignore it. `mistake_in`
+        says why a result is invalid.
         """
         if not self.is_active:
             raise self.refusal()
@@ -186,7 +188,7 @@ class PluginHost:
         return made
 
     def observe(self, make: Callable[[], Any]) -> None:
-        """Show it what `make` gives, while nobody waits."""
+        """Show it the result of `make` in the background."""
         if not self.is_active:
             return
         if len(self._observing) >= MAX_OBSERVING:
@@ -203,7 +205,7 @@ class PluginHost:
         try:
             await self.call("post_inference", look)
         except EngineError:
-            return  # counted and logged; there is nobody to tell
+            return  # counted and logged; no request waits for it
 
     async def _call(
         self, hook: Hook, timeout_s: float, function: Callable[..., Any], *arguments: Any
@@ -225,7 +227,9 @@ class PluginHost:
             self._metrics.called(self.name, hook, outcome, time.monotonic() - began)
 
     def _fail(self, hook: Hook, error: BaseException, why: str | None = None) -> None:
-        """The log gets the kind of error and its place. Its text could hold a client's words."""
+        """Record a failure. The log only gets the error's type and place: its text could contain
+        client data.
+        """
         self.num_failures += 1
         frames = traceback.extract_tb(error.__traceback__)
         place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,5 +1,5 @@
-"""What plugins do, as Prometheus series. Labels are names from the configuration and fixed words,
-never text that a client or a plugin made.
+"""Prometheus metrics of plugins. Label values come from the configuration or are fixed, never
+client or plugin text.
 """
 
 from typing import Literal

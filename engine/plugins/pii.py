@@ -1,4 +1,4 @@
-"""Takes personal data out of prompts and answers, as far as patterns can find it."""
+"""Redacts personal data in prompts and answers, as far as patterns can find it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from engine.core.interfaces.plugin import (
 )
 from engine.plugins.pii_patterns import KINDS, Kind, find, open_end
 
-# Of a text that is gone, what patterns look back at.
+# Characters of dropped text that patterns look back at.
 _CONTEXT = 2
 
 
@@ -26,7 +26,7 @@ class PiiOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PiiRedactor(InferencePlugin):
-    """Replaces e-mail addresses, phone, card and account numbers and the like by labels."""
+    """Replaces e-mail addresses, phone, card and account numbers and similar data by labels."""
 
     name = "pii_redactor"
     version = "1.0"
@@ -44,7 +44,7 @@ class PiiRedactor(InferencePlugin):
         for name in self._options.kinds:
             if name not in KINDS:
                 raise ConfigError(f"kinds: there is no '{name}'; known are {', '.join(KINDS)}")
-        # In our order, which is the one that decides between two.
+        # In our own order, which decides between overlapping kinds.
         self._kinds = [kind for name, kind in KINDS.items() if name in self._options.kinds]
 
     async def pre_inference(self, request: PluginRequest) -> PluginRequest | None:
@@ -92,7 +92,7 @@ class PiiRedactor(InferencePlugin):
         return call | {"function": function | {"arguments": arguments}}
 
     def _value(self, value: Any) -> Any:
-        """Every string in it; a number that is a card's becomes a text."""
+        """Redact every string in a value. A number that is a card number becomes text."""
         if isinstance(value, str):
             return self.redact(value)
         if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ class PiiRedactor(InferencePlugin):
 
 
 class Redaction:
-    """One text as it arrives. Keeps back what may be the beginning of something, and no more."""
+    """Redacts one text as it arrives. Holds back only what may be the start of a match."""
 
     def __init__(self, kinds: list[Kind]) -> None:
         self._kinds = kinds

@@ -1,10 +1,9 @@
-"""Personal data in a text: where it is, and how much of a text must be seen to tell.
+"""Finds personal data in text, also in text that arrives in pieces.
 
-Each kind is a regular expression of bounded length, in which nothing can be read in two ways, and a
-check of what it found. Whether something begins at a place depends on the character before it and
-at most `reach` after it; so a text that arrives in pieces is judged like the whole one, once what
-could still become something has been waited for. Letters are those of Latin script: other scripts
-may stand right beside an address.
+Each kind is an unambiguous regular expression of bounded length, plus a check of the match. Whether
+a match starts at a position depends on the previous character and at most `reach` characters after
+it. So streamed text gives the same result as the whole text, if possible matches at the end are
+waited for. Letters are Latin: text in other scripts may touch an address.
 """
 
 import ipaddress
@@ -12,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-# Lengths of the IBANs of each country.
+# Country code -> IBAN length.
 _IBAN_LENGTHS = {
     length: frozenset(countries.split())
     for length, countries in {
@@ -46,11 +45,11 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`length_of` tells how much of a match is what was looked for; 0: it is something else."""
+    """`length_of` returns how much of a match is valid; 0 means no match."""
 
     name: str
     pattern: re.Pattern[str]
-    hint: str  # without this text, or one of these characters, there is nothing to look for
+    hint: str  # text or characters that any match contains; a quick pre-check
     length_of: Callable[[str], int]
 
     @property
@@ -70,9 +69,9 @@ def _all_of(text: str) -> int:
 
 
 def _card(text: str) -> int:
-    """The longest beginning that ends with a group of digits and has a valid check digit."""
+    """Length of the longest prefix that ends with a group of digits and has a valid check digit."""
     longest = count = 0
-    # Check sums of the digits so far, every second one doubled: those at even places, or at odd.
+    # Running Luhn sums, with every second digit doubled: those at even, or at odd positions.
     sums = [0, 0]
     for end, character in enumerate(text, start=1):
         if character in " -":
@@ -174,7 +173,8 @@ KINDS = {
             re.compile(
                 rf"(?<![{_WORD}+(])(?:"
                 r"\+[1-9](?:[ ./()-]{0,2}[0-9]){6,14}"  # international
-                r"|(?:1[ .-])?(?:\([0-9]{3}\) ?|[0-9]{3}[ .-])[0-9]{3}[ .-][0-9]{4}"  # American
+                # North American
+                r"|(?:1[ .-])?(?:\([0-9]{3}\) ?|[0-9]{3}[ .-])[0-9]{3}[ .-][0-9]{4}"
                 r"|\(?0[0-9]{1,4}\)?(?:[ ./-][0-9]{2,8}){1,4}"  # with a trunk zero
                 rf"){_END}"
             ),
@@ -184,8 +184,8 @@ KINDS = {
     )
 }
 
-# What could still become something, for its characters: so many are waited for at most, one more
-# than the longest match and its look-ahead.
+# Max characters to wait for before deciding on a match, by kind of character: one more than the
+# longest match with its look-ahead.
 _WORD_REACH, _NUMBER_REACH, _IBAN_REACH = 340, 72, 72
 _REVERSED_WORD = re.compile(rf"[{_WORD}._%+'@:-]*+")
 _REVERSED_NUMBER = re.compile(r"[0-9 ./()+-]*+")
@@ -194,8 +194,8 @@ _OPEN_IBAN = re.compile(rf"{_START}[A-Za-z]{{2}}[0-9]{{2}}(?: ?[A-Za-z0-9])*+ ?\
 
 
 def find(text: str, position: int, kinds: list[Kind]) -> Iterator[Found]:
-    """Everything at or behind `position`, in order and apart; of two that begin together the kind
-    that comes first.
+    """All matches from `position` on, in order, without overlaps. Of two with the same start, the
+    first kind wins.
     """
     nearest = {kind.name: _next(kind, text, position) for kind in kinds if _hinted(kind, text)}
     while True:
@@ -227,7 +227,7 @@ def _next(kind: Kind, text: str, position: int) -> Found | None:
 
 
 def open_end(text: str) -> int:
-    """Where that begins, at the end of a text, which more text could make something of."""
+    """Start of the suffix that further text could turn into a match."""
     tail = text[-_WORD_REACH:]
     backwards = tail[::-1]
     word = _REVERSED_WORD.match(backwards)

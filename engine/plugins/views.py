@@ -1,4 +1,4 @@
-"""Requests and answers as plugins see them, and what of a plugin's changes goes back."""
+"""Requests and answers as plugins see them, and which of their changes are applied."""
 
 import copy
 import hashlib
@@ -26,8 +26,8 @@ Request = ChatRequest | CompletionRequest | EmbedRequest
 
 _FIXED = ("request_id", "kind", "model", "tenant")
 _ROLES = ("system", "user", "assistant", "tool")
-# Of the parameters, what a plugin may set, and within which bounds. Others decide the answer's
-# form, which the client has been promised.
+# Sampling parameters that a plugin may set, with bounds. The others affect the answer's format,
+# which the client relies on.
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "temperature": (0.0, 2.0),
@@ -38,7 +38,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def view_of(request: Request) -> PluginRequest:
-    """Shares its messages with the request: give a plugin `copied` ones."""
+    """A plugin's view of a request. It shares the messages, so give plugins `copied` views."""
     if isinstance(request, EmbedRequest):
         return PluginRequest(
             request_id=request.request_id,
@@ -63,12 +63,12 @@ def view_of(request: Request) -> PluginRequest:
 
 
 def copied(view: PluginRequest) -> PluginRequest:
-    """One that a plugin may keep or scribble on, which nobody else looks at."""
+    """A deep copy that a plugin may keep or modify."""
     return copy.deepcopy(view)
 
 
 def applied(request: Request, view: PluginRequest) -> Request:
-    """The request with what plugins have changed."""
+    """The request with the plugins' changes."""
     if isinstance(request, EmbedRequest):
         return msgspec.structs.replace(request, inputs=view.inputs)
     assert view.params is not None
@@ -82,7 +82,7 @@ def applied(request: Request, view: PluginRequest) -> Request:
 
 
 def mistake_in(changed: Any, before: PluginRequest) -> str | None:
-    """Why a hook's result can't be used. It names no value."""
+    """Why a hook's result is invalid, or None. The text contains no values."""
     if changed is None:
         return None
     if not isinstance(changed, PluginRequest):
@@ -138,7 +138,7 @@ def _mistake_in_params(changed: SamplingParams | None, before: SamplingParams | 
 
 
 class ResponseBuilder:
-    """An answer put together from its events."""
+    """Builds an answer from its events."""
 
     def __init__(self, num_choices: int) -> None:
         self._began = time.monotonic()
@@ -194,5 +194,5 @@ class ResponseBuilder:
 
 
 def _pseudonym(tenant: str) -> str:
-    """A tenant's name is made from its key; what a plugin gets is made from that name, one way."""
+    """A one-way hash of the tenant's name, which itself is derived from its key."""
     return hashlib.sha256(f"plugin:{tenant}".encode()).hexdigest()[:16] if tenant else ""

@@ -1,1 +1,1 @@
-"""Models to backends: who answers a request, and why."""
+"""Routes each request to one of a model's backends, and records why."""

@@ -1,6 +1,6 @@
-"""A request on its way to an answer: one replica, and another if that fails before its first event.
+"""The attempts at one request: one replica, and another one if it fails before its first event.
 
-Once an event has gone to the client nothing is repeated: the rest of the answer comes from the same
+Once an event has gone to the client nothing is retried. The rest of the answer comes from the same
 replica, or an error ends it.
 """
 
@@ -32,19 +32,20 @@ from engine.routing.route import Pick, Route
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-# For a free place when every replica has as many requests as it may; then the client is told.
+# Max wait for a free slot when every replica is at its request limit; then the client gets an
+# error.
 MAX_WAIT_S = 5.0
 RETRY_AFTER_S = 2.0
 
 
-class Mirror(Protocol):
-    """Somebody who looks on."""
+class EventTap(Protocol):
+    """Sees every event of a request, without affecting it."""
 
     def primary(self, event: Event) -> None: ...
 
 
 class Observer(Protocol):
-    """What the router tells of each attempt."""
+    """The router's interface for the results of attempts."""
 
     def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None: ...
 
@@ -54,7 +55,7 @@ class Observer(Protocol):
 
 
 class Attempts:
-    """All attempts at one request. `next` until it gives None."""
+    """All attempts at one request. Call `next` until it returns None."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Attempts:
         request: Request,
         decision: Decision,
         observer: Observer,
-        mirror: Callable[[], Mirror | None],
+        mirror: Callable[[], EventTap | None],
     ) -> None:
         self.route = route
         self.request = request
@@ -72,13 +73,13 @@ class Attempts:
         self.is_done = False
         self.last_error: EngineError | None = None
         self._make_mirror = mirror
-        self._mirror: Mirror | None = None
+        self._mirror: EventTap | None = None
         self._failed: list[str] = []
         self._began = time.monotonic()
 
     async def next(self) -> "Attempt | None":
-        """The next one to make, its place taken; None when one has succeeded. Raises when nobody
-        is left: what the last one failed with, or why nobody could be asked.
+        """The next attempt, already counted against its replica; None when one has succeeded.
+        Raises when no replica is left: the last attempt's error, or why none could be asked.
         """
         if self.is_done:
             return None
@@ -87,7 +88,7 @@ class Attempts:
         self.decision.candidates = pick.candidates
         if chosen is None:
             self.decision.chosen = None
-            self.decision.why = "all have as much as they may" if pick.is_full else "none is ready"
+            self.decision.why = "all are at their limit" if pick.is_full else "none is ready"
             raise self.last_error or self._refusal(pick)
         self.decision.chosen = chosen.member.replica.name
         self.decision.why = chosen.why
@@ -99,7 +100,7 @@ class Attempts:
         return Attempt(self, chosen.member, self._mirror)
 
     def failed(self, attempt: "Attempt", error: EngineError) -> bool:
-        """Whether another attempt may be made."""
+        """Record a failed attempt. Returns whether another one may be made."""
         self.last_error = error
         name = attempt.replica.name
         self._failed.append(name)
@@ -112,11 +113,11 @@ class Attempts:
         return may_retry
 
     def forget_mirror(self) -> None:
-        """There will be nothing more to see; whoever looked on waits for no end."""
+        """Drop the tap: no more events will come."""
         self._mirror = None
 
     def remaining(self) -> Request:
-        """The request, with what is left of its time."""
+        """The request with its remaining timeout."""
         request = self.request
         spent = time.monotonic() - self._began
         if self.decision.attempts == 1 and spent < 0.1:
@@ -131,7 +132,7 @@ class Attempts:
         pick = self.route.pick(self.asked, self._failed)
         is_behind = self.route.has_waiting and pick.chosen is not None
         if self._failed or not (pick.is_full or is_behind):
-            return pick  # a retry takes what is free, or gives up
+            return pick  # a retry takes a free replica or gives up; it never waits
         began = time.monotonic()
         deadline = began + MAX_WAIT_S
         has_turn = True
@@ -145,7 +146,7 @@ class Attempts:
     def _refusal(self, pick: Pick) -> EngineError:
         if pick.is_full:
             return RateLimitError(
-                f"Every backend of {self.route.id} has as many requests as it may. Retry later.",
+                f"Every backend of {self.route.id} is at its request limit. Retry later.",
                 retry_after=RETRY_AFTER_S,
             )
         return UnavailableError(
@@ -154,11 +155,11 @@ class Attempts:
 
 
 class Attempt:
-    """One replica's turn. Used as a context: leaving it tells how it went, and an error that
-    another attempt may follow is taken in.
+    """One attempt at one replica, as a context manager. Leaving it reports the result, and swallows
+    an error that may be retried.
     """
 
-    def __init__(self, attempts: Attempts, member: Member, mirror: Mirror | None) -> None:
+    def __init__(self, attempts: Attempts, member: Member, mirror: EventTap | None) -> None:
         self.replica = member.replica
         self.has_begun = False
         self._attempts = attempts
@@ -174,7 +175,7 @@ class Attempt:
         )
 
     def begin(self) -> None:
-        """Its first event, or its whole answer, has come."""
+        """Call when the first event, or the whole answer, has arrived."""
         self.has_begun = True
         self._attempts.decision.has_answered = True
         self.replica.first_tokens_s.append(time.monotonic() - self._began)
@@ -228,8 +229,8 @@ class Attempt:
         return retries
 
     def _judge(self, error: EngineError) -> None:
-        """Whether a failure speaks against the replica. One that says itself that it is down is
-        waited for anyway.
+        """Report a failure that counts against the replica. A replica that reports itself down is
+        not blamed: it is skipped anyway.
         """
         replica = self.replica
         is_late = isinstance(error, RequestTimeoutError) and self.has_begun
@@ -241,19 +242,19 @@ class Attempt:
             replica.outlier.abandon()
         elif replica.outlier.fail(self._attempts.observer.may_eject(replica)):
             seconds = replica.outlier.seconds_left
-            log.warning("%s fails too often; left out for %.0f s", replica.name, seconds)
+            log.warning("%s fails too often; ejected for %.0f s", replica.name, seconds)
 
     def _show(self, event: Event) -> None:
         assert self._mirror is not None
         try:
             self._mirror.primary(event)
         except Exception:
-            log.exception("what looked on at a request failed; it sees no more of it")
+            log.exception("the shadow of a request failed; it gets no more of its events")
             self._mirror = None
 
 
 class Routed(EventFeed):
-    """A request's events, whoever answers it."""
+    """A request's events, whichever replica answers."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -289,10 +290,10 @@ class Routed(EventFeed):
 
 @contextlib.asynccontextmanager
 async def _closing(source: AsyncIterator[Event]) -> AsyncGenerator[None, None]:
-    """Leaving early releases what the request holds, also where an iterator is no generator."""
+    """Close `source` when left early, which releases what the request holds there."""
     try:
         yield
     finally:
-        close = getattr(source, "aclose", None)  # an AsyncIterator need not have it
+        close = getattr(source, "aclose", None)  # an AsyncIterator may lack it
         if close is not None:
             await close()

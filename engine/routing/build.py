@@ -1,4 +1,4 @@
-"""Settings to a router: `[backends.*]` become replicas, `[models.*]` become routes."""
+"""Builds a router from settings: `[backends.*]` become replicas, `[models.*]` become routes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,16 +20,18 @@ from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
 from engine.routing.router import Router, ShadowTraffic
 
-# What an engine is told about the model that it runs; the table says that.
+# Engine options that the backend's table sets itself.
 _OF_THE_TABLE = ("model_path", "framework")
-# What an engine takes beside its weights: keys and values unless told otherwise, and the rest.
+# Default size of an engine's KV pool, for estimates of its memory.
 USUAL_POOL_MB = 224
 ENGINE_MB = 96
-REMOTE = "openai"  # a server of somebody else's, which is not ours to start
+REMOTE = "openai"  # a server that we did not start and can't stop
 
 
 def build_router(settings: Settings, registry: CollectorRegistry, origin: str) -> Router:
-    """Nothing is started yet. Raises `ConfigError` that names `origin`, the file, and the key."""
+    """Build the router; nothing is started yet. Raises `ConfigError` naming `origin` (the file) and
+    the key.
+    """
     tables = settings.tables
     num_engines = sum(t.replicas for t in tables.backends.values() if has_engine(t.kind))
     share, residency = EngineShare(settings, num_engines), make_residency(settings)
@@ -63,7 +65,7 @@ def on_demand(
     residency: Residency,
     settings: Settings,
 ) -> OnDemand:
-    """A backend that can be unloaded. Raises `ConfigError` at once for what can't be made."""
+    """A backend that can be unloaded. Raises `ConfigError` at once if it can't be made."""
     first = [make_backend(kind, model, options)]
     return OnDemand(
         name,
@@ -74,21 +76,21 @@ def on_demand(
 
 
 def expected_bytes(kind: str, model: str, settings: Settings) -> int:
-    """Weights as they lie on the disk, and what an engine needs beside them; 0: nobody knows."""
+    """Expected memory: the weights' size on disk plus the engine's own needs. 0 if unknown."""
     if not has_engine(kind):
         return 0
     try:
         path = resolve_model(model)
     except EngineError:
-        return 0  # starting it will say what is wrong
+        return 0  # the error is reported when the backend starts
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     pool_mb = settings.performance.memory_pool_size_mb or USUAL_POOL_MB
     return sum(each.stat().st_size for each in files) + (pool_mb + ENGINE_MB) * 2**20
 
 
 class EngineShare:
-    """What engines of ours are told that a backend's table doesn't: the settings that a server
-    with one model has, and a fair part of the machine's cores.
+    """Default engine options that a backend's table leaves out: the server's settings, and an equal
+    share of the CPU cores.
     """
 
     def __init__(self, settings: Settings, num_engines: int) -> None:
@@ -102,14 +104,14 @@ class EngineShare:
         base = {name: value for name, value in told.items() if name not in _OF_THE_TABLE}
         given = options.get("backend_args", {})
         if not isinstance(given, Mapping):
-            return dict(options)  # the configuration class says what is wrong with it
+            return dict(options)  # the configuration class reports the error
         if self._num_engines > 1:
             base |= self._part_of_the_cores(base)
         return {**options, "backend_args": base | dict(given)}
 
     def _part_of_the_cores(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Engines that each took all cores would wait for each other; bound ones would all be bound
-        to the same cores.
+        """Threads and pinning of one engine. Several engines that each use all cores would wait for
+        each other, and pinned ones would share the same cores.
         """
         from engine.backends.custom.frameworks.native.machine import default_threads
 
@@ -122,7 +124,9 @@ class EngineShare:
 
 
 class _BackendMaker:
-    """Backends of tables; what we start can be unloaded and loaded again."""
+    """Makes backends from tables. Those that we start ourselves can be unloaded and loaded
+    again.
+    """
 
     def __init__(self, settings: Settings, share: EngineShare, residency: Residency) -> None:
         self._settings = settings
@@ -150,7 +154,7 @@ def _replicas(name: str, table: BackendTable, make: _BackendMaker, where: str) -
             each, table.kind, backend, max_concurrent=table.max_concurrent, tags=table.tags
         )
         if isinstance(backend, OnDemand):
-            backend.on_unload = replica.seen.clear  # its cache is gone with it
+            backend.on_unload = replica.seen.clear  # an unloaded backend has lost its cache
         replicas.append(replica)
     return replicas
 
@@ -181,7 +185,7 @@ def _shadow(
     if not wanted:
         return None
     from engine.routing.metrics import ShadowMetrics
-    from engine.routing.shadow import Shadow, ShadowRoute  # few servers have any
+    from engine.routing.shadow import Shadow, ShadowRoute  # imported late: few servers have any
 
     routes = [
         ShadowRoute(

@@ -1,4 +1,4 @@
-"""What a model can do when several backends answer for it: what all of them can."""
+"""The combined model card of several backends: what all of them support."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def combined_card(model_id: str, cards: Sequence[ModelCard]) -> ModelCard:
-    """A request that this card allows can go to any of them. What they lack adds up."""
+    """A request that this card allows can go to any of the backends. `lacks` is their union."""
     lacks = tuple(dict.fromkeys(name for card in cards for name in card.lacks))
     emulated = dict.fromkeys(name for card in cards for name in card.emulated)
     trained = [card.trained_context for card in cards if card.trained_context is not None]
@@ -36,5 +36,5 @@ def _in_all(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _same(values: Sequence[T | None]) -> T | None:
-    """The one value that all have."""
+    """The value, if all are equal, else None."""
     return values[0] if all(value == values[0] for value in values) else None

@@ -1,4 +1,4 @@
-"""Why a request went where it went: the last decisions, in words, for whoever asks later."""
+"""Routing decisions: why each recent request went to its replica, kept for later queries."""
 
 import time
 from collections import OrderedDict, deque
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 MAX_DECISIONS = 1024
-# A request whose prompts became requests of their own, numbered, has no more of them than this.
+# Max prompts of one request; each prompt is a numbered backend request.
 MAX_PARTS = 128
 
 
@@ -15,19 +15,19 @@ class Candidate(msgspec.Struct, frozen=True):
     name: str
     state: str
     score: float | None
-    why_not: str | None  # None: it was chosen
+    why_not: str | None  # None if it was chosen
     why: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """An attempt that came to nothing."""
+    """A failed attempt."""
 
     backend: str
     error: str
 
 
 class Decision(msgspec.Struct, kw_only=True):
-    """About one request; the last attempt's candidates."""
+    """The decision about one request, with the candidates of its last attempt."""
 
     request_id: str
     http_request_id: str
@@ -38,8 +38,8 @@ class Decision(msgspec.Struct, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     attempts: int = 0
     failed: tuple[Failed, ...] = ()
-    has_answered: bool = False  # at least one event came from `chosen`
-    waited_s: float = 0.0  # for a free place
+    has_answered: bool = False  # `chosen` has sent at least one event
+    waited_s: float = 0.0  # waiting for a free slot
     at: float = msgspec.field(default_factory=time.time)
 
     def explanation(self) -> str:
@@ -63,7 +63,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class DecisionLog:
-    """The newest `MAX_DECISIONS`, found by the backend's request id or the HTTP request's."""
+    """The newest `MAX_DECISIONS`, by the backend's or the HTTP request id."""
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, Decision] = OrderedDict()
@@ -82,7 +82,7 @@ class DecisionLog:
                     del self._by_http_id[oldest.http_request_id]
 
     def find(self, request_id: str) -> list[Decision]:
-        """All that belong to a request: one, or one for each of its prompts."""
+        """All decisions about a request: one for each of its prompts."""
         exact = self._by_id.get(request_id)
         if exact is not None:
             return [exact]

@@ -1,7 +1,7 @@
-"""Models added and taken away while the server runs.
+"""Adds and removes models while the server runs.
 
-A server that was started with one model has no router; the first change puts one around it, with
-the running backend in it as it is.
+A server started with one model has no router. The first change puts a router around the running
+backend, which keeps running.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ POLICY = "prefix"
 
 
 class ModelManager:
-    """`rebuild` makes the backend that the server was started with once more; None: it can't be."""
+    """`rebuild` makes the server's initial backend again; None if that is impossible."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class ModelManager:
     async def load(
         self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
     ) -> None:
-        """Until it can be asked for. A model that is known is loaded, if it is not; a new one is
-        given its place when it has been loaded.
+        """Load a model and return when it is ready. A known model is loaded if it is not; a new one
+        is added to the router after loading.
         """
         async with self._changing:
             await self._load(model_id, model, kind, options)
 
     async def unload(self, model_id: str, wait_s: float) -> bool:
-        """Free its memory; the next request for it loads it again."""
+        """Free the model's memory. The next request for it loads it again."""
         async with self._changing:
             known = self._unloadable(self._known(model_id))
             return any([await each.unload(wait_s) for each in known])
 
     async def remove(self, model_id: str, wait_s: float) -> None:
-        """Clients can't ask for it any more."""
+        """Remove the model; clients can't request it any more."""
         async with self._changing:
             await self._remove(model_id, wait_s)
 
@@ -73,7 +73,7 @@ class ModelManager:
             return
         kind = kind or backend_name(self._settings)
         if has_engine(kind):
-            resolve_model(model)  # a name that nobody knows is told before anything is made
+            resolve_model(model)  # refuses an unknown name before anything is made
         num_engines = 1 + sum(has_engine(replica.kind) for replica in router.replicas)
         share = EngineShare(self._settings, num_engines)
         told = share.options(kind, options)
@@ -170,7 +170,7 @@ def router_of_one(
     settings: Settings,
     registry: CollectorRegistry,
 ) -> Router:
-    """Not started yet."""
+    """A router around one backend, not started yet."""
     residency = make_residency(settings)
     expected = expected_bytes(kind, settings.model.model_path, settings)
     backend = OnDemand(model_id, make, residency, expected_bytes=expected)
@@ -190,7 +190,7 @@ def _replica(model_id: str, kind: str, backend: InferenceBackend) -> Replica:
     replica = Replica(model_id, kind, backend)
     replica.has_started = True
     if isinstance(backend, OnDemand):
-        backend.on_unload = replica.seen.clear  # its cache is gone with it
+        backend.on_unload = replica.seen.clear  # an unloaded backend has lost its cache
     return replica
 
 

@@ -1,5 +1,5 @@
-"""What the router does, as Prometheus series. Labels are names from the configuration, never text
-that a client sent.
+"""The router's Prometheus metrics. Label values come from the configuration, never from client
+text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,9 @@ _LABELS = ("backend", "kind")
 
 
 class RouterMetrics:
-    """Attempts as they end; everything else is read when it is asked for (`ReplicaCollector`)."""
+    """Counts attempts as they end. All other values are read at scrape time
+    (`ReplicaCollector`).
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -35,7 +37,7 @@ class RouterMetrics:
 
 
 class ReplicaCollector(Collector):
-    """Reads the replicas when metrics are scraped."""
+    """Reads the replicas' state at each scrape."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -103,13 +105,13 @@ def _outcome(error: EngineError | None) -> str:
 
 
 Outcome = Literal[
-    "identical",  # the same answer, word for word
+    "identical",  # the same answer text
     "different",
-    "sampled",  # an answer; sampled at random, it says nothing about the other one
+    "sampled",  # sampled at random, so the texts are not comparable
     "error",
-    "unsupported",  # the request has a parameter that the backend lacks
+    "unsupported",  # the backend lacks one of the request's parameters
     "unavailable",  # the backend was not ready
-    "dropped",  # more copies than the backend keeps up with
+    "dropped",  # the backend is too slow for all copies
 ]
 Difference = Literal["text", "finish_reason", "num_tokens"]
 
@@ -118,7 +120,7 @@ _TOKENS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 class ShadowMetrics:
-    """Series for all models that have a shadow."""
+    """Metrics of all models that have a shadow."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(

@@ -1,8 +1,8 @@
-"""A model that can be let go and comes back when it is asked for, and how many of them may stay.
+"""Models that are unloaded when idle and loaded again on the next request.
 
-`OnDemand` is a backend around another: while that is unloaded it still counts as ready, and the
-next request loads it. `Residency` decides who has to go: the one that was used longest ago, when
-memory is short, and whoever nobody has used for long.
+`OnDemand` wraps a backend. While it is unloaded it still counts as ready, and the next request
+loads it. `Residency` decides which models to unload: the least recently used one when memory is
+short, and every one that has been idle for too long.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from engine.core.interfaces.request import EngineStats
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
-MAKE_ROOM_WAIT_S = 0.0  # only idle models have to go, so there is nothing to wait for
+MAKE_ROOM_WAIT_S = 0.0  # only idle models are unloaded, so there is nothing to wait for
 
 
 class OnDemand(InferenceBackend):
-    """`make` gives a new backend for each load. `loaded` is one that runs already."""
+    """`make` returns a new backend for each load. `loaded` is one that already runs."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class OnDemand(InferenceBackend):
         self._cards = [] if loaded is None else loaded.models()
         self._loading: asyncio.Task[None] | None = None
         self._failure = ""
-        self._log_level: str | None = None  # other than what it is made with
+        self._log_level: str | None = None  # set if it differs from the backend's default
         self._became_idle = asyncio.Event()
         self._is_stopped = False
         residency.members.append(self)
@@ -71,7 +71,7 @@ class OnDemand(InferenceBackend):
 
     @property
     def is_busy(self) -> bool:
-        """Also with requests that came before this was put around their backend."""
+        """Whether requests are open, also those submitted before the backend was wrapped."""
         if self.num_open or self._inner is None:
             return self.num_open > 0
         stats = self._inner.stats()
@@ -89,7 +89,7 @@ class OnDemand(InferenceBackend):
 
     @property
     def expected_bytes(self) -> int:
-        """What loading it will take; what it took the last time, if there was one."""
+        """Memory that loading takes: the last measured value, else an estimate."""
         return self._expected_bytes
 
     async def start(self) -> str:
@@ -106,7 +106,9 @@ class OnDemand(InferenceBackend):
             await self._inner.stop()
 
     async def load(self) -> None:
-        """Until it is loaded. Raises what kept it from that; whoever waits gets the same."""
+        """Load the model and return when it is ready. If loading fails, every waiting caller gets
+        the same error.
+        """
         if self._inner is not None:
             return
         if self._is_stopped:
@@ -117,8 +119,8 @@ class OnDemand(InferenceBackend):
         await asyncio.shield(self._loading)
 
     async def unload(self, wait_s: float) -> bool:
-        """Let running requests end within `wait_s`, end those that are left, free the memory.
-        Whether there was anything to free.
+        """Wait up to `wait_s` for running requests, abort the rest, free the memory. False if it
+        was not loaded.
         """
         if self._inner is None or self.is_leaving:
             return False
@@ -134,11 +136,12 @@ class OnDemand(InferenceBackend):
         return True
 
     def resident_bytes(self) -> int:
-        """Of the processes that run the model, without this one."""
+        """Memory of the processes that run the model, without this process."""
         if self._inner is None:
             return 0
         total = self._inner.memory_bytes()
-        if isinstance(self._inner, CustomBackend):  # which counts its frontend as well
+        # it includes the frontend, which is this process
+        if isinstance(self._inner, CustomBackend):
             total -= psutil.Process(os.getpid()).memory_info().rss
         return max(0, total)
 
@@ -195,10 +198,10 @@ class OnDemand(InferenceBackend):
 
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncGenerator[InferenceBackend, None]:
-        """The backend, loaded, and kept so meanwhile."""
+        """The loaded backend. It can't be unloaded inside this context."""
         if self.is_leaving:
             raise UnavailableError(f"{self.name} is being unloaded. Retry later.", retry_after=1.0)
-        self.num_open += 1  # from now on it is not idle, so nobody unloads what is being loaded
+        self.num_open += 1  # not idle any more, so it can't be unloaded while it loads
         self.last_used = time.monotonic()
         try:
             await self.load()
@@ -237,12 +240,12 @@ class OnDemand(InferenceBackend):
         while self.is_busy and (left := deadline - time.monotonic()) > 0:
             self._became_idle.clear()
             with contextlib.suppress(TimeoutError):
-                # Requests of before this was put around the backend end without a word.
+                # Requests from before the wrapping don't signal their end, so poll.
                 await asyncio.wait_for(self._became_idle.wait(), min(left, 0.5))
 
 
 class Residency:
-    """All models that can be let go, and what they may take together; None: no bound."""
+    """All models that can be unloaded, and their common memory budget; None means no limit."""
 
     def __init__(self, budget_bytes: int | None = None, idle_s: float | None = None) -> None:
         self.budget_bytes = budget_bytes
@@ -257,7 +260,9 @@ class Residency:
 
     @contextlib.asynccontextmanager
     async def room_for(self, newcomer: OnDemand) -> AsyncGenerator[None, None]:
-        """Under a budget one model is loaded at a time; what has to go for it has gone."""
+        """Unload idle models until `newcomer` fits. Under a budget, one model is loaded at a
+        time.
+        """
         if self.budget_bytes is None:
             yield
             return
@@ -266,14 +271,14 @@ class Residency:
             yield
 
     def tick(self) -> None:
-        """Let go of what nobody has used for long. Called about once a second."""
+        """Unload models that have been idle for too long. Called about once a second."""
         if self.idle_s is None:
             return
         now = time.monotonic()
         for member in self.members:
             is_old = now - member.last_used > self.idle_s
             if is_old and member.is_loaded and not member.is_leaving and not member.is_busy:
-                log.info("%s is unloaded: nobody has used it for %.0f s", member.name, self.idle_s)
+                log.info("%s is unloaded: it was idle for %.0f s", member.name, self.idle_s)
                 task = asyncio.create_task(member.unload(MAKE_ROOM_WAIT_S))
                 self._unloading.add(task)
                 task.add_done_callback(self._unloading.discard)
@@ -306,7 +311,7 @@ class Residency:
 
 
 class _Answer(EventFeed):
-    """A request's events; its model is loaded first, if need be."""
+    """A request's events; loads the model first if needed."""
 
     def __init__(
         self, owner: OnDemand, begin: Callable[[InferenceBackend], AsyncIterator[Event]]
@@ -337,13 +342,13 @@ class _Answer(EventFeed):
                 async for event in source:
                     yield event
             finally:
-                close = getattr(source, "aclose", None)  # an AsyncIterator need not have it
+                close = getattr(source, "aclose", None)  # an AsyncIterator may lack it
                 if close is not None:
                     await close()
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:
-    """Whoever waited may have left: then nobody asks what became of it."""
+    """Mark the error as retrieved: every caller that waited may be gone."""
     if not task.cancelled():
         task.exception()
 

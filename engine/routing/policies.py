@@ -1,7 +1,7 @@
-"""Who should answer: each policy ranks the replicas that could, best first, and says why.
+"""Routing policies: each one ranks the available replicas, best first, with a reason.
 
-A score is what a policy compares, less being better. A policy never looks at health or limits:
-whoever can't take the request is not among its candidates.
+Lower scores are better. Policies ignore health and limits: a replica that can't take the request is
+not among the candidates.
 """
 
 import hashlib
@@ -13,18 +13,18 @@ from functools import cached_property
 from typing import Protocol
 
 from engine.core.interfaces.backend import EmbedRequest
-from engine.routing.prefixes import BLOCK_CHARS, Prompt, Request
+from engine.routing.prefixes import BLOCK_CHARS, Request, RoutedPrompt
 from engine.routing.replica import Member
 
-# A request in flight counts as much as computing so many characters of a prompt.
+# One request in flight costs as much as this many characters of prefill.
 CHARS_PER_REQUEST = 512
-# Nobody gets a request for its prefix while it has more than twice the work of another, and this.
+# A replica's cached prefix is ignored while its load exceeds twice the min load plus this.
 MAX_EXTRA_LOAD = 4
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and what policies want to know of it."""
+    """A request, with the facts that policies use."""
 
     request: Request
 
@@ -33,8 +33,8 @@ class Asked:
         return "" if isinstance(self.request, EmbedRequest) else self.request.context.session
 
     @cached_property
-    def prompt(self) -> Prompt:
-        return Prompt(self.request)
+    def prompt(self) -> RoutedPrompt:
+        return RoutedPrompt(self.request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class Ranked:
 
 class Policy(Protocol):
     def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
-        """Best first; every member is in it. Changes nothing."""
+        """Rank all members, best first. Changes nothing."""
         ...
 
     def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
-        """The request is about to be given to `member`, out of `members`."""
+        """Note that the request goes to `member`, chosen from `members`."""
         ...
 
 
 class RoundRobin:
-    """In turn, as often as the weights say, and evenly spread."""
+    """Weighted round robin, evenly interleaved."""
 
     def __init__(self) -> None:
         self._credit: dict[str, float] = {}
@@ -78,13 +78,13 @@ class RoundRobin:
 
 
 class Turns:
-    """Whose turn it is among those who are equally loaded."""
+    """Round-robin order among equally loaded members."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
     def sorted(self, asked: Asked, ranked: Sequence[Ranked]) -> list[Ranked]:
-        """By score, then by turn."""
+        """Sort by score, then in round-robin order."""
         order = self._turns.rank(asked, [each.member for each in ranked])
         place = {each.member.replica.name: number for number, each in enumerate(order)}
         return sorted(ranked, key=lambda each: (each.score, place[each.member.replica.name]))
@@ -95,7 +95,7 @@ class Turns:
 
 
 class LeastLoaded:
-    """Fewest requests in flight for its weight; among equals in turn."""
+    """Fewest requests in flight relative to the weight; round-robin among equals."""
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -109,7 +109,7 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """Two by chance, by weight; the less loaded of them."""
+    """Picks two at random by weight and takes the less loaded one."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -128,8 +128,8 @@ class PowerOfTwo:
 
 
 class LongestPrefix:
-    """Where least is left to compute: what the replica has not seen of the prompt, more where its
-    cache is full and would have to forget for it, and what it is busy with.
+    """Least work left: prompt characters that the replica has not seen, weighted higher if its
+    cache is full and must evict, plus its load.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class LongestPrefix:
         self._turns.went(asked, member, members)
         member.replica.seen.add(asked.prompt)
 
-    def _rate(self, prompt: Prompt, member: Member, least: float) -> Ranked:
+    def _rate(self, prompt: RoutedPrompt, member: Member, least: float) -> Ranked:
         seen = member.replica.seen
         matched = seen.match(prompt)
         is_overloaded = member.load > 2 * least + MAX_EXTRA_LOAD
@@ -155,18 +155,18 @@ class LongestPrefix:
             f"{_load_words(member)}, cache {seen.fullness:.0%} full"
         )
         if is_overloaded:
-            why += ", too busy for its prefix to count"
+            why += ", too busy: its prefix is ignored"
         return Ranked(member, round(cost, 1), why)
 
 
 class Session:
-    """Always the same replica for a session, as long as it can take it, and the same next one when
-    it can't: each replica draws a number from the session's name, the best number wins. So when one
-    comes or goes, only its own sessions move.
+    """Rendezvous hashing: a session always goes to the same replica, and to the same second one if
+    that can't take it. Each replica's score is a hash of session and name, and the min wins. When a
+    replica comes or goes, only its own sessions move.
     """
 
     def __init__(self) -> None:
-        self._without = LeastLoaded()  # for requests that name none
+        self._without = LeastLoaded()  # for requests without a session
 
     def rank(self, asked: Asked, members: Sequence[Member]) -> list[Ranked]:
         if not asked.session:
@@ -196,7 +196,9 @@ def make_policy(name: str) -> Policy:
 
 
 def _draw(session: str, member: Member) -> float:
-    """Exponential with the weight as its rate: the least of several is fair to their weights."""
+    """Hash mapped to an exponential variate with the weight as rate: each member has the min in
+    proportion to its weight.
+    """
     digest = hashlib.blake2b(f"{session}\n{member.replica.name}".encode(), digest_size=8).digest()
     share = (int.from_bytes(digest, "big") + 1) / (2**64 + 1)
     return -math.log(share) / member.weight

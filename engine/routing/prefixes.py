@@ -1,10 +1,10 @@
-"""What each replica has probably cached: an approximate radix tree over blocks of prompts.
+"""Estimates what each replica has cached: an approximate radix tree over prompt blocks.
 
-A prompt is cut into blocks of `BLOCK_CHARS`; a block's key is a hash of its content and of the key
-before it, so that a set of keys is a tree: holding a key means having seen everything before it.
-Each namespace (a tenant's salt) has a root of its own. Keys are forgotten oldest first when the
-replica can't hold more, and when they have not been seen for `MAX_AGE_S`; a path's end is always
-older than its beginning. Nothing of a prompt is kept but hashes.
+A prompt is split into blocks of `BLOCK_CHARS`. A block's key hashes its content and the previous
+key, so a set of keys is a tree: a known key implies all blocks before it. Each namespace (a
+tenant's salt) has its own root. Keys are evicted oldest first when the replica's capacity is
+reached, and when unused for `MAX_AGE_S`. The end of a path is always older than its start. Only
+hashes of prompts are stored.
 """
 
 import time
@@ -18,17 +18,17 @@ from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Embed
 Request = ChatRequest | CompletionRequest | EmbedRequest
 
 BLOCK_CHARS = 64
-BLOCK_IDS = 16  # about as much text
+BLOCK_IDS = 16  # about as much text as BLOCK_CHARS
 CHARS_PER_TOKEN = 4
-# Where two prompts are alike for so long, who else they resemble matters no more.
+# Longer common prefixes make no further difference, so matching stops here.
 MAX_BLOCKS = 1024
-DEFAULT_CAPACITY = 16_384  # blocks; for a replica that doesn't tell the size of its cache
+DEFAULT_CAPACITY = 16_384  # blocks; for a replica that does not report its cache size
 MAX_CAPACITY = 131_072
 MAX_AGE_S = 1800.0
 
 
-class Prompt:
-    """The keys of a prompt's blocks, first to last."""
+class RoutedPrompt:
+    """Keys of a prompt's blocks, in order."""
 
     def __init__(self, request: Request) -> None:
         self.keys = tuple(_keys(request))
@@ -39,41 +39,42 @@ class Prompt:
 
 
 class SeenPrefixes:
-    """What one replica has seen."""
+    """Prefixes that one replica has seen."""
 
     def __init__(
         self, capacity: int = DEFAULT_CAPACITY, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._seen: OrderedDict[int, float] = OrderedDict()  # key -> when, oldest first
+        # block key -> time last seen, oldest first
+        self._seen: OrderedDict[int, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
 
     @property
     def fullness(self) -> float:
-        """0 to 1; a full one forgets as much as it learns."""
+        """0 to 1. At 1, each new key evicts an old one."""
         return len(self._seen) / self._capacity
 
-    def match(self, prompt: Prompt) -> int:
-        """How many of the prompt's first blocks have been seen. Changes nothing."""
+    def match(self, prompt: RoutedPrompt) -> int:
+        """Number of leading blocks that have been seen. Changes nothing."""
         too_old = self._clock() - MAX_AGE_S
         for number, key in enumerate(prompt.keys):
             if self._seen.get(key, too_old) <= too_old:
                 return number
         return prompt.num_blocks
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: RoutedPrompt) -> None:
         now = self._clock()
-        for key in reversed(prompt.keys):  # a path's beginning is the last to be forgotten
+        for key in reversed(prompt.keys):  # so that the start of a path is evicted last
             self._seen[key] = now
             self._seen.move_to_end(key)
         while len(self._seen) > self._capacity:
             self._seen.popitem(last=False)
 
     def resize(self, num_tokens: int) -> None:
-        """The replica tells that its cache holds so many tokens."""
+        """Set the capacity from the replica's reported cache size in tokens."""
         blocks = num_tokens * CHARS_PER_TOKEN // BLOCK_CHARS
         self._capacity = max(1, min(blocks, MAX_CAPACITY))
 
@@ -83,12 +84,12 @@ class SeenPrefixes:
             self._seen.popitem(last=False)
 
     def clear(self) -> None:
-        """The replica has begun anew."""
+        """Forget everything; the replica's cache is empty."""
         self._seen.clear()
 
 
 def _keys(request: Request) -> Iterator[int]:
-    # Python's hash of text is keyed with a secret of this process: no client can make two agree.
+    # Python's str hash is keyed with a per-process secret, so clients can't produce collisions.
     key = hash(request.salt if isinstance(request, EmbedRequest) else request.context.salt)
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         ids = request.prompt
@@ -104,15 +105,15 @@ def _keys(request: Request) -> Iterator[int]:
 
 
 def _text(request: Request) -> str:
-    """The beginning of what the model will read, near enough: equal beginnings of two requests
-    are equal here, and a conversation's next turn begins with all of the turn before.
+    """Approximate text of the prompt. Requests with equal prefixes have equal prefixes here, and a
+    conversation's next turn starts with the whole previous one.
     """
     most = MAX_BLOCKS * BLOCK_CHARS
     if isinstance(request, CompletionRequest):
         assert isinstance(request.prompt, str)
         return request.prompt[:most]
     if isinstance(request, EmbedRequest):
-        return ""  # vectors take nothing from the cache
+        return ""  # embeddings don't use the prefix cache
     parts, length = [], 0
     if request.tools:
         parts.append(msgspec.json.encode(request.tools).decode())

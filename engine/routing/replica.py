@@ -1,4 +1,4 @@
-"""One running backend as the router sees it: whether it can take a request, and how it did."""
+"""One running backend as the router sees it: its availability and its recent results."""
 
 import time
 from collections import deque
@@ -15,41 +15,42 @@ from engine.core.interfaces.request import EngineStats
 from engine.routing.prefixes import SeenPrefixes
 
 CONSECUTIVE_FAILURES = 3
-WINDOW = 20  # requests of which the share of failures is taken
+WINDOW = 20  # number of recent requests whose failure share is computed
 MIN_IN_WINDOW = 10
 MAX_FAILURE_SHARE = 0.5
 FIRST_EJECTION_S = 1.0
 MAX_EJECTION_S = 60.0
 MAX_DOUBLINGS = 10
-FORGIVEN_AFTER_S = 60.0  # of being in
+FORGIVEN_AFTER_S = 60.0  # after returning without a further ejection
 
 
 @dataclass
 class Outlier:
-    """One backend's record."""
+    """One backend's failure record; decides on its ejection."""
 
     clock: Callable[[], float] = time.monotonic
-    num_ejections: int = 0  # in all
-    _in_a_row: int = 0  # ejections, until forgiven
+    num_ejections: int = 0  # ejections in total
+    _in_a_row: int = 0  # consecutive ejections
     _consecutive: int = 0
-    _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))  # True: failed
-    _out_until: float | None = None  # None: it is in
+    # recent results; True means failed
+    _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _out_until: float | None = None  # end of the ejection; None if not ejected
     _returned_at: float = float("-inf")
     _is_probed: bool = False
 
     @property
     def is_out(self) -> bool:
-        """Its time out is not over."""
+        """Whether its ejection time is still running."""
         return self._out_until is not None and self.clock() < self._out_until
 
     @property
     def wants_probe(self) -> bool:
-        """Its time out is over, and nobody tries it yet."""
+        """Whether its ejection time is over and no request is probing it yet."""
         return self._out_until is not None and not self.is_out and not self._is_probed
 
     @property
     def is_ejected(self) -> bool:
-        """Out, or not tried yet, or being tried."""
+        """Whether it is ejected, due for a probe, or being probed."""
         return self._out_until is not None
 
     @property
@@ -57,16 +58,16 @@ class Outlier:
         return 0.0 if self._out_until is None else max(0.0, self._out_until - self.clock())
 
     def begin(self) -> None:
-        """A request goes there."""
+        """Note that a request is sent to it."""
         if self._out_until is not None:
             self._is_probed = True
 
     def abandon(self) -> None:
-        """A request ended without telling anything about the backend."""
+        """Note a request that ended without telling whether the backend works."""
         self._is_probed = False
 
     def pardon(self) -> None:
-        """The backend was down by its own account and is back: what it did before says nothing."""
+        """Clear the record: the backend reported itself down and is back."""
         self._out_until = None
         self._is_probed = False
         self._consecutive = 0
@@ -82,7 +83,7 @@ class Outlier:
         self._window.append(False)
 
     def fail(self, may_eject: bool) -> bool:
-        """Whether this failure ejected it."""
+        """Note a failure. Returns whether it caused an ejection."""
         was_probed, self._is_probed = self._is_probed, False
         self._consecutive += 1
         self._window.append(True)
@@ -110,10 +111,10 @@ class Outlier:
 
 State = Literal["ready", "loading", "ejected", "down"]
 
-NUM_FIRST_TOKENS = 256  # times to a first token of which the median is taken
+NUM_FIRST_TOKENS = 256  # samples for the median time to first token
 RATE_WINDOW_S = 10.0
 
-# Of `EngineStats`: what only grows while an engine lives.
+# Fields of `EngineStats` that only grow while an engine lives.
 _COUNTS = (
     *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
     *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
@@ -127,7 +128,7 @@ _GAUGES = (
 
 
 class Replica:
-    """Counts what goes in and comes out; `backend` does the rest."""
+    """A backend with counters of its requests and results."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Replica:
         self._card: ModelCard | None = None
         self._num_restarts = 0
         self._was_ready = True
-        self._carried = _no_totals()  # of engines that have died
+        self._carried = _no_totals()  # totals of engines that have died
         self._last_stats = EngineStats()
         self._samples: deque[tuple[float, int]] = deque()
 
@@ -167,8 +168,8 @@ class Replica:
         return self.max_concurrent is not None and self.in_flight >= self.max_concurrent
 
     def health(self) -> Health:
-        """The backend's own view. A new engine behind it has an empty cache, and one that was down
-        begins afresh.
+        """The backend's own status. A restart clears the cache estimate; the end of an outage
+        clears the failure record.
         """
         health = self.backend.health()
         if health.ready and not self._was_ready:
@@ -185,7 +186,7 @@ class Replica:
         return "ejected" if self.outlier.is_ejected else "ready"
 
     def card(self) -> ModelCard | None:
-        """As the backend last told it; None before it ever did."""
+        """The backend's last known card; None before the first."""
         cards = self.backend.models()
         if cards:
             self._card = cards[0]
@@ -214,14 +215,14 @@ class Replica:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated, in the last seconds."""
+        """Decode throughput over the last seconds."""
         if not self._samples:
             return 0.0
         began, count = self._samples[0]
         return (self.generated_tokens - count) / max(self._clock() - began, 1.0)
 
     def tick(self) -> None:
-        """Called about once a second."""
+        """Update periodic figures. Called about once a second."""
         self.health()
         now = self._clock()
         self._samples.append((now, self.generated_tokens))
@@ -233,7 +234,7 @@ class Replica:
             self.seen.resize(stats.num_blocks * stats.block_size)
 
     def stats(self) -> EngineStats | None:
-        """As the backend tells them, but totals don't begin anew with a new engine."""
+        """The backend's statistics, with totals that continue across engine restarts."""
         stats = self.backend.stats()
         if stats is None:
             return None
@@ -245,13 +246,13 @@ class Replica:
         return msgspec.structs.replace(stats, **totals)
 
     def last_totals(self) -> dict[str, Any]:
-        """Also while there is no engine."""
+        """Totals, also while no engine runs."""
         return {name: getattr(self._last_stats, name) + self._carried[name] for name in _TOTALS}
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica among those of a model."""
+    """A replica of a model, with its weight there."""
 
     replica: Replica
     weight: float
@@ -262,7 +263,7 @@ class Member:
 
 
 def sum_stats(replicas: list[Replica]) -> EngineStats | None:
-    """One set of figures for all; totals never shrink. None: nobody tells any."""
+    """Statistics summed over all replicas; totals never shrink. None if no replica reports any."""
     told = [stats for each in replicas if (stats := each.stats()) is not None]
     totals = _no_totals()
     for replica in replicas:

@@ -1,4 +1,4 @@
-"""The router's state for people and dashboards: what `/v1/admin/routes` answers."""
+"""The router's state for `/v1/admin/routes`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from engine.routing.replica import Member
 from engine.routing.route import Route
 from engine.routing.router import Router
 
-NUM_DECISIONS = 50  # in the list; older ones can still be asked for by their request's id
+NUM_DECISIONS = 50  # max in the list; older ones can be queried by request id
 
 
 def describe_routes(router: Router) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def describe_routes(router: Router) -> dict[str, Any]:
 
 
 def describe_decisions(router: Router, request_id: str) -> list[dict[str, Any]]:
-    """Every decision about a request, with its reasons in one text."""
+    """Every decision about a request, with its reasons as text."""
     found = router.decisions.find(request_id)
     return [each.body() | {"explanation": each.explanation()} for each in found]
 

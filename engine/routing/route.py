@@ -1,5 +1,5 @@
-"""One model that clients can ask for: its replicas, who of them can take a request, and who waits
-for a free place.
+"""One model's route: its replicas, which of them can take a request, and the queue for a free
+slot.
 """
 
 import asyncio
@@ -12,27 +12,27 @@ from engine.routing.decisions import Candidate
 from engine.routing.policies import Asked, Policy, Ranked
 from engine.routing.replica import Member, State
 
-# Requests that wait for a free place, for each place that there is.
+# Max requests in the queue per slot of the replicas.
 MAX_WAITING_PER_PLACE = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Who should answer, or why nobody can."""
+    """The chosen replica, or why there is none."""
 
     chosen: Ranked | None
     candidates: tuple[Candidate, ...]
-    among: tuple[Member, ...] = ()  # those who could
-    is_full: bool = False  # somebody could, but has no free place
+    among: tuple[Member, ...] = ()  # all members that could take the request
+    is_full: bool = False  # replicas are available, but all at their limit
 
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """A member at the moment of a decision."""
+    """A member's state at the moment of a decision."""
 
     member: Member
     state: State
-    obstacle: str | None  # None: it can take a request
+    obstacle: str | None  # None if it can take a request
 
 
 class Route:
@@ -58,7 +58,7 @@ class Route:
 
     @property
     def is_up(self) -> bool:
-        """At least one replica says that it can answer."""
+        """Whether at least one replica is ready."""
         return any(member.replica.health().ready for member in self.members)
 
     @property
@@ -66,11 +66,11 @@ class Route:
         return bool(self._waiting)
 
     def pick(self, asked: Asked, failed: Collection[str] = ()) -> Pick:
-        """Somebody who has not `failed` this request. The caller tells `went` if it agrees."""
+        """Choose a replica that has not `failed` this request. The caller confirms with `went`."""
         looked = [self._look(member, failed) for member in self.members]
         usable = [each.member for each in looked if each.obstacle is None]
         if not usable:
-            # Whoever is ejected is better than nobody.
+            # If no other replica is usable, an ejected one is still tried.
             usable = [
                 each.member
                 for each in looked
@@ -88,19 +88,20 @@ class Route:
         probed = [each for each in usable if each.replica.outlier.wants_probe]
         ranked = self._policy.rank(asked, usable)
         if probed and not failed:
-            # Nobody would ever find out that it is well again.
+            # A replica due for a probe goes first; without requests its recovery would never be
+            # noticed.
             ranked.sort(key=lambda each: each.member not in probed)
             first = ranked[0]
-            ranked[0] = Ranked(first.member, first.score, "its time out is over, it is tried again")
+            ranked[0] = Ranked(first.member, first.score, "its ejection is over, so it is probed")
         return Pick(ranked[0], _explained(looked, ranked), tuple(usable))
 
     def went(self, asked: Asked, pick: Pick) -> None:
-        """The request is about to be given to whom `pick` chose."""
+        """Note that the request goes to the replica that `pick` chose."""
         assert pick.chosen is not None
         self._policy.went(asked, pick.chosen.member, pick.among)
 
     async def wait(self, seconds: float) -> bool:
-        """For a place that gets free; False: none did, or too many wait already."""
+        """Wait for a free slot. False on timeout, or at once if the queue is full."""
         places = sum(member.replica.max_concurrent or 0 for member in self.members)
         if len(self._waiting) >= MAX_WAITING_PER_PLACE * places:
             return False
@@ -113,7 +114,7 @@ class Route:
             return False
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self.wake()  # the turn was given to somebody who leaves
+                self.wake()  # this waiter is gone, so wake the next one
             raise
         finally:
             if turn in self._waiting:
@@ -121,7 +122,7 @@ class Route:
         return True
 
     def wake(self) -> None:
-        """A place has become free: whoever waits longest may try."""
+        """A slot is free: wake the request that has waited longest."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -129,7 +130,7 @@ class Route:
                 return
 
     def wake_all(self) -> None:
-        """Places may have become free without anybody's request ending."""
+        """Wake all waiting requests: slots may be free although no request ended."""
         for _ in range(len(self._waiting)):
             self.wake()
 
@@ -147,7 +148,7 @@ class Route:
         elif replica.outlier.is_out:
             obstacle = f"ejected for {replica.outlier.seconds_left:.1f} s more"
         elif state == "ejected" and not replica.outlier.wants_probe:
-            obstacle = "ejected, and a request is trying it already"
+            obstacle = "ejected, and a request is probing it already"
         return _Looked(member, state, obstacle)
 
 

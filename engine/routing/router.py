@@ -1,7 +1,7 @@
-"""Several backends as one: each model to the backends that serve it, each request to one of them.
+"""Several backends as one: maps each model to its backends and sends each request to one of them.
 
-The router is itself an `InferenceBackend`. It starts and stops what is behind it, looks at health
-before it asks anybody, and keeps a backend's fast path: events are pushed through, not queued.
+The router is itself an `InferenceBackend`. It starts and stops its backends and checks their health
+before sending a request. It keeps the backends' fast path: events are pushed through, not queued.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.attempts import RETRY_AFTER_S, Attempts, Mirror, Routed
+from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed
 from engine.routing.cards import combined_card
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
@@ -44,9 +44,9 @@ TICK_S = 1.0
 
 
 class ShadowTraffic(Protocol):
-    """Looks on at some requests, and never holds one up."""
+    """Copies a share of the requests to a second backend, without delaying the original."""
 
-    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> Mirror | None: ...
+    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> EventTap | None: ...
 
     async def stop(self) -> None: ...
 
@@ -54,7 +54,9 @@ class ShadowTraffic(Protocol):
 
 
 class Router(InferenceBackend):
-    """`routes` in order, the first is the default model; `replicas` are all backends to run."""
+    """`routes` are in order and the first is the default model; `replicas` are all backends to
+    run.
+    """
 
     totals_survive_restarts = True
 
@@ -79,7 +81,9 @@ class Router(InferenceBackend):
         self._is_stopped = False
 
     async def start(self) -> str:
-        """All at once; each serves as soon as it is ready. If one can't start, none stays."""
+        """Start all replicas, in parallel unless there is a memory budget. Each serves as soon as
+        it is ready. If one fails to start, all are stopped.
+        """
         self.begin()
         if self.residency.budget_bytes is not None:
             return await self._start_in_turn()
@@ -95,28 +99,30 @@ class Router(InferenceBackend):
         return self._address
 
     def begin(self) -> None:
-        """Look after replicas that run already."""
+        """Start monitoring replicas that already run."""
         self._ticking = asyncio.create_task(self._tick())
 
     def find(self, name: str) -> Route | None:
         return self._by_name.get(name)
 
     def add(self, route: Route, replica: Replica) -> None:
-        """A model more, whose replica runs. The caller has seen that its name is free."""
+        """Add a model whose replica runs. The caller has checked that the name is free."""
         assert route.id not in self._by_name, route.id
         self.routes.append(route)
         self.replicas.append(replica)
         self._index()
 
     def remove(self, route: Route) -> list[Replica]:
-        """A model less; the replicas that nobody needs any more, for the caller to stop."""
+        """Remove a model. Returns the replicas that no model uses any more; the caller stops
+        them.
+        """
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
         own = [each for each in left if any(m.replica is each for m in route.members)]
         for replica in own:
             self.replicas.remove(replica)
-            # Requests on their way still tell when they end.
+            # Requests in flight still report their end.
             self._serves.setdefault(replica.name, [])
         return own
 
@@ -134,7 +140,7 @@ class Router(InferenceBackend):
                 log.error("%s could not be stopped: %r", replica.name, result)
 
     def health(self) -> Health:
-        """Ready as long as anything can be asked for."""
+        """Ready if any model can be served."""
         states = [(replica, replica.health()) for replica in self.replicas]
         troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
         ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
@@ -156,11 +162,11 @@ class Router(InferenceBackend):
         return Health(ready=False, detail=" ".join(details))
 
     def memory_bytes(self) -> int:
-        """Of this process and all that it started."""
+        """Memory of this process and its children."""
         total = 0
         server = psutil.Process(os.getpid())
         for process in (server, *server.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it may end at any moment
+            with contextlib.suppress(psutil.Error):  # a process may end at any moment
                 total += process.memory_info().rss
         return total
 
@@ -176,7 +182,7 @@ class Router(InferenceBackend):
         return cards
 
     def resolve(self, name: str | None) -> Resolved | None:
-        """The model asked for; while none of its backends is up, the first fallback that is."""
+        """The requested model; if none of its backends is up, the first fallback that is."""
         route = self.routes[0] if name is None else self._by_name.get(name)
         if route is None:
             return None
@@ -233,7 +239,7 @@ class Router(InferenceBackend):
         for backend in self._ready_backends(model):
             try:
                 return await backend.tokenize(content, add_special_tokens=add_special_tokens)
-            except InvalidRequestError as error:  # another kind of backend may be able to
+            except InvalidRequestError as error:  # another kind of backend may accept it
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
@@ -272,7 +278,7 @@ class Router(InferenceBackend):
             route.wake()
 
     def may_eject(self, replica: Replica) -> bool:
-        """Somebody else would be left for each model that it serves."""
+        """Whether each model that the replica serves would have another ready one."""
         return all(
             any(
                 member.replica is not replica
@@ -300,7 +306,9 @@ class Router(InferenceBackend):
         }
 
     async def _start_in_turn(self) -> str:
-        """The last first: where not all fit, those at the top of the file stay."""
+        """Start replicas in reverse order: if not all fit in memory, the first ones of the file
+        stay loaded.
+        """
         try:
             for replica in reversed(self.replicas):
                 await self._start(replica)
@@ -320,7 +328,7 @@ class Router(InferenceBackend):
         )
         self.decisions.add(decision)
 
-        def mirror() -> Mirror | None:
+        def mirror() -> EventTap | None:
             if self.shadow is None or isinstance(request, EmbedRequest):
                 return None
             return self.shadow.mirror(route.id, request)
@@ -361,7 +369,7 @@ class Router(InferenceBackend):
         log.info("backend %s is ready after %.1f s", replica.name, time.monotonic() - began)
 
     async def _tick(self) -> None:
-        """Until cancelled."""
+        """Update all replicas periodically until cancelled."""
         while True:
             self.residency.tick()
             for replica in self.replicas:

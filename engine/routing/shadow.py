@@ -1,9 +1,9 @@
-"""Shadow traffic: a share of a model's requests is answered a second time, by a backend whose
-answers nobody waits for, and the two answers are compared.
+"""Shadow traffic: a share of a model's requests is answered again by a second backend, and the two
+answers are compared.
 
-A copy is sent when its request has been answered, so that it competes with nothing that the client
-waits for. Every model has a lane of its own, bounded in copies and in characters; a copy that finds
-it full is dropped and counted. Neither prompts nor answers are kept once they are compared.
+A copy is sent after the original was answered, so it does not compete with what the client waits
+for. Every model has its own lane, limited in copies and in characters. When it is full, a copy is
+dropped and counted. Prompts and answers are deleted after the comparison.
 """
 
 import asyncio
@@ -34,9 +34,10 @@ from engine.routing.metrics import Difference, Outcome, ShadowMetrics
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 4
-MAX_HELD = 256  # copies of one model: whose request is being answered, waiting, being answered
+# copies of one model, in every state: original running, waiting, or running themselves
+MAX_HELD = 256
 MAX_HELD_CHARS = 16 * 2**20
-MAX_ANSWER_CHARS = 32 * 2**10  # of one choice; what comes after is not compared
+MAX_ANSWER_CHARS = 32 * 2**10  # max compared characters of one choice
 MAX_SECONDS = 120.0
 MAX_RECENT = 200
 
@@ -46,16 +47,16 @@ _DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ShadowRoute:
-    """Where copies of a model's requests go: to equal replicas of one backend, in turn."""
+    """Where copies of a model's requests go: to one backend's replicas, round-robin."""
 
     model: str
     backend_name: str
     replicas: Sequence[InferenceBackend]
-    share: float  # of all requests, 0 to 1
+    share: float  # share of all requests that are copied, 0 to 1
 
 
 class Shadow:
-    """Ask it to `mirror` every request that is taken; `stop` it before the backends."""
+    """Call `mirror` for every admitted request. `stop` it before the backends."""
 
     def __init__(
         self,
@@ -74,18 +75,20 @@ class Shadow:
         self._chance = chance
 
     def mirror(self, model: str, request: Request) -> "Mirror | None":
-        """Never waits. None: the request is none of the share, or there is no room for it."""
+        """Start a copy, without waiting. None if the request is not in the share or the lane is
+        full.
+        """
         lane = self._lanes.get(model)
         if lane is None or self._chance() >= lane.route.share:
             return None
         return lane.mirror(request)
 
     async def stop(self) -> None:
-        """Forget all copies. Safe to call twice."""
+        """Drop all copies. Idempotent."""
         await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
 
     def report(self) -> dict[str, Any]:
-        """For people: each model's counts, and the last copies, newest first."""
+        """Each model's counts, and the latest copies, newest first."""
         return {
             "models": [lane.report() for lane in self._lanes.values()],
             "recent": list(reversed(self._recent)),
@@ -93,22 +96,22 @@ class Shadow:
 
 
 class Mirror:
-    """One request and what it was answered, until its copy has been answered too.
+    """One request with its answer, until its copy has been answered too.
 
-    Its router drops it when the request ends. If that was without an answer there is nothing to
-    compare, and the mirror is gone with the last reference to it.
+    The router drops its reference when the request ends. If the request had no answer, there is
+    nothing to compare, and the object is freed.
     """
 
     def __init__(self, request: Request, on_answered: "Callable[[Mirror], None]") -> None:
         self.request = request
-        self.answers = _answers(request)  # by choice
+        self.answers = _answers(request)  # choice -> answer
         self.elapsed_s = 0.0
         self.num_chars = _size(request)
         self._on_answered = on_answered
         self._began = time.monotonic()
 
     def primary(self, event: Event) -> None:
-        """An event of the answer that the client gets; `UsageEvent` is the last. Never waits."""
+        """An event of the client's answer; `UsageEvent` is the last. Never waits."""
         if isinstance(event, UsageEvent):
             self.elapsed_s = time.monotonic() - self._began
             self._on_answered(self)
@@ -117,7 +120,7 @@ class Mirror:
 
 
 class Lane:
-    """The copies of one model: how many there are, who waits, what became of them."""
+    """The copies of one model: their number, their queue and their results."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class Lane:
         }
 
     def _refusal(self, request: Request) -> Outcome | None:
-        """Why no copy of a request is made."""
+        """Why no copy of a request is made, or None."""
         backend = self._next_ready()
         if backend is None:
             return "unavailable"
@@ -210,7 +213,8 @@ class Lane:
 
     async def _run(self, mirror: Mirror) -> None:
         began = time.monotonic()
-        backend = self._next_ready() or self.route.replicas[0]  # which then says what it lacks
+        # if none is ready, the first one reports why
+        backend = self._next_ready() or self.route.replicas[0]
         answers, error = await _answer(backend, mirror.request)
         elapsed_s = time.monotonic() - began
         outcome, position = self._judge(mirror, answers, error)
@@ -233,7 +237,7 @@ class Lane:
     def _judge(
         self, mirror: Mirror, answers: Mapping[int, Answer], error: str | None
     ) -> tuple[Outcome, int | None]:
-        """What became of a copy, and the first token that differs."""
+        """The result of a copy, and the index of the first token that differs."""
         if error is not None:
             return "error", None
         if not _is_greedy(mirror.request.context.params):
@@ -265,7 +269,7 @@ class Lane:
 async def _answer(
     backend: InferenceBackend, request: Request
 ) -> tuple[Mapping[int, Answer], str | None]:
-    """What the backend says to a copy, and the error that ended it."""
+    """The backend's answer to a copy, and the error that ended it, if any."""
     answers = _answers(request)
     limit_s = min(request.context.timeout_s or MAX_SECONDS, MAX_SECONDS)
     try:
@@ -278,14 +282,14 @@ async def _answer(
     except EngineError as error:
         return answers, f"{error.error_code}: {error.message}"
     except Exception:
-        # A copy may harm nobody, whatever the backend's fault is.
+        # A failing shadow must not affect requests, whatever it raises.
         logger.exception("A shadow backend's stream failed without an EngineError.")
         return answers, "internal error, see the log"
     return answers, None
 
 
 def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> AsyncIterator[Event]:
-    """The copy has an id of its own: the backend may be answering the original too."""
+    """Send the copy under a new id: the same backend may be answering the original too."""
     context = msgspec.structs.replace(
         request.context, request_id=f"shadow-{request.context.request_id}", timeout_s=timeout_s
     )
@@ -302,7 +306,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 
 def _size(request: Request) -> int:
-    """Characters that a request and its answer may take, about."""
+    """Approximate characters that a request and its answer may take."""
     asked = (
         (request.prompt, request.suffix)
         if isinstance(request, CompletionRequest)

@@ -1,7 +1,7 @@
 """The HTTP server.
 
-Most of FastAPI's import is spent on validators for its OpenAPI document; they are built when that
-document is asked for, so that a server starts sooner.
+Most of FastAPI's import time goes into validators for its OpenAPI document. They are built when
+that document is first requested, so that the server starts sooner.
 """
 
 import pydantic

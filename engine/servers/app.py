@@ -1,8 +1,8 @@
 """The FastAPI application: routes, and the layers that every request passes.
 
-From the outside in: request id and log, browser guard, CORS if enabled, routing, the key, then the
-route. All layers are plain ASGI; Starlette's `BaseHTTPMiddleware` would hide a client's disconnect
-from the route.
+From the outside in: request id and log, browser guard, CORS if enabled, routing, authentication,
+the route. All layers are plain ASGI; Starlette's `BaseHTTPMiddleware` would hide a client's
+disconnect from the route.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from engine.servers.serving.watcher import EngineWatcher
 
 
 def add_routes(app: FastAPI, services: Services, target: str) -> None:
-    """Add the routes of a function, named as "module:function"."""
+    """Call the function named "module:function", which adds routes."""
     module, _, function = target.partition(":")
     getattr(import_module(f"engine.servers.{module}"), function)(app, services)
 
@@ -43,7 +43,7 @@ class LateRoutes:
         self._adding = asyncio.Lock()
 
     async def add(self) -> None:
-        """Add what is left, and start the components that come with it."""
+        """Add the late routes and start their components."""
         async with self._adding:
             while self._targets:
                 target = self._targets[0]
@@ -56,14 +56,14 @@ class LateRoutes:
                 self._targets.pop(0)
 
     def may_want(self, scope: Scope) -> bool:
-        """No route that is there already matches the request."""
+        """Whether no registered route matches the request, so that a late one might."""
         if not self._targets or scope["type"] != "http":
             return False
         return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
 
 
 class LateGate:
-    """Lets a request wait for routes that are not there yet."""
+    """Holds requests for late routes until those are added."""
 
     def __init__(self, app: ASGIApp, late: LateRoutes) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class LateGate:
         await self._app(scope, receive, send)
 
 
-# Functions that add routes, in modules below engine.servers.
+# Functions that add routes, as "module:function" below engine.servers.
 EARLY = (
     "openai.chat:add_chat_routes",
     "openai.completions:add_completions_routes",
@@ -100,7 +100,7 @@ LATE = (
     "openai.openapi:add_openapi_routes",
 )
 
-# What SDKs read of an answer, which a browser hides from a page of another origin otherwise.
+# Response headers that SDKs read; browsers hide them from other origins unless they are exposed.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-engine-warnings", "retry-after", "x-should-retry"),
     *("content-disposition", "x-engine-backend"),
@@ -118,10 +118,10 @@ def create_app(
     rebuild: Callable[[], InferenceBackend] | None = None,
     reread: Callable[[], Settings] | None = None,
 ) -> FastAPI:
-    """The application over `backend`, which somebody else starts and stops (see `run.py`).
+    """Build the application over `backend`. The caller starts and stops the backend (see `run.py`).
 
-    `starts_soon`: some routes come when the server is ready, so that it is ready sooner. `rebuild`
-    makes the backend once more, to load it again; `reread` the settings, for a change of them.
+    `starts_soon`: add some routes only after startup, so that the server is ready sooner. `rebuild`
+    makes the backend again, for a reload; `reread` reads the settings again.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
     metrics.watch_in_flight(lambda: len(lifecycle.pumps))
@@ -134,7 +134,8 @@ def create_app(
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:
-        from engine.servers.ops.warming import WarmStart  # few servers have such a file
+        # imported only if configured; few servers use it
+        from engine.servers.ops.warming import WarmStart
 
         services.components.append(WarmStart(services, settings.cache.warm_file))
     throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
@@ -171,7 +172,7 @@ def _layers(settings: Settings, holder: BackendHolder, metrics: Metrics) -> list
                 CORSMiddleware,
                 allow_origins=settings.server.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                # OpenAI's SDK sends a family of x-stainless-* headers; no cookies are in play.
+                # OpenAI's SDK sends many x-stainless-* headers. Cookies are never used.
                 allow_headers=["*"],
                 expose_headers=EXPOSED_HEADERS,
             )

@@ -1,9 +1,9 @@
-"""Running the application: a socket bound first, the model loaded behind it, and an orderly end.
+"""Runs the application: binds the socket, then loads the model, and shuts down in order.
 
-The port is taken before weights are read, so a conflict is known at once and probes are answered
-while the model loads. The first SIGTERM or SIGINT drains: `/readyz` turns 503, running requests
-finish, new ones are refused, and what is left at the deadline ends with an error. The second one
-ends everything now.
+The port is bound before weights are read, so a conflict shows at once and probes are answered
+during loading. The first SIGTERM or SIGINT drains: `/readyz` returns 503, running requests finish,
+new ones are refused, and requests still running at the deadline are aborted. The second signal
+stops everything now.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from engine.servers.serving.services import Services
 
 
 class ServiceManager:
-    """`socket_path` and `watchdog_s` as systemd gives them; without a path nobody is told."""
+    """systemd's notify socket and watchdog. Without `socket_path` it does nothing."""
 
     def __init__(self, socket_path: str | None, watchdog_s: float | None = None) -> None:
         self._path = socket_path
@@ -31,13 +31,15 @@ class ServiceManager:
 
     @classmethod
     def from_environment(cls) -> "ServiceManager":
-        """Not for children: what they would say is not this server's."""
+        """Read systemd's variables and remove them, so that child processes don't notify
+        systemd.
+        """
         path, limit = os.environ.pop("NOTIFY_SOCKET", None), os.environ.pop("WATCHDOG_USEC", "")
         watched = os.environ.pop("WATCHDOG_PID", None) in (None, str(os.getpid()))
         return cls(path, int(limit) / 1e6 if limit.isdecimal() and watched else None)
 
     def tell(self, state: str) -> None:
-        """A manager that does not listen is no reason to stop."""
+        """Send `state`. A manager that does not listen is ignored."""
         if not self._path:
             return
         address = "\0" + self._path[1:] if self._path.startswith("@") else self._path
@@ -49,7 +51,7 @@ class ServiceManager:
                 return
 
     async def watch(self, is_well: Callable[[], bool]) -> None:
-        """Until cancelled: two signs of life in the time for one."""
+        """Until cancelled, notify the watchdog twice per interval while `is_well`."""
         while self._path and self._watchdog_s:
             if is_well():
                 self.tell("WATCHDOG=1")
@@ -58,16 +60,16 @@ class ServiceManager:
 
 logger = logging.getLogger(__name__)
 
-# After the drain only sockets are left to close.
+# After the drain, only sockets remain to be closed.
 CLOSE_TIMEOUT_S = 5
-# Between two lines about a model that is loading; ours never takes that long.
+# Between two log lines while a model loads. Our own backend loads faster than this.
 PROGRESS_INTERVAL_S = 5.0
-# Importing the late routes takes turns with the requests that were waiting for the model.
+# Importing the late routes competes with requests that waited for the model, so it starts later.
 LATE_ROUTES_AFTER_S = 0.5
 
 
 class HttpServer:
-    """One run of an application made by `create_app`."""
+    """One run of an application that `create_app` made."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class HttpServer:
         self._uvicorn = http_server(app, CLOSE_TIMEOUT_S)
 
     async def serve(self) -> None:
-        """Until it is told to stop; raises what the backend could not start with."""
+        """Serve until told to stop. Raises the backend's start error."""
         for component in self._services.components:
             await component.start()
         loading = asyncio.create_task(self._load())
@@ -115,7 +117,7 @@ class HttpServer:
             loading.result()
 
     def handle_signal(self) -> None:
-        """First call: finish what runs, then stop. Second call: stop now."""
+        """First call: drain, then stop. Second call: stop now."""
         self._num_signals += 1
         if self._num_signals == 1:
             self._manager.tell("STOPPING=1")
@@ -127,7 +129,7 @@ class HttpServer:
             self._uvicorn.should_exit = True
 
     def reload(self) -> None:
-        """Read keys, limits and the log level again; what can't be used changes nothing."""
+        """Reload keys, limits and the log level. Invalid values change nothing."""
         self._reloading = asyncio.create_task(self._reload())
 
     async def _reload(self) -> None:
@@ -158,7 +160,7 @@ class HttpServer:
         return self._services.backend.health().ready
 
     async def _tell_progress(self) -> None:
-        """What a backend that takes long says of itself, as often as it says something else."""
+        """Log the progress of a slow backend start, whenever it changes."""
         told = ""
         while self._on_progress is not None:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
@@ -179,7 +181,9 @@ def run_server(
     on_progress: Callable[[str], None] | None = None,
     probe_sock: socket.socket | None = None,
 ) -> None:
-    """Serve on the main thread until a signal ends it. Returns after an orderly end."""
+    """Serve on the main thread until a signal stops the server. Returns after an orderly
+    shutdown.
+    """
     raise_file_limit()
     server = HttpServer(app, sock, on_ready, on_progress, probe_sock)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.plugins.audit_log import AuditLog as AuditPlugin
+from engine.plugins.audit_log import RequestAudit
 from engine.servers.ops.audit import AuditLog
 from tests.plugin_hosts import a_chat, fed, running
 
@@ -64,7 +64,7 @@ async def test_requests_pass_and_the_plugin_is_left_out_after_three(
 ) -> None:
     path = tmp_path / "audit.jsonl"
     caplog.set_level(logging.WARNING)
-    async with running([AuditPlugin()], options={"path": str(path)}) as made:
+    async with running([RequestAudit()], options={"path": str(path)}) as made:
         (host,) = made.hosts
         for number in range(8):
             disk.is_full = number >= 2

@@ -10,8 +10,8 @@ from engine.core.errors import NotFoundError
 from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 from engine.core.store.model_store import (
     ModelStore,
-    StoredFile,
     StoredModel,
+    StoredModelFile,
     resolve_model,
     store_directory,
 )
@@ -21,7 +21,7 @@ def publish(store: ModelStore, name: str = "tiny", body: bytes = b"GGUFdata") ->
     staging = store.staging(name)
     (staging / "tiny.gguf").write_bytes(body)
     (staging / ".tiny.gguf.state").write_bytes(b"{}")
-    files = (StoredFile("tiny.gguf", len(body), "0" * 64),)
+    files = (StoredModelFile("tiny.gguf", len(body), "0" * 64),)
     return store.publish(staging, StoredModel(name, "test", "2026-01-01", files, "tiny.gguf"))
 
 
@@ -72,7 +72,7 @@ def test_records_cannot_lead_out_of_their_folder(store: ModelStore, tmp_path: Pa
     path = publish(store)
     record = path.parent / "model.json"
     model = msgspec.json.decode(record.read_bytes(), type=StoredModel)
-    outside = StoredFile("../../secret.gguf", 8, "0" * 64)
+    outside = StoredModelFile("../../secret.gguf", 8, "0" * 64)
     changed = msgspec.structs.replace(model, files=(outside,), entry=outside.name)
     record.write_bytes(msgspec.json.encode(changed))
     assert store.models() == {}

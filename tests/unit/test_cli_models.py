@@ -17,7 +17,7 @@ from engine.backends.custom.weights.model import ModelSource
 from engine.cli.main import app
 from engine.cli.model_report import describe, human_bytes, print_report
 from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
-from engine.core.store.model_store import ModelStore, StoredFile, StoredModel
+from engine.core.store.model_store import ModelStore, StoredModel, StoredModelFile
 
 CONFIG = ModelConfig(
     family="llama",
@@ -49,7 +49,7 @@ def run(*arguments: str) -> Any:
 def publish(store: ModelStore, name: str, body: bytes) -> Path:
     staging = store.staging(name)
     (staging / "m.gguf").write_bytes(body)
-    files = (StoredFile("m.gguf", len(body), "ab" * 32),)
+    files = (StoredModelFile("m.gguf", len(body), "ab" * 32),)
     return store.publish(
         staging, StoredModel(name, "test:x", "2026-01-02T03:04:05", files, "m.gguf")
     )
@@ -92,7 +92,7 @@ def test_a_pulled_model_is_not_fetched_again(store: ModelStore) -> None:
     (staging / "m.gguf").write_bytes(b"GGUF")
     entry = CATALOGUE[DEFAULT_MODEL]
     assert entry.sha256 is not None
-    files = (StoredFile("m.gguf", 4, entry.sha256),)
+    files = (StoredModelFile("m.gguf", 4, entry.sha256),)
     model = StoredModel(DEFAULT_MODEL, entry.sources[0], "2026", files, "m.gguf")
     path = store.publish(staging, model)
     result = run("pull", DEFAULT_MODEL)

@@ -10,7 +10,7 @@ import pytest
 from engine.core.errors import ModelError
 from engine.core.store import fetch
 from engine.core.store.fetch import Download, RemoteFile, new_client, open_stream
-from engine.core.store.model_store import StoredFile
+from engine.core.store.model_store import StoredModelFile
 
 BODY = b"GGUF" + bytes(range(96))
 URL = "https://models.test/m.gguf"
@@ -60,7 +60,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.0)
 
 
-def download(folder: Path, *answers: Answer, ranges: list[str | None] | None = None) -> StoredFile:
+def download(
+    folder: Path, *answers: Answer, ranges: list[str | None] | None = None
+) -> StoredModelFile:
     """`ranges` is told what was asked for."""
     left = list(answers)
 

@@ -15,9 +15,9 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.servers.batches.caller import Answer
+from engine.servers.batches.caller import LineAnswer
 from engine.servers.batches.run import answered_line
-from engine.servers.batches.store import Usage
+from engine.servers.batches.store import LineUsage
 from engine.servers.http.listing import list_body
 from engine.servers.openai.format import (
     ChatStream,
@@ -109,10 +109,10 @@ def test_a_page_that_ends_with_the_last_item_has_no_more() -> None:
 
 
 def test_a_line_costs_what_its_answer_says_in_either_words() -> None:
-    expected = Usage(input_tokens=7, cached_tokens=3, output_tokens=5, reasoning_tokens=2)
+    expected = LineUsage(input_tokens=7, cached_tokens=3, output_tokens=5, reasoning_tokens=2)
     for usage in (usage_body(USAGE), responses_usage(USAGE)):
         body = msgspec.json.encode({"usage": usage})
-        _, cost = answered_line("x", Answer(200, {"x-request-id": "r"}, body))
+        _, cost = answered_line("x", LineAnswer(200, {"x-request-id": "r"}, body))
         assert cost == expected
-    _, cost = answered_line("x", Answer(400, {"x-request-id": "r"}, b'{"error": {}}'))
-    assert cost == Usage()
+    _, cost = answered_line("x", LineAnswer(400, {"x-request-id": "r"}, b'{"error": {}}'))
+    assert cost == LineUsage()

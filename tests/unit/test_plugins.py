@@ -34,7 +34,7 @@ from engine.core.interfaces.plugin import (
     PluginResponse,
     RefusedError,
 )
-from engine.plugins.audit_log import AuditLog
+from engine.plugins.audit_log import RequestAudit
 from engine.plugins.backend import describe
 from engine.plugins.build import plug_in
 from engine.plugins.pii import PiiRedactor
@@ -299,7 +299,7 @@ def test_over_http_a_stream_joins_to_the_whole() -> None:
 async def test_the_audit_log_is_private_and_turns_over(tmp_path: Path) -> None:
     path = tmp_path / "log" / "audit.jsonl"
     options = {"path": str(path), "record": "texts", "max_size_mb": 0.002, "max_files": 2}
-    async with running([AuditLog()], options=options) as made:
+    async with running([RequestAudit()], options=options) as made:
         for number in range(8):
             await fed(made, a_chat(f"line\u2028{number}\n", tenant="t"))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -312,7 +312,7 @@ async def test_the_audit_log_is_private_and_turns_over(tmp_path: Path) -> None:
 
 async def test_digests_tell_nothing_but_equality(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    async with running([AuditLog()], options={"path": str(path)}) as made:
+    async with running([RequestAudit()], options={"path": str(path)}) as made:
         await fed(made, a_chat("secret words"))
         await fed(made, a_chat("secret words"))
     first, second = (json.loads(line) for line in path.read_text().splitlines())
@@ -325,8 +325,8 @@ async def test_digests_tell_nothing_but_equality(tmp_path: Path) -> None:
     [
         (PiiRedactor, {"kinds": ["emil"]}, "there is no 'emil'"),
         (PiiRedactor, {"prompt": True}, "unknown field"),
-        (AuditLog, {}, "path"),
-        (AuditLog, {"path": "/dev/null"}, "not a plain file"),
+        (RequestAudit, {}, "path"),
+        (RequestAudit, {"path": "/dev/null"}, "not a plain file"),
     ],
 )
 async def test_options_that_can_not_be_used_end_the_start(plugin, options, words) -> None:

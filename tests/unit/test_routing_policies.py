@@ -16,7 +16,7 @@ from engine.routing.policies import (
     RoundRobin,
     Session,
 )
-from engine.routing.prefixes import BLOCK_CHARS, MAX_AGE_S, MAX_BLOCKS, Prompt, SeenPrefixes
+from engine.routing.prefixes import BLOCK_CHARS, MAX_AGE_S, MAX_BLOCKS, RoutedPrompt, SeenPrefixes
 from engine.routing.replica import (
     CONSECUTIVE_FAILURES,
     FIRST_EJECTION_S,
@@ -169,39 +169,39 @@ def test_new_conversations_with_one_system_prompt_are_spread_as_caches_fill() ->
 
 def test_tenants_share_nothing() -> None:
     seen = SeenPrefixes()
-    seen.add(Prompt(chat("a" * 640, salt="one")))
-    assert seen.match(Prompt(chat("a" * 640, salt="one"))) == 10
-    assert seen.match(Prompt(chat("a" * 640, salt="two"))) == 0
+    seen.add(RoutedPrompt(chat("a" * 640, salt="one")))
+    assert seen.match(RoutedPrompt(chat("a" * 640, salt="one"))) == 10
+    assert seen.match(RoutedPrompt(chat("a" * 640, salt="two"))) == 0
 
 
 def test_what_differs_before_differs_after() -> None:
     seen = SeenPrefixes()
-    seen.add(Prompt(completion(tuple(range(160)))))
-    assert seen.match(Prompt(completion((*range(80), *range(80))))) == 5
-    assert seen.match(Prompt(completion((1, *range(1, 160))))) == 0
+    seen.add(RoutedPrompt(completion(tuple(range(160)))))
+    assert seen.match(RoutedPrompt(completion((*range(80), *range(80))))) == 5
+    assert seen.match(RoutedPrompt(completion((1, *range(1, 160))))) == 0
     tools = ({"type": "function", "function": {"name": "f"}},)
-    seen.add(Prompt(chat("a" * 640)))
-    assert seen.match(Prompt(chat("a" * 640, tools=tools))) == 0
+    seen.add(RoutedPrompt(chat("a" * 640)))
+    assert seen.match(RoutedPrompt(chat("a" * 640, tools=tools))) == 0
 
 
 def test_memory_is_bounded_and_the_beginnings_of_paths_stay_longest() -> None:
     seen = SeenPrefixes(capacity=10)
-    seen.add(Prompt(completion("a" * 640)))
-    seen.add(Prompt(completion("b" * 320)))
+    seen.add(RoutedPrompt(completion("a" * 640)))
+    seen.add(RoutedPrompt(completion("b" * 320)))
     assert len(seen) == 10 and seen.fullness == 1.0
-    assert seen.match(Prompt(completion("a" * 640))) == 5
-    assert seen.match(Prompt(completion("b" * 640))) == 5
-    assert Prompt(completion("c" * 10**6)).num_blocks == MAX_BLOCKS
+    assert seen.match(RoutedPrompt(completion("a" * 640))) == 5
+    assert seen.match(RoutedPrompt(completion("b" * 640))) == 5
+    assert RoutedPrompt(completion("c" * 10**6)).num_blocks == MAX_BLOCKS
 
 
 def test_what_is_old_counts_no_more() -> None:
     clock = Clock()
     seen = SeenPrefixes(clock=clock)
-    seen.add(Prompt(completion("a" * 640)))
+    seen.add(RoutedPrompt(completion("a" * 640)))
     clock.now += MAX_AGE_S - 1
-    seen.add(Prompt(completion("a" * 320)))
+    seen.add(RoutedPrompt(completion("a" * 320)))
     clock.now += 2
-    assert seen.match(Prompt(completion("a" * 640))) == 5
+    assert seen.match(RoutedPrompt(completion("a" * 640))) == 5
     seen.forget_old()
     assert len(seen) == 5
 
@@ -265,7 +265,7 @@ def test_power_of_two_draws_by_weight() -> None:
 def test_what_was_seen_again_is_forgotten_later() -> None:
     seen = SeenPrefixes(capacity=10)
     for letter in "aba":
-        seen.add(Prompt(completion(letter * 5 * BLOCK_CHARS)))
-    seen.add(Prompt(completion("c" * 5 * BLOCK_CHARS)))
-    matched = [seen.match(Prompt(completion(each * 5 * BLOCK_CHARS))) for each in "abc"]
+        seen.add(RoutedPrompt(completion(letter * 5 * BLOCK_CHARS)))
+    seen.add(RoutedPrompt(completion("c" * 5 * BLOCK_CHARS)))
+    matched = [seen.match(RoutedPrompt(completion(each * 5 * BLOCK_CHARS))) for each in "abc"]
     assert matched == [5, 0, 5]

@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.observability.metrics import Metrics
-from engine.servers.anthropic.convert import Prompt, parse
+from engine.servers.anthropic.convert import AnthropicPrompt, parse
 from engine.servers.anthropic.schema import KEEP_ALL_THINKING, NO_EFFECT, MessagesBody, PromptBody
 from engine.servers.app import create_app
 from tests.fake_backend import MODEL, FakeBackend
@@ -27,7 +27,7 @@ CALL = {
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 
 
-def prompt_of(**fields: Any) -> Prompt:
+def prompt_of(**fields: Any) -> AnthropicPrompt:
     return parse(MessagesBody, ASK | fields)[1]
 
 

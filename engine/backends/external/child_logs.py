@@ -1,7 +1,8 @@
-"""What a child writes: passed on to our log under its name, and its end kept to explain a death.
+"""A child's output: forwarded to our log under its name; the last lines are kept to explain a
+crash.
 
-A child may write faster than anyone reads: what exceeds the rate is counted and left out of the
-log, never of the kept end.
+A child may write very fast. Lines above the rate limit are counted and not logged, but still kept
+for the explanation.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ BURST_LINES = 400.0
 SHORT_LINE = 160
 
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-# What loggers put before their message: a process's name, a level, a time, a place in the code.
+# What loggers put before their message: process name, level, time, code location.
 _PREFIX = re.compile(
     r"^(\([\w-]+ pid=\d+\) )?(\[[\d:. TP-]+[^]]*\] )?"
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+)?([\d:.-]+ [\d:.,]+ )?(\[[\w./]+:\d+\] )?"
@@ -30,7 +31,7 @@ _CAUSE = re.compile(r"(?:\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|\berror|\b
 
 
 class ChildLog:
-    """What all runs of one child write; `begin` gives each run its reading end."""
+    """The output of all runs of one child. `begin` gives each run its pipe."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -41,19 +42,19 @@ class ChildLog:
         self._num_left_out = 0
 
     def begin(self) -> "ChildOutput":
-        """Another run: what the last one wrote explains nothing any more."""
+        """Start another run and forget the last one's output."""
         self._kept.clear()
         return ChildOutput(self.take)
 
     @property
     def last_line(self) -> str:
-        """What it said last, in short; empty while it has said nothing."""
+        """Its last line, shortened; empty if there is none."""
         return _short(_PREFIX.sub("", self._kept[-1])) if self._kept else ""
 
     @property
     def cause(self) -> str:
-        """The line that explains best why it ended: the first error that it names (later ones are
-        its parents' complaints about the same), else its last one.
+        """The line that best explains its end: the first error (later ones are consequences), else
+        the last line.
         """
         for line in self._kept:
             is_harmless = _level(line) in (logging.DEBUG, logging.INFO, logging.WARNING)
@@ -87,7 +88,9 @@ class ChildLog:
 
 
 class ChildOutput(asyncio.Protocol):
-    """One run's output, cut into lines. `closed` is done when nobody can write to it any more."""
+    """One run's output, split into lines. `closed` resolves when no process can write to it any
+    more.
+    """
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
@@ -97,7 +100,7 @@ class ChildOutput(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         text = self._rest + self._decoder.decode(data)
-        *lines, self._rest = re.split(r"[\r\n]+", text)  # progress bars return instead of feeding
+        *lines, self._rest = re.split(r"[\r\n]+", text)  # progress bars use CR instead of LF
         if len(self._rest) > MAX_LINE:
             lines.append(self._rest)
             self._rest = ""
@@ -111,7 +114,7 @@ class ChildOutput(asyncio.Protocol):
 
 
 def _level(line: str) -> int | None:
-    """What its logger said; None where none did."""
+    """The level that its logger wrote; None if there is none."""
     found = _LEVEL.search(line[:120])
     return logging.getLevelNamesMapping()[found[1]] if found else None
 

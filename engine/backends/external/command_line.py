@@ -1,6 +1,6 @@
-"""Typed options as another program's command line.
+"""Converts typed options to another program's command line.
 
-A value is never a word of its own where it can be part of its flag, so that none can pass for one.
+A value is joined to its flag where possible (`--flag=value`), so it can't be mistaken for a flag.
 """
 
 import dataclasses
@@ -12,17 +12,17 @@ from typing import Any
 from engine.core.errors import ConfigError
 
 _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
-# Programs take the beginning of a flag for the whole, so this much of it stands for it.
+# Programs accept abbreviated flags, so this prefix covers all forms of --trust-remote-code.
 _REMOTE_CODE = "trust"
-# A file with more options, that one among them.
+# A file with further options, which could include that one.
 _MORE_OPTIONS = "config"
 # Any user of this machine can read a command line.
 _SECRETS = ("api-key", "hf-token", "admin-api-key")
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """`max_len=5` is `--max-len=5`, True is the flag alone and False its `--no-` form; a list is
-    several words, a table JSON.
+    """`max_len=5` becomes `--max-len=5`, True the flag alone, False its `--no-` form. A list
+    becomes several words, a table JSON.
     """
     dashed = name.replace("_", "-")
     if isinstance(value, bool):
@@ -37,7 +37,9 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def option_flags(config: Any, names: Iterable[str]) -> list[str]:
-    """These fields of a configuration. None, and False where that is the default, say nothing."""
+    """Flags for these fields of a configuration. None is omitted, and so is False where it is the
+    default.
+    """
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
     found: list[str] = []
     for name in names:
@@ -48,8 +50,8 @@ def option_flags(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def free_flags(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """`backend_args`, whose names only the program knows. `known` are options with fields of their
-    own, or that are decided here.
+    """Flags for `backend_args`, which only the program knows. `known` are options that have their
+    own fields or are set here.
     """
     found: list[str] = []
     taken = {name.replace("_", "-") for name in known}

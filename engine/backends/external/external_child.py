@@ -1,4 +1,4 @@
-"""One run of another program: its launcher, its output, its record, and its end."""
+"""One run of an external program: its launcher, output, record and end."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import start_child
 
 LAUNCHER = "engine.backends.external.launcher"
-# What a launcher may take beyond the time that its program is given.
+# Time for a launcher beyond its program's grace period.
 LAUNCHER_GRACE_S = 2.0
 LAST_WORDS_S = 0.5
 
 
 class ExternalChild:
-    """Made by `start`. `ended` has the exit status once the program is gone."""
+    """Created by `start`. `ended` has the exit status once the program is gone."""
 
     def __init__(
         self,
@@ -61,7 +61,9 @@ class ExternalChild:
         grace_s: float,
         folder: str = "",
     ) -> Self:
-        """`folder` is removed when all is over. Raises `OSError` when there is no room for it."""
+        """Start the program. `folder` is deleted at the end. Raises `OSError` if there is no room
+        for it.
+        """
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
         with theirs, os.fdopen(writing, "wb") as output:
@@ -76,7 +78,7 @@ class ExternalChild:
                 ours.close()
                 raise
         mark = mark_of(process.pid)
-        assert mark is not None, "a child that nobody has waited for is there"
+        assert mark is not None, "a child that was not reaped still has its pid"
         record = RecordFile(ChildRecord(name, (mark,), folder))
         child = cls(process, ours, logs, record, grace_s)
         order = {
@@ -86,24 +88,24 @@ class ExternalChild:
             "record": str(record.path),
             "folder": folder,
         }
-        with suppress(OSError):  # it has died: its end says so
+        with suppress(OSError):  # the launcher has died; its exit status says so
             ours.sendall(json.dumps(order).encode() + b"\n")
         return child
 
     @property
     def pid(self) -> int:
-        """Of the launcher, whose session holds all the others."""
+        """Process id of the launcher, whose session contains all other processes."""
         return self._launcher.pid
 
     def note_processes(self) -> None:
-        """Remember the processes that there are, for whoever has to end them after a crash."""
+        """Record the current processes, so that they can be killed after a crash of ours."""
         self._record.update(family_of(self._record.processes[0]))
 
     def memory_bytes(self) -> int:
         return memory_of(family_of(self._record.processes[0]))
 
     async def stop(self) -> None:
-        """Ask it to end, and see to it that it does. Nothing of it is left afterwards."""
+        """Terminate the program, and kill it if needed. No process of it remains."""
         self.note_processes()
         if self._launcher.is_alive:
             self._launcher.send(signal.SIGTERM)
@@ -113,7 +115,7 @@ class ExternalChild:
         except TimeoutError:
             self._launcher.kill()
         finally:
-            # Also when the wait was cancelled. Waits only where something refuses to die.
+            # Also after a cancelled wait. Only blocks if a process can't be killed.
             self._launcher.kill()
             kill_marked(self._record.processes)
             self._close()
@@ -124,7 +126,7 @@ class ExternalChild:
 
     async def _report(self) -> None:
         status = await self._launcher.wait()
-        # What it wrote last explains its end.
+        # Its last output explains its end.
         await asyncio.wait([self._logs[1].closed], timeout=LAST_WORDS_S)
         if not self.ended.done():
             self.ended.set_result(status)

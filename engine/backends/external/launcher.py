@@ -1,12 +1,12 @@
-"""Runs a program that knows nothing of us, and sees to it that nothing of it stays behind.
+"""Runs an external program and makes sure that none of its processes stays behind.
 
-`python -m engine.backends.external.launcher FD` has its own session. FD is a socket whose other
-end the parent holds. One line of JSON comes over it: what to run (its environment may be another
-interpreter's, so it is not this one's). When the parent ends, however it ends, the socket closes.
-On this, and on SIGTERM, the program is asked to end and given some time; then it and every
-descendant is killed, also those in other sessions. The same when the program ends by itself. What
-the parent would have removed, had it lived, is removed then. The exit status is the program's, or
-128 plus the signal that ended it.
+`python -m engine.backends.external.launcher FD` runs in its own session. FD is a socket to the
+parent, over which one line of JSON says what to run (with its own environment, maybe for another
+interpreter). When the parent ends, however it ends, the socket closes. On this, and on SIGTERM, the
+program is terminated and given some time. Then it and every descendant are killed, also those in
+other sessions. The same happens when the program ends by itself. Then the launcher deletes the
+files that the parent would have deleted. The exit status is the program's, or 128 plus the signal
+that ended it.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from engine.core.sandbox.processes import adopt_orphans, die_with_parent
 
 NOT_STARTED = 127
 KILL_INTERVAL_S = 0.02
-# Who lost its parent serves nobody, however long it would like to have.
+# Grace period after the parent's death, however long the configured one is.
 ORPHAN_GRACE_S = 1.5
-# What Python starts beside programs that share memory: once they are gone it removes what they left
-# of it, and ends.
+# Python starts this process beside programs that share memory. When they are gone, it removes
+# leftover shared memory and ends.
 TRACKER = "multiprocessing.resource_tracker"
 TRACKER_GRACE_S = 1.0
 
@@ -39,7 +39,7 @@ class Launcher:
     def __init__(self, parent: socket.socket, grace_s: float) -> None:
         self._parent = parent
         self._grace_s = grace_s
-        self._deadline: float | None = None  # of a program that was asked to end
+        self._deadline: float | None = None  # when a terminated program is killed
         self._status: int | None = None
         self._pid = 0
         self.is_orphaned = False
@@ -65,14 +65,15 @@ class Launcher:
         return code if code >= 0 else 128 - code
 
     def _watch(self, wakes: socket.socket) -> None:
-        """Until the program has ended, or had its time to."""
+        """Wait until the program has ended, or its grace period is over."""
         sources = [self._parent, wakes]
         while self._status is None:
             left = None if self._deadline is None else self._deadline - time.monotonic()
             if left is not None and left <= 0:
                 return
             readable, _, _ = select.select(sources, [], [], left)
-            if self._parent in readable:  # nothing more is ever sent: the parent is gone
+            # the parent sends nothing more, so this means that it is gone
+            if self._parent in readable:
                 sources.remove(self._parent)
                 self.is_orphaned = True
                 self._ask_to_end(min(self._grace_s, ORPHAN_GRACE_S))
@@ -89,14 +90,14 @@ class Launcher:
                 os.kill(self._pid, signal.SIGTERM)
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # none is left
+        with contextlib.suppress(ChildProcessError):  # no child is left
             while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if ended[0] == self._pid:
                     self._status = ended[1]
 
 
 def kill_all(reap: Callable[[], None]) -> None:
-    """Every descendant; again, until none has been started meanwhile."""
+    """Kill every descendant, repeatedly, until no new one appears."""
     deadline = time.monotonic() + TRACKER_GRACE_S
     while children := psutil.Process().children(recursive=True):
         for child in children:
@@ -110,7 +111,7 @@ def kill_all(reap: Callable[[], None]) -> None:
 
 
 def remove_leavings(record: str, folder: str) -> None:
-    """The file that told of this run, and the folder of its socket and temporary files."""
+    """Delete the run's record file, and the folder of its socket and temporary files."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(record)
     if folder:

@@ -1,11 +1,11 @@
-"""Where a child is to listen: a port that is taken for it, or a Unix socket in a private folder.
+"""Reserves an address for a child: a TCP port, or a Unix socket in a private folder.
 
-A port is bound here first and stays bound, not listening, as long as the child may need it: so a
-conflict is known before anything slow begins, and nobody else is given the port meanwhile or
-between two runs. Linux lets the child bind it too, which asks for SO_REUSEADDR as servers do.
+A port is bound here, without listening, for as long as the child may need it. So a conflict shows
+before anything slow starts, and no other process gets the port between two runs. Linux lets the
+child bind it too, because both set SO_REUSEADDR.
 
-Either has a folder that only this user reaches, which is gone when all is over: for the socket, and
-for temporary files that a child makes and does not remove.
+Both kinds have a folder that only this user can read, for the socket and the child's temporary
+files. It is deleted at the end.
 """
 
 import errno
@@ -21,7 +21,7 @@ from engine.core.errors import ConfigError
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 SOCKET_NAME = "http.sock"
-SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"  # before one has been made
+SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"  # shown before a folder has been made
 
 
 class _PrivateFolder:
@@ -30,12 +30,14 @@ class _PrivateFolder:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the child. What PyTorch compiles stays where it does otherwise, for the next run."""
+        """Environment for the child. PyTorch's compile cache stays at its usual place, for the next
+        run.
+        """
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
         return {"TMPDIR": self.folder, _COMPILED: os.environ.get(_COMPILED, str(compiled))}
 
     def prepare(self) -> None:
-        """Before each run: what the last one left would be in the way."""
+        """Call before each run: removes what the last one left."""
         shutil.rmtree(self.folder, ignore_errors=True)
         Path(self.folder).mkdir(mode=0o700)
 
@@ -44,7 +46,9 @@ class _PrivateFolder:
 
 
 class HeldPort(_PrivateFolder):
-    """`host` and `port` as the child is told them; `url` as a client on this machine reaches it."""
+    """`host` and `port` are the child's arguments; `url` is the address for clients on this
+    machine.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         try:
@@ -73,7 +77,7 @@ class HeldPort(_PrivateFolder):
 
 
 class PrivateSocket(_PrivateFolder):
-    """A Unix socket in the folder."""
+    """A Unix socket in the private folder."""
 
     is_exposed = False
 

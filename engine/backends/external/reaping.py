@@ -1,8 +1,7 @@
-"""Processes by pid and start time, so that none but the one that was meant is ever killed.
+"""Identifies processes by pid and start time, so that only the intended one is ever killed.
 
-While a child runs, a file in a private folder names its processes; the file is locked by its owner.
-An owner that crashed leaves the file unlocked, and whoever starts a child next ends what is still
-running of the old one.
+While a child runs, a file in a private folder lists its processes; its owner locks the file. If the
+owner crashes, the lock is released, and the next start of any child kills what is still running.
 """
 
 import contextlib
@@ -30,28 +29,28 @@ _SUFFIX = ".json"
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """One process, and no later one that gets its pid."""
+    """One process; a later one with the same pid does not match."""
 
     pid: int
     started: str
 
 
 class ChildRecord(msgspec.Struct, frozen=True):
-    """What is left to clean up if nobody does it now."""
+    """What to clean up if its owner crashes."""
 
     name: str
     processes: tuple[ProcessMark, ...]
-    folder: str = ""  # of its socket and temporary files; of our own making
+    folder: str = ""  # folder of its socket and temporary files, made by us
 
 
 def mark_of(pid: int) -> ProcessMark | None:
-    """None where there is no such process (any more)."""
+    """None if there is no such process any more."""
     started = _started(pid)
     return None if started is None else ProcessMark(pid, started)
 
 
 def family_of(mark: ProcessMark) -> list[ProcessMark]:
-    """The process and its descendants, without those that have ended."""
+    """The process and its descendants that still run."""
     if mark_of(mark.pid) != mark:
         return []
     try:
@@ -63,7 +62,7 @@ def family_of(mark: ProcessMark) -> list[ProcessMark]:
 
 
 def memory_of(marks: Iterable[ProcessMark]) -> int:
-    """Bytes in RAM."""
+    """Resident memory of these processes, in bytes."""
     total = 0
     for mark in marks:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -72,8 +71,8 @@ def memory_of(marks: Iterable[ProcessMark]) -> int:
 
 
 def kill_marked(marks: Iterable[ProcessMark]) -> int:
-    """Kill what still runs of them, with all descendants; how many that was. Returns when they are
-    gone, or after `GONE_WITHIN_S`: what waits for a device can't be killed.
+    """Kill those that still run, with all descendants. Returns their number once they are gone, or
+    after `GONE_WITHIN_S`: a process that waits for a device can't be killed.
     """
     killed: set[ProcessMark] = set()
     deadline = time.monotonic() + GONE_WITHIN_S
@@ -96,7 +95,7 @@ class RecordFile:
     def __init__(self, record: ChildRecord, directory: Path | None = None) -> None:
         directory = directory or run_directory()
         self._record = record
-        # Locked before it gets the name under which others look at it.
+        # Locked before it is renamed to where other servers look for it.
         handle, name = tempfile.mkstemp("", ".", directory)
         self._file = os.fdopen(handle, "wb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -109,7 +108,7 @@ class RecordFile:
         return self._record.processes
 
     def update(self, processes: Iterable[ProcessMark]) -> None:
-        """Ones that have ended stay: their descendants may not have."""
+        """Add processes. Ended ones stay: their descendants may still run."""
         known = tuple(dict.fromkeys((*self._record.processes, *processes)))
         if known != self._record.processes:
             self._record = msgspec.structs.replace(self._record, processes=known)
@@ -127,7 +126,7 @@ class RecordFile:
 
 
 def run_directory() -> Path:
-    """$XDG_RUNTIME_DIR/engine, or ~/.cache/engine/run; made if need be, for nobody else to see."""
+    """$XDG_RUNTIME_DIR/engine, or ~/.cache/engine/run; created with mode 0700."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(base) / "engine" if os.path.isabs(base) else Path.home() / ".cache/engine/run"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -136,7 +135,7 @@ def run_directory() -> Path:
 
 
 def reap_stale(directory: Path | None = None) -> int:
-    """End what owners that are gone have left running; how many processes that was."""
+    """Kill processes whose owner is gone. Returns their number."""
     num_killed = 0
     for path in sorted((directory or run_directory()).glob(f"[!.]*{_SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):
@@ -152,7 +151,7 @@ def _reap(path: Path) -> int:
         return 0
     with file:
         if not _lock(file):
-            return 0  # its owner is there
+            return 0  # its owner is alive
         try:
             record = msgspec.json.decode(file.read(), type=ChildRecord)
         except msgspec.DecodeError:
@@ -184,7 +183,7 @@ def _started(pid: int) -> str | None:
     try:
         if sys.platform != "linux":
             return repr(psutil.Process(pid).create_time())
-        # Ticks since the machine's start: a corrected clock doesn't change them.
+        # Clock ticks since boot, so clock changes don't affect it.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return f"{_boot_id()}:{int(fields[19])}"
     except (OSError, psutil.NoSuchProcess, psutil.AccessDenied):
@@ -192,7 +191,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_dead(mark: ProcessMark) -> bool:
-    """Ended, though its parent has not asked yet."""
+    """Whether it is a zombie or gone."""
     try:
         return bool(psutil.Process(mark.pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,6 +1,4 @@
-"""A backend whose engine is another program: run as a supervised child, spoken to over its
-OpenAI-compatible API.
-"""
+"""A backend whose engine is another program: a supervised child with an OpenAI-compatible API."""
 
 import asyncio
 import logging
@@ -36,7 +34,7 @@ PROBE_TIMEOUT_S = 10.0
 
 
 class ServerProbe:
-    """`url` is `http://...` or `unix:///path`; `key` is sent where there is one."""
+    """`url` is `http://...` or `unix:///path`. `key` is sent if there is one."""
 
     def __init__(self, url: str, model_id: str, key: str | None = None) -> None:
         path = url.removeprefix("unix://")
@@ -51,7 +49,7 @@ class ServerProbe:
         )
 
     async def problem(self) -> str | None:
-        """What is amiss, in words; None when it is ready."""
+        """What is wrong; None if the server is ready."""
         try:
             health = await self._client.get("/health")
             if health.status_code != 200:
@@ -80,11 +78,11 @@ RETRY_AFTER_S = 5.0
 
 
 class ServedBackend(InferenceBackend):
-    """One engine in one child. A subclass names the engine and says where it can listen."""
+    """One engine in one child. A subclass names the engine and chooses where it listens."""
 
     config_type: ClassVar[type[BackendConfig]]
-    dialect: ClassVar[DialectName]  # of its API
-    module: ClassVar[str]  # what must be installed where it runs
+    dialect: ClassVar[DialectName]  # dialect of its API
+    module: ClassVar[str]  # Python module that must be installed
 
     def __init__(self, config: ServedConfig) -> None:
         assert isinstance(config, self.config_type)
@@ -94,24 +92,24 @@ class ServedBackend(InferenceBackend):
         self._place: Place | None = None
         self._supervisor: Supervisor | None = None
         self._endpoint: _ServedEndpoint | None = None
-        self._looking: asyncio.Task[None] | None = None  # for its version
+        self._looking: asyncio.Task[None] | None = None  # task that checks the engine's version
 
     def argv(self) -> list[str]:
-        """The command that starts the engine; where it listens may be open until it is started.
-        Raises `EngineError` for what can't be started.
+        """The command that starts the engine; its address may be a placeholder until then. Raises
+        `EngineError` if it can't be started.
         """
         return self._config.argv(self._config.resolved_model(), self._place)
 
     async def start(self) -> str:
-        """Raises within `start_timeout_s`, with nothing left running."""
+        """Start the engine. Raises within `start_timeout_s`, with nothing left running."""
         config = self._config
-        # What can't be written down is refused before anything is taken.
+        # Refuse an invalid command line before anything is reserved.
         self.argv()
         config.environment()
         await asyncio.to_thread(reap_stale)
         place = self._place = self._listen()
         if place.is_exposed and config.api_key is None:
-            log.warning("%s answers anybody who reaches %s: it has no key", self._name, place.url)
+            log.warning("%s serves all who reach %s: it has no key", self._name, place.url)
         if config.trust_remote_code:
             log.warning("%s may run code from the repository of %s", self._name, config.model_name)
         self._endpoint = _ServedEndpoint(self._client_config(place), config)
@@ -123,7 +121,7 @@ class ServedBackend(InferenceBackend):
             Patience(start_timeout_s=config.start_timeout_s),
         )
         looking = warn_if_old(self.module, config.interpreter(), config.environment())
-        self._looking = asyncio.create_task(looking)  # nobody waits for an interpreter that hangs
+        self._looking = asyncio.create_task(looking)  # not awaited: the interpreter may hang
         try:
             await self._supervisor.start()
         except ModelError as error:
@@ -168,7 +166,7 @@ class ServedBackend(InferenceBackend):
         return child.memory_bytes() if isinstance(child, ExternalChild) else 0
 
     def models(self) -> list[ModelCard]:
-        """Also while it is being restarted: clients may still ask, and are told to come back."""
+        """The models, also during a restart: requests are then refused with a retry delay."""
         return self._endpoint.cards if self._endpoint is not None else []
 
     def stats(self) -> EngineStats | None:
@@ -196,7 +194,7 @@ class ServedBackend(InferenceBackend):
 
     @abstractmethod
     def _listen(self) -> Place:
-        """Take the place where the child will listen."""
+        """Reserve the address where the child will listen."""
 
     def _client_config(self, place: Place) -> OpenAIConfig:
         return OpenAIConfig(
@@ -234,11 +232,11 @@ class ServedBackend(InferenceBackend):
 
     async def _refuse(self) -> AsyncIterator[Event]:
         raise self._is_down()
-        yield  # makes it an iterator
+        yield  # makes it a generator
 
 
 class _ServedEndpoint:
-    """The server of a child's current run: a client from when it is ready until it is down."""
+    """The server of a child's current run: has a client from readiness until it is down."""
 
     def __init__(self, client_config: OpenAIConfig, config: ServedConfig) -> None:
         self._client_config = client_config

@@ -1,4 +1,4 @@
-"""What every engine that runs as a child of ours is told, and what of it is checked before."""
+"""Common configuration of all engines that run as our children, and its checks."""
 
 import logging
 import os
@@ -21,36 +21,36 @@ from engine.core.store.model_store import resolve_model
 
 OUR_SETTINGS = "LLM_ENGINE_"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Of our interpreter; another one has paths of its own.
+# Variables of our interpreter; another one has its own paths.
 _OUR_PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV"})
 
 
 @dataclass(frozen=True)
 class ServedConfig(BackendConfig, ABC):
-    """A subclass adds its engine's own options, by the engine's own names, as fields."""
+    """A subclass adds its engine's own options as fields, under the engine's names."""
 
     engine_name: ClassVar[str]
 
     python: str = ""  # an interpreter that has the engine installed; "": ours
-    env: dict[str, str] = field(default_factory=dict)  # in addition to our own environment
-    served_model_name: str | None = None  # None: from model_name
+    env: dict[str, str] = field(default_factory=dict)  # variables added to our own environment
+    served_model_name: str | None = None  # None: derived from model_name
     tool_call_parser: str | None = None  # without one the model can't call tools
-    reasoning_parser: str | None = None  # tells reasoning from the answer
-    trust_remote_code: bool = False  # run Python from the model's repository
-    start_timeout_s: float = 600.0  # weights may have to be downloaded and graphs compiled
-    stop_grace_s: float = 10.0  # between asking it to end and killing it
+    reasoning_parser: str | None = None  # separates reasoning from the answer
+    trust_remote_code: bool = False  # run Python code from the model's repository
+    start_timeout_s: float = 600.0  # includes time for downloads and compilation
+    stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
 
     @abstractmethod
     def argv(self, model: str | None = None, place: Place | None = None) -> list[str]:
-        """The command line. `model` and `place` as they were found; without them, as configured."""
+        """The command line. Without `model` and `place`, the configured values are used."""
 
     @property
     def api_key(self) -> str | None:
-        """What the child asks of its clients. Never a part of its command line."""
+        """The key that the child requires. Never part of its command line."""
         return None
 
     def capabilities(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """What the model can do, of all that the engine's API has."""
+        """The model's capabilities, out of `known`."""
         found = [name for name in known if name != "tools" or self.tool_call_parser is not None]
         return (*found, "reasoning") if self.reasoning_parser is not None else tuple(found)
 
@@ -66,7 +66,7 @@ class ServedConfig(BackendConfig, ABC):
         return Path(self.model_name).name if is_path else self.model_name
 
     def interpreter(self) -> str:
-        """Raises `ConfigError` when there is none."""
+        """The interpreter's path. Raises `ConfigError` if there is none."""
         if not self.python:
             return sys.executable
         found = shutil.which(os.path.expanduser(self.python))
@@ -101,15 +101,16 @@ class ServedConfig(BackendConfig, ABC):
         return str(path)
 
     def environment(self) -> dict[str, str]:
-        """Of the child. None of our own settings, which may hold a key."""
+        """The child's environment, without our own settings, which may hold a key."""
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(OUR_SETTINGS) and name not in _OUR_PYTHON
         }
-        folder = str(Path(self.interpreter()).parent)  # tools that it was installed with
+        # so that tools installed beside the interpreter are found
+        folder = str(Path(self.interpreter()).parent)
         kept["PATH"] = os.pathsep.join([folder, kept.get("PATH", os.defpath)])
-        # Modules come from where they were installed, never from where we were started.
+        # Import modules only from where they were installed, never from our working directory.
         return kept | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | self.env
 
 
@@ -126,8 +127,8 @@ LOOK_UP_TIMEOUT_S = 20.0
 
 
 async def warn_if_old(package: str, interpreter: str, environment: Mapping[str, str]) -> None:
-    """Ask the environment where it is installed; what is not installed is told later, by its own
-    start.
+    """Ask the interpreter for the package's version. If it is not installed, its own start reports
+    that.
     """
     found = await _installed(package, interpreter, environment)
     if found is not None and _parts(found) < _parts(MINIMUM[package]):
@@ -157,7 +158,7 @@ async def _installed(package: str, interpreter: str, environment: Mapping[str, s
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    """The numbers that it begins with; what comes after them does not count."""
+    """The leading numbers of a version; the rest is ignored."""
     release = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in release[0].split(".")] if release else []
     return tuple((numbers + [0, 0, 0])[:3])

@@ -1,8 +1,9 @@
-"""Keeps a child running: started, waited for, watched, and started again after a death.
+"""Keeps a child running: starts it, waits until it is ready, watches it, and restarts it after a
+crash.
 
-The first start either succeeds or raises. Afterwards a death is followed by another start after a
-growing pause. Too many deaths open the circuit: the child is left alone for a while, then tried
-once more. One that no longer answers is killed, and its death is then like any other.
+The first start either succeeds or raises. Later, a crash is followed by a restart after a growing
+delay. Too many crashes open the circuit: the child is not restarted for a while, then tried once
+more. A child that no longer answers is killed, and then treated like a crashed one.
 """
 
 import asyncio
@@ -19,15 +20,15 @@ from engine.core.errors import EngineError, ModelError
 
 log = logging.getLogger(__name__)
 
-# Deaths within a quarter of an hour count together: a large model takes minutes to load.
+# Crashes within this window count together: a large model takes minutes to load.
 DEATHS_WITHIN_S = 900.0
 CIRCUIT_OPEN_S = 300.0
-# A server that is there answers a probe sooner, even while it loads.
+# A live server answers a probe faster, even while it loads.
 SILENT_AFTER_S = 1.0
 
 
 class Child(Protocol):
-    """What is supervised; see `ExternalChild`."""
+    """The supervised process; see `ExternalChild`."""
 
     ended: asyncio.Future[int]
 
@@ -36,40 +37,42 @@ class Child(Protocol):
     async def stop(self) -> None: ...
 
 
-class Endpoint(Protocol):
-    """What a child serves, seen by its supervisor."""
+class ChildEndpoint(Protocol):
+    """The child's service, as the supervisor sees it."""
 
     async def problem(self) -> str | None:
-        """None when it answers as a ready one does, else what is amiss. Never raises."""
+        """What is wrong; None if it answers as a ready server. Never raises."""
         ...
 
     async def up(self) -> None:
-        """The child is ready for the first time in this run. Raises what keeps it from serving."""
+        """Called when the child is ready for the first time in this run. Raises if it can't
+        serve.
+        """
         ...
 
     async def down(self) -> None:
-        """The child serves no more; whoever waits for it must be told."""
+        """Called when the child stops serving; waiting requests must be failed."""
         ...
 
 
 @dataclass(frozen=True)
 class Patience:
     start_timeout_s: float
-    probe_interval_s: float = 0.25  # while it loads
-    watch_interval_s: float = 5.0  # once it is ready
-    # A busy server may take half a minute to answer a probe; a dead one never does.
+    probe_interval_s: float = 0.25  # seconds between probes while it loads
+    watch_interval_s: float = 5.0  # seconds between probes once it is ready
+    # A busy server may take half a minute to answer a probe; a hung one never answers.
     hang_after_s: float = 120.0
     circuit_open_s: float = CIRCUIT_OPEN_S
 
 
 class Supervisor:
-    """`begin` starts one run. `name` is what people read."""
+    """`begin` starts one run. `name` is for logs and messages."""
 
     def __init__(
         self,
         name: str,
         begin: Callable[[], Awaitable[Child]],
-        endpoint: Endpoint,
+        endpoint: ChildEndpoint,
         logs: ChildLog,
         patience: Patience,
         restarts: RestartPolicy | None = None,
@@ -89,7 +92,7 @@ class Supervisor:
 
     @property
     def detail(self) -> str:
-        """The state in words; while it loads, for how long and what it said last."""
+        """The state in words; while it loads, also the elapsed time and its last output."""
         if self._loading_since is None:
             return self._state
         seconds = time.monotonic() - self._loading_since
@@ -101,12 +104,14 @@ class Supervisor:
         return self._child
 
     async def start(self) -> None:
-        """Raises, with nothing left running, when it does not become ready."""
+        """Start the child and wait until it is ready. On failure raises, with nothing left
+        running.
+        """
         await self._bring_up()
         self._keeping = asyncio.create_task(self._keep_up())
 
     async def stop(self) -> None:
-        """Safe to call twice, and while it starts."""
+        """Idempotent; may also be called during a start."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -152,7 +157,7 @@ class Supervisor:
             ) from None
 
     async def _unless_ended(self, child: Child, work: Awaitable[str | None]) -> str | None:
-        """The work's result; raises when the child ends first."""
+        """The result of `work`. Raises if the child ends first."""
         working = asyncio.ensure_future(work)
         racing: list[asyncio.Future[Any]] = [working, child.ended]
         try:
@@ -164,7 +169,8 @@ class Supervisor:
             return await working
         finally:
             working.cancel()
-            await asyncio.gather(working, return_exceptions=True)  # its failure may come too late
+            # ignore its error, which may come late
+            await asyncio.gather(working, return_exceptions=True)
 
     async def _keep_up(self) -> None:
         while True:
@@ -175,13 +181,14 @@ class Supervisor:
             await self._start_again()
 
     async def _until_down(self, child: Child) -> str:
-        """Why it serves no more. It may still run."""
+        """Wait until it stops serving. Returns why. The process may still run."""
         answered_at = time.monotonic()
         while True:
             await asyncio.wait([child.ended], timeout=self._patience.watch_interval_s)
             if child.ended.done():
                 return ending(child.ended.result())
-            await asyncio.to_thread(child.note_processes)  # looks at every process there is
+            # slow: it reads every process of the machine
+            await asyncio.to_thread(child.note_processes)
             problem = await self._endpoint.problem()
             if problem is None:
                 answered_at = time.monotonic()

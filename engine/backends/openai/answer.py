@@ -1,4 +1,6 @@
-"""One request's events: read, or handed on in the very call in which their bytes arrive."""
+"""One request's events, read or pushed. Pushed events are delivered in the same call in which their
+bytes arrive.
+"""
 
 import asyncio
 import time
@@ -19,11 +21,11 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 
 class EventLines:
-    """`push` gives the data of every event that has become whole."""
+    """SSE parser. `push` returns the data of every event that is complete."""
 
     def __init__(self) -> None:
-        self._rest = b""  # the line that has not ended yet
-        self._data: list[bytes] = []  # of the event that has not
+        self._rest = b""  # incomplete line
+        self._data: list[bytes] = []  # data lines of the incomplete event
         self._num_bytes = 0
 
     def push(self, piece: bytes) -> list[bytes]:
@@ -46,7 +48,7 @@ class EventLines:
         return events
 
     def _with_line_feeds(self, text: bytes) -> bytes:
-        """A last CR stays as it is: an LF may follow, which belongs to it."""
+        """Convert line ends to LF. A trailing CR stays: it may be the first half of CR LF."""
         ends_open = text.endswith(b"\r")
         body = text[:-1] if ends_open else text
         return body.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if ends_open else b"")
@@ -56,7 +58,9 @@ _DONE = b"[DONE]"
 
 
 class AnswerReceiver(Receiver[UsageEvent]):
-    """The bytes of an answer, be it a stream or whole, to events; done when it is understood."""
+    """Converts an answer's bytes, streamed or whole, to events. `done` resolves when it is
+    complete.
+    """
 
     def __init__(self, expected: Expected, sink: EventSink) -> None:
         super().__init__()
@@ -64,7 +68,7 @@ class AnswerReceiver(Receiver[UsageEvent]):
         self._sink = sink
         self._began_at = time.monotonic()
         self._lines = EventLines()
-        self._reader: AnswerReader | None = None  # of an answer that is a success
+        self._reader: AnswerReader | None = None  # set for a successful answer
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._is_stream = False
@@ -86,7 +90,7 @@ class AnswerReceiver(Receiver[UsageEvent]):
                 self._read(self._lines.push(data))
             else:
                 self._collect(data)
-        except Exception as error:  # the connection must not suffer for it: `done` raises it
+        except Exception as error:  # must not break the connection: `done` raises it
             self.fail(error)
 
     def end(self) -> None:
@@ -103,7 +107,9 @@ class AnswerReceiver(Receiver[UsageEvent]):
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """A server that falls silent after every choice has ended has said all that is needed."""
+        """Note a broken connection. If every choice has ended already, the answer still counts as
+        complete.
+        """
         reader, is_lost = self._reader, isinstance(error, TransportError)
         if is_lost and reader is not None and reader.is_finished and not self.done.done():
             self._finish(reader)
@@ -132,7 +138,7 @@ class AnswerReceiver(Receiver[UsageEvent]):
 
 
 class PushedEvents(EventFeed):
-    """Reading, for a stream that is made to be fed."""
+    """Adds reading to a stream that is made for pushing."""
 
     def __init__(self) -> None:
         self._reading = self._read()
@@ -169,8 +175,8 @@ class PushedEvents(EventFeed):
             await asyncio.gather(feeding, return_exceptions=True)
 
 
-class Answer(PushedEvents):
-    """`run` sends the request and pushes all events but the last, which it returns."""
+class RemoteAnswer(PushedEvents):
+    """`run` sends the request, pushes all events but the last, and returns that one."""
 
     def __init__(self, run: Callable[[EventSink], Awaitable[UsageEvent]]) -> None:
         super().__init__()
@@ -183,7 +189,7 @@ class Answer(PushedEvents):
 async def run_side_by_side(
     runs: Sequence[Callable[[EventSink], Awaitable[UsageEvent]]], sink: EventSink
 ) -> UsageEvent:
-    """Several choices as requests of their own. They have one prompt, which is counted once."""
+    """Run several choices as separate requests. They share one prompt, which is counted once."""
 
     def push(choice: int) -> EventSink:
         return lambda event: sink(

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server as a backend.
 
-Its streams are parsed into typed events, never passed on as bytes: what a client sees is the same
-whatever is behind. See `dialects.py` for how servers differ.
+Its streams are parsed into typed events, never passed on as bytes, so clients see the same format
+for every backend. See `dialects.py` for the differences between servers.
 """
 
 import logging
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from engine.backends.base import BackendConfig, InferenceBackend
-from engine.backends.openai.answer import Answer
+from engine.backends.openai.answer import RemoteAnswer
 from engine.backends.openai.config import OpenAIConfig, parse_endpoint, request_headers
 from engine.backends.openai.discovery import Discovery, check_lacks
 from engine.backends.openai.http_client import HttpClient
@@ -44,7 +44,7 @@ class OpenAIBackend(InferenceBackend):
         await self.stop()
         config, endpoint = self._config, self._endpoint
         if endpoint.is_exposed and (config.api_key_env or config.api_key_file):
-            log.warning("the key for %s goes over the network as it is; use https", endpoint.url)
+            log.warning("the key for %s is sent unencrypted; use https", endpoint.url)
         client = HttpClient(
             endpoint,
             request_headers(config),
@@ -72,7 +72,7 @@ class OpenAIBackend(InferenceBackend):
         return Health(ready=watch.is_ready, detail=watch.detail)
 
     def memory_bytes(self) -> int:
-        """It is another process's, on another machine perhaps."""
+        """0: the memory belongs to another process, perhaps on another machine."""
         return 0
 
     def models(self) -> list[ModelCard]:
@@ -82,10 +82,10 @@ class OpenAIBackend(InferenceBackend):
         return None
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        return Answer(lambda sink: self._connected().answer(request, sink))
+        return RemoteAnswer(lambda sink: self._connected().answer(request, sink))
 
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        return Answer(lambda sink: self._connected().answer(request, sink))
+        return RemoteAnswer(lambda sink: self._connected().answer(request, sink))
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._connected().embed(request)

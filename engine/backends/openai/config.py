@@ -1,7 +1,7 @@
-"""What `OpenAIBackend` is told: where the server is, what it speaks, and where its key lies.
+"""Configuration of `OpenAIBackend`: the server's address, its dialect and its key.
 
-A key is named, never written down: by an environment variable or a file. So a configuration can be
-shown to anybody.
+A key is named by an environment variable or a file, never written down. So a configuration has no
+secrets.
 """
 
 import os
@@ -22,7 +22,7 @@ AUTO_MODEL = "auto"
 _UNIX = "unix://"
 _AUTHORIZATION = "authorization"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# Printable ASCII: what follows a line break in a header would be a header of its own.
+# Printable ASCII: a line break would allow header injection.
 _HEADER_VALUE = re.compile(r"[ -~]*")
 _SECRET_HEADERS = frozenset(
     {_AUTHORIZATION, "proxy-authorization", "api-key", "x-api-key", "x-goog-api-key", "cookie"}
@@ -35,42 +35,42 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class OpenAIConfig(BackendConfig):
-    """`host` and `port` are not used. `backend_args` are added to the body of every request for
-    text, for what only this server knows.
+    """`host` and `port` are not used. `backend_args` are server-specific fields added to the body
+    of every generation request.
     """
 
-    model_name: str = AUTO_MODEL  # "auto" or "": the first that the server lists
+    model_name: str = AUTO_MODEL  # "auto" or "": the first model that the server lists
     base_url: str = ""  # http://host:port/v1, https://..., or unix:///path.sock
     dialect: DialectName = "auto"
-    api_key_env: str | None = None  # the variable that holds the key
+    api_key_env: str | None = None  # name of the variable with the key
     api_key_file: str | None = None
-    api_key_header: str = _AUTHORIZATION  # any other gets the key as it is, without "Bearer"
+    api_key_header: str = _AUTHORIZATION  # any other header gets the key without "Bearer"
     headers: dict[str, str] = field(default_factory=dict)  # sent with every request
     connect_timeout_s: float = 5.0
-    idle_timeout_s: float = 300.0  # without a byte, be it the first
-    start_timeout_s: float = 10.0  # for a server that is still starting
-    probe_interval_s: float | None = None  # None: the dialect's
-    # What the server does not tell, or tells wrong.
+    idle_timeout_s: float = 300.0  # max silence, also before the first byte
+    start_timeout_s: float = 10.0  # wait for a server that is still starting
+    probe_interval_s: float | None = None  # None: the dialect's default
+    # Overrides of what the server reports wrongly or not at all.
     max_model_len: int | None = None
     capabilities: tuple[str, ...] | None = None
-    lacks: tuple[str, ...] = ()  # parameters that it has not, beside those of its dialect
-    template_options: tuple[str, ...] = ()  # chat_template_kwargs that its template knows
+    lacks: tuple[str, ...] = ()  # unsupported parameters, besides those of its dialect
+    template_options: tuple[str, ...] = ()  # chat_template_kwargs that its template reads
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's address, taken apart."""
+    """A parsed server address."""
 
     url: str
     host: str
     port: int
-    prefix: str  # of the API's paths, such as /v1
+    prefix: str  # path prefix of the API, such as /v1
     unix_path: str | None = None
     tls: ssl.SSLContext | None = None
 
     @property
     def root(self) -> str:
-        """Where paths begin that are not the API's."""
+        """The base path of routes outside the API."""
         return self.prefix.removesuffix("/v1")
 
     @property
@@ -83,12 +83,12 @@ class Endpoint:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others could read along."""
+        """Whether traffic could be read by others: plain HTTP to another machine."""
         return self.tls is None and self.unix_path is None and self.host not in _LOOPBACK
 
 
 def parse_endpoint(base_url: str) -> Endpoint:
-    """Raises `ConfigError` that says how an address looks."""
+    """Parse an address. Raises `ConfigError` that explains the format."""
     if base_url.startswith(_UNIX):
         path = base_url.removeprefix(_UNIX)
         if not path.startswith("/") or "\0" in path:
@@ -119,7 +119,7 @@ def parse_endpoint(base_url: str) -> Endpoint:
 
 
 def request_headers(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The lines that every request has, the key among them: not to be shown."""
+    """Header lines of every request. They include the key, so never log them."""
     lines = [f"User-Agent: engine/{__version__}"]
     for name, value in config.headers.items():
         if name.lower() in _SECRET_HEADERS:
@@ -147,7 +147,7 @@ def request_headers(config: OpenAIConfig, environ: Mapping[str, str] = os.enviro
 
 
 def read_key(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> str | None:
-    """What is sent with every request and told to nobody else."""
+    """The key from the file or the variable. It is only sent to this server."""
     if config.api_key_env is not None and config.api_key_file is not None:
         raise ConfigError("api_key_env and api_key_file: set one of them.", param="api_key_file")
     if config.api_key_env is not None:
@@ -171,5 +171,5 @@ def read_key(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> s
 
 
 def _bad_url(why: str) -> ConfigError:
-    # Without the address itself, in which a key may stand.
+    # Without the address, which may contain a key.
     return ConfigError(f"base_url: {why}.", param="base_url")

@@ -1,8 +1,8 @@
-"""What servers that call themselves OpenAI-compatible have, lack, and call by other names. All of
-it is data; a new server is a new entry.
+"""Differences between OpenAI-compatible servers: features they have, lack, or name differently. All
+of it is data; a new server is a new entry.
 
-Verified against running servers: engine, llama-server (llama.cpp 0.5.0-dev), vLLM 0.32. Read from
-their published sources and documents: SGLang, Ollama, TGI, OpenAI.
+Verified against running servers: engine, llama-server (llama.cpp 0.5.0-dev), vLLM 0.32. Taken from
+published sources and documents: SGLang, Ollama, TGI, OpenAI.
 """
 
 from collections.abc import Mapping
@@ -13,30 +13,30 @@ from typing import Literal
 GrammarForm = Literal[
     "response_format",  # OpenAI's object of this name
     "structured_outputs",  # vLLM's and ours: one kind with its value
-    "regex",  # a field of this name; choices as a regular expression
+    "regex",  # a field `regex`; choices become a regular expression
     "ebnf",
-    "gbnf",  # llama.cpp's grammars; choices as one
-    "json_schema",  # a field that is the schema itself
+    "gbnf",  # llama.cpp's grammar; choices become one
+    "json_schema",  # a field that holds the schema itself
     "format_regex",  # TGI's `response_format` of type regex
 ]
 Grammars = Mapping[str, GrammarForm]
 Feature = Literal[
-    # of a chat
+    # chat parameters
     "tool_choice",
     "parallel_tool_calls",
     "continue_final_message",
     "add_generation_prompt",
     "chat_template_kwargs",
     "reasoning_content",
-    # of a completion
+    # completion parameters
     "token_ids",
     "suffix",
     "completion_logprobs",
-    # of either
+    # parameters of chats and completions
     "priority",
     "cache_salt",
     "truncate_prompt_tokens",
-    # of embeddings
+    # embedding parameters
     "base64",
 ]
 _JSON: Grammars = {"json_object": "response_format", "json_schema": "response_format"}
@@ -50,44 +50,48 @@ _ALL_STRUCTURED: Grammars = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenApi:
-    """How a server tells its tokens: names of fields, below its root."""
+    """A server's tokenization API: field names and paths, relative to its root."""
 
-    text: str  # the field of a text
-    special: str | None  # the field that asks for special tokens
-    decoded: str  # the field of the text that ids become
-    chats: Literal["messages", "template"] | None = None  # as they are; rendered by another call
+    text: str  # field with the text
+    special: str | None  # field that asks for special tokens
+    decoded: str  # field with the detokenized text
+    # sent as messages, or rendered by another call
+    chats: Literal["messages", "template"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     name: str
-    # It is this one if the JSON object at this path, below the server's root, has this key.
+    # (path, key): the server has this dialect if the JSON object at `path`, relative to its root,
+    # has `key`.
     signature: tuple[str, str] | None = None
-    health_path: str | None = None  # below the root; None: its list of models
+    health_path: str | None = None  # relative to the root; None: the list of models
     probe_interval_s: float = 5.0
-    lacks: frozenset[str] = frozenset()  # fields of `SamplingParams`
+    lacks: frozenset[str] = frozenset()  # unsupported fields of `SamplingParams`
     emulated: frozenset[str] = frozenset()
-    names: Mapping[str, str] = field(default_factory=dict)  # other names of such fields
-    # Whether to send what is at its default: a server may take another one from the model's files.
+    names: Mapping[str, str] = field(default_factory=dict)  # our field name -> the server's
+    # Whether to send default values: a server may take other defaults from the model's files.
     says_defaults: bool = True
     max_stops: int | None = None
-    asks_for_stop: Mapping[str, bool] = field(default_factory=dict)  # to be told which one it was
-    strict_tools: bool = False  # arguments follow their schema only where a tool asks for it
+    # fields that make the server report the stop string
+    asks_for_stop: Mapping[str, bool] = field(default_factory=dict)
+    strict_tools: bool = False  # arguments follow their schema only if the tool is strict
     max_seed: int = 2**63 - 1
-    min_top_logprobs: int = 0  # with less it gives no logprobs at all
+    min_top_logprobs: int = 0  # with fewer it returns no logprobs at all
     chat_limit_name: str = "max_tokens"
     features: frozenset[Feature] = frozenset()
-    option_fields: frozenset[str] = frozenset()  # template options that are fields of their own
+    option_fields: frozenset[str] = frozenset()  # template options that are separate fields
     chat_grammars: Grammars = field(default_factory=dict)
     completion_grammars: Grammars = field(default_factory=dict)
     tokens: TokenApi | None = None
     capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
-    probes_embeddings: bool = False  # by asking for one when it starts
-    # The field that says how far back penalties look; elsewhere they see all of the text.
+    probes_embeddings: bool = False  # test for embeddings with a request at start
+    # Field for how far back penalties look, if the server limits it. Other servers use the whole
+    # text.
     penalty_window: str | None = None
 
 
-# What no server of OpenAI's own has; most of it is vLLM's.
+# Parameters that OpenAI's own API lacks; most are vLLM's.
 _ADDITIONS = frozenset(
     {
         "min_p",
@@ -194,7 +198,7 @@ OLLAMA = Dialect(
     features=frozenset({"suffix", "reasoning_content", "base64"}),
     option_fields=frozenset({"reasoning_effort"}),
     chat_grammars=_JSON,
-    capabilities=("completions", "chat", "json_schema"),  # and what it tells of the model
+    capabilities=("completions", "chat", "json_schema"),  # plus what it reports about the model
 )
 TGI = Dialect(
     name="tgi",
@@ -208,10 +212,10 @@ TGI = Dialect(
 )
 OPENAI = Dialect(
     name="openai",
-    probe_interval_s=30.0,  # it asks somebody else's service for a list
+    probe_interval_s=30.0,  # a remote service: don't poll its model list often
     lacks=_ADDITIONS,
     emulated=frozenset({"top_k"}),
-    says_defaults=False,  # some models refuse even the default
+    says_defaults=False,  # some models refuse even default values
     max_stops=4,
     chat_limit_name="max_completion_tokens",
     features=frozenset(
@@ -221,8 +225,8 @@ OPENAI = Dialect(
     chat_grammars=_JSON,
 )
 
-# In the order in which they are recognized: llama-server and SGLang also answer to Ollama's paths,
-# and ours to vLLM's.
+# In detection order: llama-server and SGLang also answer Ollama's paths, and our server answers
+# vLLM's.
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {each.name: each for each in (ENGINE, SGLANG, LLAMA_SERVER, TGI, OLLAMA, VLLM, OPENAI)}
 )

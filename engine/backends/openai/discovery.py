@@ -1,5 +1,5 @@
-"""What a server is, which of its models is meant, and what that model can do: all that is found out
-when a backend starts.
+"""Discovery at start: which dialect a server speaks, which model is meant, and what that model
+supports.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
 RETRY_S = 0.25
-# Where nobody tells: the server itself refuses what is too long.
+# Used if the server does not report it. The server itself refuses longer prompts.
 UNKNOWN_CONTEXT = 2**20
 _MAX_NAMED_MODELS = 20
-# Parameters that can be worked around wherever they are missing.
+# Parameters that can be emulated on any server.
 _CAN_EMULATE = frozenset({"n", "top_k"})
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server tells of a model beside its entry in the list."""
+    """What a server reports about a model besides its list entry."""
 
     max_model_len: int | None = None
     capabilities: tuple[str, ...] | None = None
@@ -51,11 +51,11 @@ class Facts:
 class Found:
     dialect: Dialect
     card: ModelCard
-    vocab_size: int | None  # where it is told
+    vocab_size: int | None  # if the server reports it
 
 
 class Discovery:
-    """`prefix` and `root` are where the server's paths begin: the API's, and others."""
+    """`prefix` is the base path of the API, `root` of all other routes."""
 
     def __init__(self, client: HttpClient, config: OpenAIConfig, prefix: str, root: str) -> None:
         self._client = client
@@ -64,7 +64,9 @@ class Discovery:
         self._root = root
 
     async def run(self) -> Found:
-        """Raises `ConfigError` for what has to be changed, `ModelError` if it does not answer."""
+        """Raises `ConfigError` if the configuration must change, `ModelError` if the server does
+        not answer.
+        """
         listed = await self._listed()
         dialect = await self._dialect()
         model = self._choose(dialect, listed)
@@ -79,7 +81,7 @@ class Discovery:
         return Found(dialect, self._card(dialect, model, facts), vocab_size)
 
     async def _listed(self) -> list[WireModel] | None:
-        """None where there is no such list."""
+        """The server's models; None if it has no such list."""
         response = await self._answering(f"{self._prefix}/models")
         if response.status in (404, 405, 501):
             return None
@@ -101,7 +103,7 @@ class Discovery:
             ) from None
 
     async def _answering(self, path: str) -> Response:
-        """Waits for a server that is still starting."""
+        """A response to GET `path`. Waits for a server that is still starting."""
         deadline = time.monotonic() + self._config.start_timeout_s
         while True:
             try:
@@ -133,7 +135,7 @@ class Discovery:
         return key in await self._object(path)
 
     async def _object(self, path: str, body: object = None) -> Mapping[str, Any]:
-        """A JSON object below the server's root; empty where there is none."""
+        """The JSON object at `path`, relative to the root; empty if there is none."""
         method = "GET" if body is None else "POST"
         with contextlib.suppress(TransportError, msgspec.DecodeError, UnicodeDecodeError):
             response = await self._client.request(
@@ -201,7 +203,9 @@ class Discovery:
         return Facts(capabilities=capabilities, template_options=options)
 
     async def _with_embeddings(self, facts: Facts, model: str) -> Facts:
-        """A server that gives a vector; one that was started for nothing else writes no text."""
+        """Add embeddings if a test request returns a vector. A server started only for embeddings
+        generates no text.
+        """
         body = {"model": model, "input": "a", "encoding_format": "float"}
         with contextlib.suppress(TransportError, msgspec.DecodeError, UnicodeDecodeError):
             response = await self._client.request(
@@ -244,12 +248,12 @@ class Discovery:
 
 
 def _llama_facts(facts: Facts, props: Mapping[str, Any]) -> Facts:
-    from engine.core.text.chat_template import template_options  # jinja, which nothing else needs
+    from engine.core.text.chat_template import template_options  # imported late: it needs jinja
 
     settings = props.get("default_generation_settings") or {}
     can = props.get("chat_template_caps") or {}
     capabilities = facts.capabilities or ()
-    if can.get("supports_tools") is False:  # it would leave them out in silence
+    if can.get("supports_tools") is False:  # the server would ignore tools silently
         capabilities = tuple(name for name in capabilities if name != "tools")
     return replace(
         facts,
@@ -279,7 +283,7 @@ def _check_names(config: OpenAIConfig, capabilities: tuple[str, ...]) -> None:
 
 
 def check_lacks(config: OpenAIConfig, known: tuple[str, ...]) -> None:
-    """`known` are the names of all parameters."""
+    """Check the configured `lacks` against `known`, the names of all parameters."""
     for name in config.lacks:
         if name not in known:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""Other servers' errors as ours.
+"""Converts other servers' errors to ours.
 
-What a client did wrong is told in the server's own words, and so is "too much at once". What went
-wrong between the two servers is ours: the client learns that the model is not available, and the
-log learns why.
+A client's mistake keeps the server's own message, and so does a rate limit. A failure between the
+two servers is ours: the client only learns that the model is unavailable, and the log has the
+reason.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from engine.core.errors import (
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 2_000
-# A server that fails is asked again soon, by whoever has no other.
+# Suggested retry delay after a server failure.
 RETRY_S = 2.0
 MAX_RETRY_S = 3600.0
 _KINDS: dict[int, type[EngineError]] = {
@@ -36,7 +36,7 @@ _KINDS: dict[int, type[EngineError]] = {
     413: PayloadTooLargeError,
     429: RateLimitError,
 }
-# Of errors within a stream, which have no status.
+# Error type -> HTTP status, for errors inside a stream, which have no status.
 _STATUS_OF_TYPE = {
     "invalid_request_error": 400,
     "badrequesterror": 400,
@@ -54,14 +54,14 @@ _CONTEXT_WORDS = ("maximum context length", "context size", "context length")
 
 
 class KeyRefusedError(UnavailableError):
-    """Our own key, not the client's."""
+    """The server refused our own key, not the client's."""
 
 
 def error_of(
     status: int, headers: Mapping[bytes, bytes], body: bytes, grammar_param: str | None = None
 ) -> EngineError:
-    """What an answer that is no success means. `grammar_param` is the client's own name for what
-    the answer should have matched, which may have had another on its way.
+    """Convert an unsuccessful response. `grammar_param` is the client's name for the output
+    constraint, which may have been sent under another name.
     """
     decoded: Any = None
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -70,7 +70,7 @@ def error_of(
 
 
 def error_in_stream(error: Any, grammar_param: str | None = None) -> EngineError:
-    """What an error means that came in place of a chunk."""
+    """Convert an error that arrived instead of a chunk."""
     fields = _fields(error)
     code = fields.get("code")
     status = code if isinstance(code, int) and not isinstance(code, bool) else None
@@ -116,7 +116,7 @@ def _build(
 
 
 def _fields(body: Any) -> dict[str, Any]:
-    """The error object, wherever it is: under `error`, or the whole body; or a bare text."""
+    """The error object: under `error`, the whole body, or a plain text."""
     if isinstance(body, dict) and body.get("error"):
         inner = body["error"]
         return inner if isinstance(inner, dict) else body | {"message": inner}
@@ -126,7 +126,7 @@ def _fields(body: Any) -> dict[str, Any]:
 
 
 def _message(fields: dict[str, Any]) -> str:
-    """FastAPI's own errors have a `detail`, which may be a list."""
+    """The error message. FastAPI's own errors have a `detail`, which may be a list."""
     for name in ("message", "detail"):
         found = fields.get(name)
         if found:
@@ -136,7 +136,7 @@ def _message(fields: dict[str, Any]) -> str:
 
 
 def _is_grammar(param: str) -> bool:
-    """Whether it is one of the names that grammars have on their way."""
+    """Whether `param` is a name under which we send grammars."""
     return param.partition(".")[0] in (
         "response_format",
         "structured_outputs",
@@ -148,7 +148,7 @@ def _is_grammar(param: str) -> bool:
 
 
 def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
-    """Seconds; the form with a date is not used by such servers."""
+    """Seconds from the header. Its date form is not used by such servers."""
     for name, scale in ((b"retry-after-ms", 1e-3), (b"retry-after", 1.0)):
         with contextlib.suppress(KeyError, ValueError):
             seconds = float(headers[name]) * scale

@@ -1,4 +1,4 @@
-"""Requests to a server that has been found to answer."""
+"""Sends requests to a discovered server."""
 
 import asyncio
 import base64
@@ -54,14 +54,14 @@ def read_text(body: bytes, field: str) -> str:
 
 
 def read_vectors(body: bytes, num_inputs: int) -> Embeddings:
-    """One row of unit length for each input, in the inputs' order."""
-    import numpy as np  # which nothing else here needs
+    """One unit-length vector for each input, in input order."""
+    import numpy as np  # imported late: nothing else here needs it
 
     try:
         answer = decode_embeddings(body)
         order = sorted(
             answer.data, key=lambda each: 0 if each.index is None else each.index
-        )  # a server that tells no index keeps the order
+        )  # a server without indexes keeps the order
         rows = np.stack([_row(each) for each in order]) if order else np.zeros((0, 0), np.float32)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
         raise unavailable("it sent vectors that can't be understood") from None
@@ -97,7 +97,7 @@ _NO_TOKENS = "This model's server does not tell its tokens."
 
 
 class ServerLink:
-    """One model of one server, and how the server is."""
+    """One model of one server, with the server's health."""
 
     def __init__(
         self, client: HttpClient, config: OpenAIConfig, endpoint: Endpoint, found: Found
@@ -123,7 +123,7 @@ class ServerLink:
         self._client.close()
 
     async def answer(self, request: Asked, sink: EventSink) -> UsageEvent:
-        """Pushes all events but the last, which it returns. Raises an `EngineError`."""
+        """Push all events but the last, which is returned. Raises an `EngineError`."""
         if request.context.params.n > 1 and "n" in self._dialect.emulated:
             runs = [functools.partial(self._answer_one, each) for each in _one_by_one(request)]
             return await run_side_by_side(runs, sink)
@@ -146,7 +146,7 @@ class ServerLink:
             if api.chats == "template":
                 rendered = await self._post(f"{self._root}/apply-template", body)
                 text = read_text(rendered, "prompt")
-                # Here control tokens are the template's own.
+                # Control tokens here come from the template.
                 body = text_body(api, model, text, True) | {"parse_special": True}
         return read_ids(await self._post(f"{self._root}/tokenize", body))
 
@@ -195,7 +195,9 @@ class ServerLink:
         )
 
     async def _room(self, request: CompletionRequest) -> int:
-        """What the context has left behind the prompt: a completion is short unless told."""
+        """Tokens left in the context after the prompt. Servers would otherwise default to short
+        completions.
+        """
         prompt = request.prompt
         if isinstance(prompt, str):
             if self._dialect.tokens is None:
@@ -226,7 +228,7 @@ class ServerLink:
             ) from None
 
     async def _observed(self, work: Awaitable[T]) -> T:
-        """Lets the watch know how it went."""
+        """Await `work` and report its result to the watch."""
         try:
             done = await work
         except TransportError as error:
@@ -237,7 +239,7 @@ class ServerLink:
             self.watch.failed(Problem(error.message, self._is_key_refused))
             raise
         except EngineError:
-            self.watch.succeeded()  # it is well enough to refuse
+            self.watch.succeeded()  # a refusal shows that the server works
             raise
         self.watch.succeeded()
         return done
@@ -251,7 +253,7 @@ class ServerLink:
             response = await self._client.request("GET", path, timeout_s=PROBE_TIMEOUT_S)
         except TransportError as error:
             if self._client.has_heard_since(began_at):
-                return None  # busy, and at work
+                return None  # a busy server works
             return Problem(str(error), isinstance(error, ConnectFailed))
         self._is_key_refused = response.status in (401, 403)
         if self._is_key_refused:
@@ -262,7 +264,7 @@ class ServerLink:
 
 
 def _one_by_one(request: Asked) -> list[Asked]:
-    """The choices of a request as requests of their own, each with a seed of its own."""
+    """Split a request into one per choice, each with its own seed."""
     made: list[Asked] = []
     context = request.context
     for index in range(context.params.n):

@@ -1,7 +1,7 @@
-"""Chunks of another server's answer to typed events.
+"""Converts another server's response chunks to typed events.
 
-Exactly one ending per choice, then one `UsageEvent`. An answer that ends before that has broken
-off, whatever it says itself.
+Each choice gets exactly one finish event, then one `UsageEvent` follows. A response that ends
+earlier is treated as broken off.
 """
 
 import math
@@ -36,25 +36,25 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.core.text.detokenizer import StopStrings
 
-# How servers say that an answer is no answer.
+# Finish reasons that mean failure.
 _FAILED = frozenset({"abort", "error", "cancelled"})
 _CALLS = frozenset({"tool_calls", "function_call"})
 _UNKNOWN_LOGPROB = -9999.0
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What was asked for, as far as its answer depends on it."""
+    """The parts of the request that affect how its answer is read."""
 
     params: SamplingParams
-    own_stops: tuple[str, ...] = ()  # those that the server is not told of
-    echo: str | None = None  # the prompt's text, to be given back first
-    scores_prompt: bool = False  # the answer begins with the prompt and its logprobs
-    num_prompt: int | None = None  # tokens, where they are known before they are counted
+    own_stops: tuple[str, ...] = ()  # stop strings that the server does not know
+    echo: str | None = None  # the prompt's text, to be emitted first
+    scores_prompt: bool = False  # the answer starts with the prompt and its logprobs
+    num_prompt: int | None = None  # prompt tokens, if known in advance
     grammar_param: str | None = None
 
 
 class _Choice:
-    """What has come of one choice."""
+    """State of one choice."""
 
     def __init__(self, own_stops: tuple[str, ...]) -> None:
         self.stops = StopStrings(own_stops) if own_stops else None
@@ -63,9 +63,9 @@ class _Choice:
         self.is_open = True
 
     def call_index(self, call: WireCall) -> tuple[int, bool]:
-        """Which call a piece belongs to, and whether it is the first of it.
+        """Our index of the call that a piece belongs to, and whether it is its first piece.
 
-        Some servers count no calls, or give all of them one index: another id is another call.
+        Some servers send no index, or the same one for all calls. Then a new id means a new call.
         """
         theirs = 0 if call.index is None else call.index
         known = self.indexes.get(theirs)
@@ -78,10 +78,10 @@ class _Choice:
 
 
 class AnswerReader:
-    """One answer, from its first chunk to its usage; each event goes to `sink` at once."""
+    """Reads one answer from its first chunk to its usage. Each event goes to `sink` at once."""
 
     def __init__(self, expected: Expected, sink: EventSink, began_at: float) -> None:
-        """`began_at`: when it was asked for, by `time.monotonic`."""
+        """`began_at` is the request's start (`time.monotonic`)."""
         self._expected = expected
         self._sink = sink
         self._params = expected.params
@@ -98,18 +98,18 @@ class AnswerReader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended; the usage may still come."""
+        """Whether every choice has ended; the usage may still follow."""
         return self._num_open == 0
 
     @property
     def was_cut(self) -> bool:
-        """Whether it has ended here, with nothing to wait for."""
+        """Whether we ended it ourselves, at a stop string, so nothing more is awaited."""
         return self.is_finished and any(
             each.stops is not None and each.stops.stopped is not None for each in self._choices
         )
 
     def push(self, data: bytes) -> None:
-        """One chunk, or a whole answer. Raises an `EngineError`."""
+        """Process one chunk, or a whole answer. Raises an `EngineError`."""
         try:
             chunk = decode_chunk(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -125,7 +125,7 @@ class AnswerReader:
                 self._take(choice, self._choices[choice.index])
 
     def end(self) -> UsageEvent:
-        """All of it has come. Raises if that is not all."""
+        """Finish after the last chunk. Raises if the answer is incomplete."""
         if self._num_open:
             raise unavailable("its answer broke off")
         usage = self._usage or WireUsage()
@@ -149,7 +149,7 @@ class AnswerReader:
 
     def _take(self, wire: WireChoice, choice: _Choice) -> None:
         if not choice.is_open:
-            return  # it met a stop string here, and the server does not know
+            return  # we cut it at a stop string, which the server does not know
         delta = wire.delta or wire.message
         text = wire.text
         logprobs = wire.logprobs
@@ -170,7 +170,7 @@ class AnswerReader:
             self._finish(wire, choice)
 
     def _count(self, wire: WireChoice, num_tokens: int) -> None:
-        """Tokens whose text is reasoning or a call."""
+        """Count tokens of reasoning or of a call."""
         self._note(num_tokens)
         self._sink(TextEvent(wire.index, "", num_tokens))
 
@@ -182,7 +182,9 @@ class AnswerReader:
     def _text(
         self, wire: WireChoice, choice: _Choice, text: str, wire_logprobs: WireLogprobs | None
     ) -> None:
-        """Without logprobs and ids a piece is taken for one token; the usage tells the truth."""
+        """Emit text. Without logprobs and ids a chunk counts as one token; the final usage corrects
+        it.
+        """
         logprobs: tuple[TokenText, ...] | None = None
         if self._params.logprobs is not None:
             if wire_logprobs is not None:
@@ -239,7 +241,7 @@ class AnswerReader:
             self._close(choice, FinishEvent(wire.index, "stop", self._stop_reason(wire)))
 
     def _stop_reason(self, wire: WireChoice) -> str | int | None:
-        """Only what the client itself named: some servers tell the id of the end of text."""
+        """The stop string or id, only if the client named it: some servers report the EOS id."""
         told = wire.stop_reason if wire.stop_reason is not None else wire.matched_stop
         is_named = told in (self._params.stop if isinstance(told, str) else ())
         return told if is_named or told in self._params.stop_token_ids else None
@@ -250,7 +252,7 @@ class AnswerReader:
         self._sink(event)
 
     def _echoed(self, wire: WireChoice) -> tuple[str, WireLogprobs | None]:
-        """Gives back the scored prompt that a whole answer begins with; the rest remains."""
+        """Emit the scored prompt at the start of a whole answer. Returns the rest."""
         text, logprobs = wire.text or "", wire.logprobs
         tokens = logprobs.tokens if logprobs is not None else None
         num_prompt = self._usage.prompt_tokens if self._usage is not None else None
@@ -273,7 +275,7 @@ class AnswerReader:
 
 
 def token_texts(logprobs: WireLogprobs, num_top: int) -> tuple[TokenText, ...]:
-    """In either form; an unknown logprob is that of a prompt's first token."""
+    """Tokens with logprobs, from either format. A missing logprob marks a prompt's first token."""
     if logprobs.content is not None:
         return tuple(_chat_token(each, num_top) for each in logprobs.content)
     tokens = logprobs.tokens or []
@@ -291,7 +293,7 @@ def token_texts(logprobs: WireLogprobs, num_top: int) -> tuple[TokenText, ...]:
 
 
 def _ids_of(logprobs: WireLogprobs | None) -> list[int]:
-    """All of them or none."""
+    """All token ids, or none."""
     tokens = [] if logprobs is None else logprobs.content or []
     ids = [each.id for each in tokens if each.id is not None]
     return ids if len(ids) == len(tokens) else []

@@ -1,5 +1,5 @@
-"""Requests as the JSON of a dialect. Nothing is left out in silence: a parameter is sent, worked
-around, or refused by its name.
+"""Builds request bodies in a server's dialect. Nothing is dropped silently: a parameter is sent,
+emulated, or refused by name.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import SamplingParams
 
-# What has a meaning of its own in a regular expression, in any of the dialects' engines.
+# Characters that are special in a regular expression, in any of the servers' engines.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()-/")
 
 
 def grammar_fields(spec: GrammarSpec, grammars: Grammars, server: str) -> dict[str, Any]:
-    """The fields of a request. Raises for what the dialect can't hold an answer to."""
+    """Request fields for a grammar. Raises if the dialect can't enforce it."""
     form = grammars.get(spec.kind)
     if form is None:
         can = f"it can follow {', '.join(sorted(grammars))}" if grammars else "it can follow none"
@@ -75,13 +75,13 @@ def _regex_choice(spec: GrammarSpec) -> str:
 
 
 def _gbnf_choice(spec: GrammarSpec) -> str:
-    """llama.cpp reads the escapes of JSON strings in its literals."""
+    """A GBNF grammar of the choices. llama.cpp's literals use JSON's string escapes."""
     literals = [msgspec.json.encode(text).decode() for text in _value(spec)]
     return f"root ::= {' | '.join(literals)}"
 
 
 _DEFAULTS = SamplingParams()
-# Fields that go over as they are, under the dialect's name for them.
+# Fields that are sent unchanged, under the dialect's name for them.
 _PLAIN = (
     "temperature",
     "top_p",
@@ -96,7 +96,7 @@ _PLAIN = (
 
 
 class BodyBuilder:
-    """Bodies for one model of one server."""
+    """Builds bodies for one model of one server."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class BodyBuilder:
         self._dialect = dialect
         self._model = model
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size  # None: the server itself looks at ids
+        self._vocab_size = vocab_size  # None: the server checks ids itself
         self._extra = dict(extra)
 
     def chat(self, request: ChatRequest) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class BodyBuilder:
         return body | self._end_of_prompt(request) | self._options(request)
 
     def completion(self, request: CompletionRequest) -> dict[str, Any]:
-        """`echo` is only asked for where the prompt's tokens are to be scored: the text itself is
-        known here.
+        """The body of a completion. `echo` is only sent to score the prompt's tokens; the text
+        itself is known here.
         """
         dialect, params = self._dialect, request.context.params
         body = self._common(request.context)
@@ -165,7 +165,7 @@ class BodyBuilder:
         return body | self._hints(request.priority, request.salt, request.truncate_prompt_tokens)
 
     def tokenized_chat(self, request: ChatRequest) -> dict[str, Any]:
-        """What decides how a conversation is rendered."""
+        """The fields that determine how a conversation is rendered."""
         body: dict[str, Any] = {"model": self._model}
         body["messages"] = [
             self._message(position, each) for position, each in enumerate(request.messages)
@@ -241,7 +241,7 @@ class BodyBuilder:
             function = {"name": choice.name}
             body["tool_choice"] = {"type": "function", "function": function}
         elif choice.mode == "none" and "tool_choice" not in features:
-            return {}  # what it is not told of it can't call
+            return {}  # the model can't call tools that it does not see
         elif choice.mode != "auto" or "tool_choice" in features:
             self._need("tool_choice", "tool_choice", "always chooses by itself")
             body["tool_choice"] = choice.mode
@@ -252,7 +252,7 @@ class BodyBuilder:
         return body
 
     def _offered(self, request: ChatRequest) -> list[dict[str, Any]]:
-        """The tools; calls of them always have the arguments that they describe."""
+        """The tools, made strict if the server needs that to enforce the arguments' schema."""
         if not self._dialect.strict_tools or request.tool_choice.mode == "none":
             return list(request.tools)
         return [_strict(tool) for tool in request.tools]
@@ -293,8 +293,8 @@ class BodyBuilder:
 
 
 def _greedy_if_one(params: SamplingParams, dialect: Dialect) -> SamplingParams:
-    """Where there is no top_k: of the most likely token alone, any temperature takes that one; and
-    at temperature 0 any number does.
+    """Emulate top_k for servers without it. top_k 1 equals temperature 0, and at temperature 0 any
+    top_k is equivalent.
     """
     if "top_k" not in dialect.emulated or not params.top_k:
         return params
@@ -309,8 +309,8 @@ def _greedy_if_one(params: SamplingParams, dialect: Dialect) -> SamplingParams:
 
 
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """Held to its schema. One that only `{}` fits is given as this value: between the braces vLLM
-    allows as much white space as a model likes to write, and a small one comes to no end there.
+    """A strict tool. A schema that only `{}` matches becomes that constant: inside the braces vLLM
+    allows unlimited whitespace, and a small model might never stop writing it.
     """
     function = tool["function"] | {"strict": True}
     schema = function.get("parameters") or {}
@@ -321,7 +321,7 @@ def _strict(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are JSON text on the wire."""
+    """A tool call with its arguments as JSON text."""
     function = call["function"]
     arguments = msgspec.json.encode(function["arguments"]).decode()
     return {

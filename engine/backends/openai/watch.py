@@ -1,8 +1,7 @@
-"""Whether a server can be asked: what requests have met, and a probe of its own now and then.
+"""Tracks whether a server is available, from request results and periodic probes.
 
-A request that can't connect makes the server unready at once, and so does a refused key. Other
-failures have it probed at once. While it is unready it is probed more often, at first almost
-immediately.
+A failed connection or a refused key makes it unready at once. Other failures trigger a probe. While
+it is unready it is probed more often, at first almost immediately.
 """
 
 import asyncio
@@ -14,21 +13,21 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
-# Probes that fail in a row, where each alone proves nothing.
+# After this many inconclusive probe failures in a row, the server counts as unready.
 MAX_DOUBTS = 2
 
 
 @dataclass(frozen=True)
 class Problem:
     why: str
-    is_certain: bool  # no request can succeed
+    is_certain: bool  # the server is surely down: no request can succeed
 
 
 Probe = Callable[[], Awaitable[Problem | None]]
 
 
 class Watch:
-    """`is_ready` and `detail` are known at any time."""
+    """`is_ready` and `detail` can be read at any time."""
 
     def __init__(self, probe: Probe, interval_s: float) -> None:
         self._probe = probe
@@ -50,13 +49,13 @@ class Watch:
         self.is_ready, self.detail = False, "disconnected"
 
     def succeeded(self) -> None:
-        """It has answered."""
+        """The server answered."""
         self._num_failures = 0
         if not self.is_ready:
             self._set(None)
 
     def failed(self, problem: Problem) -> None:
-        """A request met a failure of the server's own."""
+        """A request failed by the server's fault."""
         if problem.is_certain:
             self._set(problem.why)
         self._hurry.set()

@@ -1,8 +1,7 @@
-"""The parts of a server's answers that are looked at, and how they are decoded.
+"""Decodes the parts of a server's responses that we use.
 
-Chunks of a stream and whole answers differ in one name (`delta`, `message`), chats and completions
-in another (`text`), so that one type serves all. Whatever servers add is skipped unread; everything
-may be missing or null.
+Chunks and whole answers differ in one name (`delta`, `message`), chats and completions in another
+(`text`), so one type serves all. Unknown fields are skipped; every field may be missing or null.
 """
 
 from typing import Any
@@ -18,14 +17,14 @@ class WireTop(msgspec.Struct):
 
 class WireToken(msgspec.Struct):
     token: str = ""
-    id: int | None = None  # llama-server's
+    id: int | None = None  # only llama-server sends it
     logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list[WireTop] | None = None
 
 
 class WireLogprobs(msgspec.Struct):
-    """A chat's, or a completion's in four columns."""
+    """A chat's logprobs, or a completion's in four parallel lists."""
 
     content: list[WireToken] | None = None
     tokens: list[str] | None = None
@@ -61,7 +60,7 @@ class WireChoice(msgspec.Struct):
     logprobs: WireLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    matched_stop: str | int | None = None  # what SGLang calls it
+    matched_stop: str | int | None = None  # SGLang's name of `stop_reason`
     token_ids: list[int] | None = None
 
 
@@ -87,8 +86,9 @@ class Verbose(msgspec.Struct):
 class Chunk(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
-    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")  # llama-server's
-    # A failure, in the forms that are in use: an object, a text, or fields of the chunk itself.
+    # only llama-server sends it
+    verbose: Verbose | None = msgspec.field(default=None, name="__verbose")
+    # An error in any of the common forms: an object, a text, or fields of the chunk itself.
     error: Any = None
     object: str | None = None
     message: Any = None
@@ -105,7 +105,7 @@ class WireEmbeddings(msgspec.Struct):
 
 
 class ModelMeta(msgspec.Struct):
-    """llama-server's and ours."""
+    """llama-server's and our own metadata."""
 
     n_ctx_train: int | None = None
     n_vocab: int | None = None

@@ -1,4 +1,4 @@
-"""SGLang behind an `InferenceBackend`."""
+"""`SGLangBackend`: runs SGLang as a child process behind the `InferenceBackend` interface."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from engine.backends.sglang.config import SGLangConfig
 
 
 class SGLangBackend(ServedBackend):
-    """SGLang's server as a child; it has no Unix socket, so it always has a port."""
+    """SGLang's server as a child. It has no Unix socket, so it always uses a port."""
 
     config_type: ClassVar[type[BackendConfig]] = SGLangConfig
     dialect = "sglang"

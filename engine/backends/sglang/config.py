@@ -1,4 +1,4 @@
-"""SGLang's options, by the names that SGLang gives them."""
+"""SGLang's options, under SGLang's names."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -53,7 +53,7 @@ class SGLangConfig(ServedConfig):
         command = [self.interpreter(), "-m", "sglang.launch_server"]
         command.append(f"--model-path={model or self.model_name}")
         flags = [f"--served-model-name={self.model_id}", *option_flags(self, _OPTIONS)]
-        # The server tells cached tokens, and logs each request itself.
+        # Report cached tokens; skip its request log, because ours has each request.
         flags += ["--enable-cache-report", "--log-level-http=warning"]
         flags += free_flags(self.backend_args, (*_OPTIONS, *_DECIDED_HERE))
         return [*command, *port_flags(self, place), *flags]

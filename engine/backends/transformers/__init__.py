@@ -1,4 +1,4 @@
-"""Hugging Face Transformers as a backend: any architecture that it knows, with our frontend."""
+"""Hugging Face Transformers as a backend: any architecture it supports, with our frontend."""
 
 from engine.backends.transformers.backend import TransformersBackend, TransformersConfig
 

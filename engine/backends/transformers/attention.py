@@ -1,9 +1,9 @@
-"""Attention over the paged cache for any model whose attention can be replaced.
+"""Attention over the paged cache for any Transformers model whose attention can be replaced.
 
-Transformers lets a function be registered as an attention implementation. A model that uses it
-hands over the queries, keys and values of each layer; the step that they belong to travels with the
-forward pass as a keyword. Tokens of all rows lie one behind the other, as one sequence of batch
-size 1, so everything but attention sees nothing of the batch.
+Transformers lets us register a function as an attention implementation. The model calls it with
+each layer's queries, keys and values; the step is passed through the forward pass as a keyword
+argument. Tokens of all rows are concatenated to one sequence of batch size 1, so only attention
+knows about the batch.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.kernels.attention import AttentionPlan
 
 NAME = "engine_paged"
-# What models hand to every attention, and which changes nothing about the result.
+# Keyword arguments that models pass to every attention and that don't change the result.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"}
 )
@@ -27,20 +27,20 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores its keys."""
+    """Parameters of a layer's attention scores."""
 
-    scale: float | None  # None: the inverse square root of a head's size
+    scale: float | None  # None: 1 / sqrt(head size)
     window: int | None
 
 
 class AttentionStep(Protocol):
-    """A forward pass, as the layers' attention sees it."""
+    """One forward pass, as the attention of its layers sees it."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
     ) -> Tensor:
-        """q (T, N, H), k (T, K, H), v (T, K, G) of the step's tokens; gives (T, N, G). `others` are
-        the names of further things that this layer wants to be considered.
+        """q (T, N, H), k (T, K, H), v (T, K, G) of the step's tokens; returns (T, N, G). `others`
+        names further arguments that this layer passes.
         """
         ...
 
@@ -59,7 +59,9 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls. query (1, N, T, H), key and value (1, K, T, H or G)."""
+    """The function registered in Transformers. query (1, N, T, H), key and value (1, K, T, H or
+    G).
+    """
     others = {name for name, given in kwargs.items() if given is not None and given is not False}
     if attention_mask is not None:
         others.add("attention_mask")
@@ -78,7 +80,7 @@ AttentionInterface.register(NAME, attend)
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
     num_kv_heads: int
-    head_dim: int  # of keys
+    head_dim: int  # head size of keys
     value_dim: int
     scoring: Scoring
     others: frozenset[str]
@@ -86,7 +88,7 @@ class LayerFacts:
 
 @dataclass(slots=True)
 class Recording:
-    """A step over one sequence from its beginning that notes what each layer does."""
+    """A step over one sequence from its start that records each layer's parameters."""
 
     calls: list[tuple[int, LayerFacts]] = field(default_factory=list)
 
@@ -107,7 +109,8 @@ class PackedStep:
     """A step over rows of any sequences, in the paged cache."""
 
     write_slots: Tensor  # (T,) int64
-    plan: Callable[[Scoring, int], AttentionPlan]  # of so many heads; once for each way of scoring
+    # by scoring and number of heads; made once for each
+    plan: Callable[[Scoring, int], AttentionPlan]
     cache: PagedCache
     plans: dict[Scoring, AttentionPlan] = field(default_factory=dict)
 
@@ -118,7 +121,7 @@ class PackedStep:
         if plan is None:
             plan = self.plans[scoring] = self.plan(scoring, q.shape[1])
         value_dim, narrower = v.shape[2], k.shape[2] - v.shape[2]
-        if narrower:  # the cache keeps both at one size
+        if narrower:  # values are narrower than keys; the cache has one size for both
             v = F.pad(v, (0, narrower))
         self.cache.write(layer, self.write_slots, k, v)
         out = plan.attend(q.contiguous(), k, v, self.cache.layers[layer])
@@ -127,7 +130,9 @@ class PackedStep:
 
 @torch.inference_mode()
 def record(model: Any, token_ids: Tensor) -> Recording:
-    """What the layers do with one sequence (T,); the model must use this attention already."""
+    """Record what the layers do with one sequence (T,). The model must already use this
+    attention.
+    """
     recording = Recording()
     positions = torch.arange(len(token_ids), device=token_ids.device)
     model(

@@ -1,7 +1,7 @@
-"""`TransformersBackend`: a model of Hugging Face Transformers behind our frontend and in our loop.
+"""`TransformersBackend`: a Hugging Face Transformers model behind our frontend and engine loop.
 
-Nothing here imports Transformers or PyTorch: those are loaded by the engine's process, or by its
-thread when it runs in this one.
+Nothing here imports Transformers or PyTorch. The engine process loads them, or its thread when it
+runs in this process.
 """
 
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ FRAMEWORK = "transformers"
 @dataclass(frozen=True)
 class TransformersConfig(BackendConfig):
     """`model_name` is a folder with safetensors, or a GGUF file. `attention` "own" computes each
-    sequence by itself with the model's own cache, "paged" insists on computing them together;
-    "auto" does so where the model allows. `in_process`: in a thread here rather than in a child
-    that can die without harm. `backend_args` are the remaining `EngineOptions` by name.
+    sequence alone with the model's own cache; "paged" requires batched attention; "auto" uses it if
+    the model allows. `in_process` runs the engine in a thread here, instead of a child process that
+    can crash safely. `backend_args` are the remaining `EngineOptions` by name.
     """
 
     device: str = "auto"  # cpu, cuda, cuda:1
     dtype: str = "auto"  # float32, bfloat16, float16
     attention: str = "auto"
-    max_seq_len: int | None = None  # None: the model's own
-    max_slots: int = 64  # sequences at once
+    max_seq_len: int | None = None  # None means the model's own limit
+    max_slots: int = 64  # max concurrent sequences
     threads: int | None = None
     in_process: bool = False
 
 
 class TransformersBackend(CustomBackend):
-    """Any causal language model of Transformers; code that comes with a checkpoint is never run."""
+    """Any causal language model of Transformers. Code that comes with a checkpoint is never run."""
 
     config_type: ClassVar[type[BackendConfig]] = TransformersConfig
     framework = FRAMEWORK
@@ -56,7 +56,7 @@ class TransformersBackend(CustomBackend):
         process: EngineProcess | None = None,
     ) -> None:
         if process is not None:
-            process.discard()  # it is a worker of our own frameworks
+            process.discard()  # it is a prestarted worker of our own frameworks
         config = model if isinstance(model, BackendConfig) else TransformersConfig(model)
         if isinstance(config, TransformersConfig):
             options = options or _options(config)

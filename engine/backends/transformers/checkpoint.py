@@ -1,8 +1,7 @@
-"""A checkpoint of any architecture, as far as can be told without loading it: which files, how
-large, what its tokenizer and template are.
+"""Reads what is known about a checkpoint without loading it: files, sizes, tokenizer, template.
 
-Weights are safetensors or GGUF, nothing that can carry code; what a checkpoint says about code of
-its own (`auto_map`) is never looked at.
+Weights are safetensors or GGUF, which can't carry code. A checkpoint's references to its own code
+(`auto_map`) are ignored.
 """
 
 import math
@@ -24,7 +23,7 @@ from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, 
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.text.tokenizer import Tokenizer
 
-# How configurations of different families call the longest sequence they were made for.
+# Names of the max sequence length in different families' configurations.
 _CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -33,26 +32,26 @@ _CONTEXT_KEYS = (
     "max_seq_len",
     "seq_length",
 )
-# Of a model that states none: one without positions, or whose state does not grow.
+# For a model that states none: it has no positions, or a state that does not grow.
 UNSTATED_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class HfShape:
-    """What a frontend tells of a model, and checks requests by."""
+    """Facts about a model that a frontend reports and checks requests against."""
 
     vocab_size: int
     hidden_size: int
     max_position: int
     num_params: int
-    eos_ids: tuple[int, ...] = ()  # the tokenizer knows them
+    eos_ids: tuple[int, ...] = ()  # always empty: the tokenizer has the end-of-text ids
     encoder: None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HfCheckpoint:
-    """`folder` holds config.json and safetensors, or the GGUF file called `gguf`. `metadata` is the
-    content of the one, or the metadata of the other.
+    """`folder` holds config.json and safetensors, or the GGUF file named `gguf`. `metadata` is the
+    content of config.json, or the GGUF metadata.
     """
 
     folder: Path
@@ -69,19 +68,21 @@ class HfCheckpoint:
 
 
 def read_text(path: Path) -> TextModel:
-    """The frontend's half of the model at `path`."""
+    """The frontend's part of the model at `path`: tokenizer and template."""
     checkpoint = open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
     return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
 
 
 def examine_checkpoint(path: Path) -> None:
-    """All of it that a server parses. Raises what is wrong with it."""
+    """Parse all that a server parses. Raises what is wrong with it."""
     read_text(path)
 
 
 def open_checkpoint(path: Path) -> HfCheckpoint:
-    """Raises an `EngineError` that says what is wrong with it; reads no weights."""
+    """Open a checkpoint without reading weights. Raises an `EngineError` that says what is
+    wrong.
+    """
     if not path.exists():
         raise ModelError(f"there is no model at {path}")
     if path.is_dir() and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
@@ -162,7 +163,7 @@ def _num_bytes(checkpoint: Checkpoint) -> int:
 def _count(
     source: Mapping[str, Any], keys: tuple[str, ...], where: str, default: int | None = None
 ) -> int:
-    """The first of the keys that is stated."""
+    """The value of the first key that is present."""
     for key in keys:
         value = source.get(key)
         if value is None:

@@ -1,8 +1,8 @@
-"""Which way a loaded model can be computed, found by trying: together in one pass over the paged
-cache, each sequence by itself with the model's own cache, or with no cache at all.
+"""Chooses, by trial, how to compute a loaded model: batched in one pass over the paged cache, each
+sequence alone with the model's own cache, or without any cache.
 
-What a configuration says rules some models out; whoever is left computes two sequences in several
-steps, and must get what its own forward pass over each gives.
+The configuration rules some ways out. A remaining one must compute two sequences in several steps
+and match the model's own forward pass over each.
 """
 
 import logging
@@ -25,9 +25,9 @@ from engine.backends.transformers.states import FinalStates
 from engine.backends.transformers.trial import Trial
 from engine.core.errors import ConfigError, ModelError
 
-# A rotation that depends on the longest sequence of a pass would depend on a row's neighbours.
+# Rotations that depend on the longest sequence of a pass; a row would depend on its neighbours.
 _CHANGING_ROPES = frozenset({"dynamic", "longrope"})
-# What may occur in a configuration and is told by its layers' types and windows.
+# Configuration keys that are harmless: layer types and windows cover them.
 _KNOWN_LIMITS = frozenset(
     {
         "sliding_window",
@@ -37,12 +37,12 @@ _KNOWN_LIMITS = frozenset(
         "chunk_size_feed_forward",
     }
 )
-# What a model raises that does not know what it is given.
+# What a model raises for arguments that it does not know.
 FORWARD_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 
 
 def kv_shape(model: Any, prompt: Tensor) -> KVShape | str:
-    """What each layer keeps of a token, or why ours can't be used. It is in use afterwards."""
+    """The KV shape of each layer, or why our attention can't be used. It is active afterwards."""
     config = model.config.get_text_config()
     reason = _ruled_out(model, config)
     if reason is not None:
@@ -93,7 +93,7 @@ def _ruled_out(model: Any, config: Any) -> str | None:
 
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:
-    """What the configuration says of each layer's window."""
+    """Each layer's sliding window in the configuration."""
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return [None] * num_layers
@@ -106,16 +106,16 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
 log = logging.getLogger(__name__)
 
 WAYS = ("auto", "paged", "own")
-TRIAL_TOKENS = 24  # more than a block holds
-# Enough for most on a CPU, and memory that a machine has to spare.
+TRIAL_TOKENS = 24  # more than one block, so that block boundaries are tested
+# Default pool on a CPU: enough for most uses, and usually available.
 USUAL_POOL_BYTES = 2**30
-# Of a GPU's memory that is left; attention gathers a layer's keys and values before it reads them.
+# Share of a GPU's free memory. The rest is for attention, which gathers a layer's keys and values.
 POOL_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model whose weights are in memory. `device` tells what was free before they were."""
+    """A model with its weights in memory. `device` knows what was free before loading."""
 
     model: Any
     shape: HfShape
@@ -123,7 +123,7 @@ class Loaded:
     device: DeviceInfo
 
     def plan(self, bytes_per_token: int) -> tuple[RunnerConfig, MemoryPlan]:
-        """Divide the memory beside the weights."""
+        """Divide the memory that the weights leave."""
         model, options, device = self.model, self.options, self.device
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
         needs = MemoryNeeds(weights, bytes_per_token, USUAL_POOL_BYTES)
@@ -138,7 +138,9 @@ class Loaded:
         return runner_config(options, device, plan), plan
 
     def _activation_bytes(self) -> int:
-        """Of the largest step, roughly: an inner layer is a few times as wide as a state."""
+        """Rough size of the largest step's activations: an MLP is a few times as wide as the hidden
+        state.
+        """
         states = 40 * self.options.max_batch_tokens * self.shape.hidden_size
         logits = 4 * self.options.max_slots * self.shape.vocab_size
         return states * DTYPE_BYTES[self.device.dtype] + 4 * logits
@@ -146,7 +148,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """`shares`: whether sequences can share what they have in common."""
+    """The chosen runner. `shares`: whether sequences can share cached prefixes."""
 
     runner: ModelRunner
     config: RunnerConfig
@@ -155,7 +157,7 @@ class Fitted:
 
 
 def fit(loaded: Loaded) -> Fitted:
-    """Choose how to compute, and plan the memory for it."""
+    """Choose how to compute, and plan the memory."""
     model, way = loaded.model, loaded.options.attention
     if way not in WAYS:
         raise ConfigError(
@@ -183,14 +185,14 @@ def _trial(loaded: Loaded) -> Trial:
     most = loaded.options.max_seq_len or loaded.shape.max_position
     try:
         return Trial.of(loaded.model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
-    except Exception as error:  # whatever it is: a model that can't compute is of no use
+    except Exception as error:  # any error counts: a model that can't compute is useless
         log.exception("the model's own forward pass failed")
         kind = type(loaded.model).__name__
         raise ModelError(f"this {kind} cannot compute: {one_line(error)}") from error
 
 
 def _packed(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted | str:
-    """All sequences in one pass, or why not."""
+    """Batched computation in one pass, or why it is impossible."""
     kv = kv_shape(loaded.model, trial.prompts[0])
     if isinstance(kv, str):
         return kv
@@ -214,7 +216,7 @@ def _one_by_one(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted:
         reason = f"its numbers change by {error:.1e}"
     except FORWARD_ERRORS as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-    log.warning("no cache is of use, each token computes its whole sequence again: %s", reason)
+    log.warning("no cache can be used, every token recomputes its whole sequence: %s", reason)
     config, plan = loaded.plan(bytes_per_token=1)
     runner = SlotRunner(model, states, vocab_size, config, keeps_state=False)
     return Fitted(runner, config, plan, shares=False)

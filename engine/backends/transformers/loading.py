@@ -1,7 +1,7 @@
-"""A model of Transformers from a checkpoint on this disk, with none of the checkpoint's own code.
+"""Loads a Transformers model from a local checkpoint, without running the checkpoint's own code.
 
-The classes are looked up by the model type among those that the installed Transformers has; the
-"Auto" classes, which know how to fetch and run a checkpoint's code, are not asked to.
+Classes are looked up by model type in the installed Transformers. The "Auto" classes are avoided,
+because they can fetch and run a checkpoint's code.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _MAX_REASON = 300  # characters
 def load_model(
     checkpoint: HfCheckpoint, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Ready to compute, on the device. Raises an `EngineError` that says why not."""
+    """Load the model to the device. Raises an `EngineError` that says why it failed."""
     try:
         config = _config(checkpoint)
         kind = _model_class(config)
@@ -49,14 +49,14 @@ def load_model(
         raise ResourceError(
             f"{checkpoint.folder.name} does not fit into the memory of {device}"
         ) from error
-    except Exception as error:  # whatever a stranger's configuration makes of a library
+    except Exception as error:  # a bad configuration can make the library raise anything
         reason = one_line(error)
         version = transformers.__version__
         raise ModelError(
             f"Transformers {version} cannot load {checkpoint.folder.name}: {reason}"
         ) from error
     missing = sorted(info["missing_keys"])
-    if missing:  # they would hold random numbers
+    if missing:  # missing weights would have random values
         shown = ", ".join(missing[:_NAMED_IN_ERRORS])
         raise ModelFormatError(
             f"{checkpoint.folder.name} lacks {len(missing)} weights of a {kind.__name__}: {shown}"
@@ -66,7 +66,7 @@ def load_model(
 
 
 def one_line(error: Exception) -> str:
-    """What a library said, as short as a message should be."""
+    """A library's error message, shortened to one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
 

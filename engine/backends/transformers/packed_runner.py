@@ -1,7 +1,7 @@
 """`PackedRunner`: rows of all sequences in one forward pass of a Transformers model.
 
-The cache, and hence prefix sharing, preemption and chunked prompts, are those of our own runners;
-the model sees tokens with positions and asks our attention for the rest.
+The cache is that of our own runners, and so are prefix sharing, preemption and chunked prefill. The
+model only sees tokens with positions, and calls our attention.
 """
 
 import inspect
@@ -40,7 +40,7 @@ class Heads:
 
 
 class Attentions:
-    """The attention of each way of scoring, kept from step to step."""
+    """Attention kernels by scoring, kept across steps."""
 
     def __init__(
         self, shape: KVShape, block_size: int, dtype: torch.dtype, device: torch.device
@@ -51,8 +51,8 @@ class Attentions:
         self._device = device
         self._made: dict[tuple[Scoring, int], AttentionBackend] = {}
         if device.type == "cuda":
-            # cuDNN makes a plan for each shape, which takes longer than many steps; and here every
-            # step has a shape of its own.
+            # cuDNN plans for each new shape, which takes longer than many steps, and every step
+            # here has another shape.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def get(self, scoring: Scoring, num_heads: int) -> AttentionBackend:
@@ -73,7 +73,7 @@ class Attentions:
 
 
 class PackedRunner(DrawingRunner):
-    """The model must use the attention of `attention.py` already."""
+    """The model must already use the attention of `attention.py`."""
 
     def __init__(
         self, model: Any, states: FinalStates, vocab_size: int, config: RunnerConfig, shape: KVShape
@@ -100,7 +100,7 @@ class PackedRunner(DrawingRunner):
         def plan(scoring: Scoring, num_heads: int) -> AttentionPlan:
             return self._attentions.get(scoring, num_heads).plan(inputs, positions)
 
-        # A model wants to compute some logits, even where none are needed.
+        # The model must compute some logits, even if none are needed.
         rows = inputs.logit_rows if len(inputs.logit_rows) else np.zeros(1, np.int32)
         kept = self._put(rows.astype(np.int64))
         output = self._model(

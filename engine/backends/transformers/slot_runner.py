@@ -1,8 +1,8 @@
-"""`SlotRunner`: each sequence by itself, with the cache that the model makes for it.
+"""`SlotRunner`: computes each sequence alone, with the cache that the model makes for it.
 
-For models whose attention can't be replaced, or that keep a state instead of keys and values. A
-prompt is computed whole, when its last part has come, since not every state can be continued by
-more than one token; whatever a cache lacks is computed again from the sequence's ids.
+For models whose attention can't be replaced, or that keep a recurrent state instead of keys and
+values. A prompt is prefilled whole when its last chunk arrives, because not every state can be
+extended by several tokens. Missing cache is recomputed from the sequence's ids.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.transformers.states import FinalStates
 
-# How families call what they give after a step and want back for the next one.
+# Families' names for the cache that a forward pass returns and the next one takes.
 _CACHES = ("past_key_values", "cache_params", "state", "rnn_state", "mems")
 
 
@@ -32,13 +32,13 @@ class Slot:
 
     ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    cache: tuple[str, Any] | None = None  # the name that the model wants it under, and itself
+    cache: tuple[str, Any] | None = None  # (argument name, cache)
 
     def forget(self) -> None:
         self.num_computed, self.cache = 0, None
 
     def extend(self, start: int, ids: list[int]) -> None:
-        """The sequence goes on from `start`, which is earlier than its end after a failed step."""
+        """Set the ids from `start` on. After a failed step, `start` may be before the end."""
         assert start <= len(self.ids), (start, len(self.ids))
         self.ids[start:] = ids
         if self.num_computed > start:
@@ -46,8 +46,8 @@ class Slot:
 
 
 class SlotRunner(DrawingRunner):
-    """`keeps_state` False: the model's cache is no use, so every token computes the whole sequence
-    again.
+    """`keeps_state` False: the model's cache can't be used, so every step recomputes the whole
+    sequence.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class SlotRunner(DrawingRunner):
         super().close()
 
     def _rows(self, inputs: BatchInputs) -> list[Slot]:
-        """Each row's slot. A row that writes to the null block is nobody's, whatever its number."""
+        """Each row's slot. A row that writes to the null block is padding, whatever its slot
+        number.
+        """
         firsts = inputs.write_slots[inputs.query_start[:-1]] // self._spec.block_size
         return [
             Slot() if block == NULL_BLOCK else self._slots[slot]
@@ -105,15 +107,15 @@ class SlotRunner(DrawingRunner):
         ]
 
     def _free_all_but(self, inputs: BatchInputs) -> None:
-        """Whoever has no row has ended, or can be computed again."""
+        """Free the slots without a row: their sequences ended, or can be recomputed."""
         present = set(inputs.slots.tolist())
         for number, slot in enumerate(self._slots):
             if number not in present:
                 slot.forget()
 
     def _compute(self, slot: Slot, num_logits: int) -> tuple[Tensor, Tensor]:
-        """Of the slot's ids: logits of the last `num_logits` or more, states of all not computed
-        yet, (P, V) and (P, D).
+        """Run the slot's ids. Returns logits of at least the last `num_logits`, (P, V), and hidden
+        states of all that were not computed yet, (P, D).
         """
         if not self._keeps_state or len(slot.ids) - slot.num_computed > 1:
             slot.forget()
@@ -130,7 +132,7 @@ class SlotRunner(DrawingRunner):
 
 
 def find_cache(output: Any) -> tuple[str, Any]:
-    """What a forward pass gave for the next one, by the name that it is wanted under."""
+    """The cache in a forward pass's output, with the argument name for the next pass."""
     for name in _CACHES:
         cache = output.get(name)
         if cache is not None:

@@ -1,4 +1,4 @@
-"""Two prompts by which a runner is held to the model's own forward pass."""
+"""Two test prompts that compare a runner with the model's own forward pass."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,13 @@ from torch import Tensor
 from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner
 from engine.backends.transformers.slot_runner import find_cache
 
-# Norm of the difference over the norm of the logits. Half types round differently by shape.
+# Relative L2 error of the logits. 16-bit types round differently by shape.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens start .. end - 1 of one of the prompts."""
+    """Tokens start .. end - 1 of one prompt."""
 
     prompt: int
     start: int
@@ -25,7 +25,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The prompts, and what the model's own forward pass makes of each."""
+    """The prompts, and the logits of the model's own forward pass."""
 
     prompts: tuple[Tensor, ...]  # (P,) each
     logits: tuple[Tensor, ...]  # (P, V) float32 each
@@ -44,7 +44,7 @@ class Trial:
 
     @torch.inference_mode()
     def cache_bytes_per_token(self, model: Any) -> int:
-        """How fast the cache that the model makes for a sequence grows."""
+        """Growth of the model's own cache, in bytes per token."""
         prompt = self.prompts[0]
         sizes = [
             _num_bytes(find_cache(model(input_ids=prompt[None, :end], use_cache=True))[1])
@@ -53,7 +53,7 @@ class Trial:
         return (sizes[1] - sizes[0]) // max(1, len(prompt) - 1)
 
     def error(self, runner: ModelRunner) -> float:
-        """How far a runner's logits are from these: one prompt in three parts, the other in two
+        """A runner's error against these logits: one prompt in three chunks, the other in two
         beside it.
         """
         last = len(self.prompts[0]) - 1
@@ -71,11 +71,11 @@ class Trial:
             for part, given in zip(parts, logits, strict=True):
                 expected = self.logits[part.prompt][part.end - 1]
                 errors.append(float((given - expected).norm() / expected.norm()))
-        return float(np.max(errors))  # NaN if one is
+        return float(np.max(errors))  # NaN if any is NaN
 
     def _inputs(self, parts: list[Part], block_size: int) -> BatchInputs:
-        """A step whose rows each ask for the logits of their last token; prompts lie one behind the
-        other from block 1 on.
+        """A step whose rows each request the logits of their last token. Prompts are laid out
+        consecutively from block 1.
         """
         width = -(-len(self.prompts[0]) // block_size)
         tables = 1 + np.arange(len(self.prompts) * width, dtype=np.int32).reshape(-1, width)
@@ -103,7 +103,7 @@ class Trial:
 
 
 def _num_bytes(cache: Any, seen: frozenset[int] = frozenset()) -> int:
-    """Of the tensors that a cache holds, whatever its class."""
+    """Bytes of the tensors in a cache of any class."""
     if isinstance(cache, Tensor):
         return cache.nbytes
     if isinstance(cache, dict):

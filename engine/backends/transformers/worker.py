@@ -1,4 +1,4 @@
-"""The engine process of a Transformers model: the loop is ours, the model is theirs."""
+"""The engine process of a Transformers model, with our engine loop."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def run_engine(
     pulse: Pulse,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
+    """Load, announce, serve. Returns when told to stop; raises a fatal error."""
     started_at = time.monotonic()
     path = Path(options.model_path)
     checkpoint = open_checkpoint(path)
@@ -59,7 +59,7 @@ def run_engine(
 
 
 def _refuse(options: EngineOptions) -> None:
-    """Options of our own frameworks that Transformers has no equivalent for."""
+    """Refuse options of our own frameworks that Transformers has no equivalent for."""
     usual = EngineOptions(model_path="", framework="")
     for name in ("quantization", "kv_dtype", "affinity", "numerics"):
         given = getattr(options, name)
@@ -70,7 +70,7 @@ def _refuse(options: EngineOptions) -> None:
 
 
 def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
-    # Everything is on this disk; nothing may be fetched, nor shown as it would be on a terminal.
+    # All files are local: forbid downloads, and progress bars.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -80,5 +80,5 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
 if __name__ == "__main__":
     status = main(*map(int, sys.argv[1:4]))
     logging.shutdown()
-    # The interpreter's teardown would only let libraries complain about objects that are kept.
+    # Normal teardown would only make libraries complain about live objects.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""vLLM behind an `InferenceBackend`."""
+"""`VLLMBackend`: runs vLLM as a child process behind the `InferenceBackend` interface."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,8 +11,8 @@ from engine.backends.vllm.config import VLLMConfig
 
 
 class VLLMBackend(ServedBackend):
-    """A `vllm serve` of our own. Where the configuration leaves the port open (0), it listens on a
-    Unix socket that only this user reaches.
+    """A `vllm serve` child. With port 0 it listens on a Unix socket that only this user can
+    reach.
     """
 
     config_type: ClassVar[type[BackendConfig]] = VLLMConfig

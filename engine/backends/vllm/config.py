@@ -1,4 +1,4 @@
-"""vLLM's options, by the names that vLLM gives them."""
+"""vLLM's options, under vLLM's names."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -44,7 +44,7 @@ class VLLMConfig(ServedConfig):
     enable_prefix_caching: bool | None = None
     enforce_eager: bool = False
     chat_template: str | None = None
-    # Where its server's key lies, which everybody needs whom it listens to.
+    # Where the server's key is stored. Every client of a server on a TCP port needs it.
     api_key_env: str | None = None
     api_key_file: str | None = None
 
@@ -54,7 +54,7 @@ class VLLMConfig(ServedConfig):
 
     @property
     def takes_gguf(self) -> bool:
-        """Only versions that still have a loader for it, which must be asked for by name."""
+        """Whether GGUF was requested by name; only some versions still have a loader."""
         return self.load_format == "gguf"
 
     def argv(self, model: str | None = None, place: Place | None = None) -> list[str]:
@@ -62,7 +62,7 @@ class VLLMConfig(ServedConfig):
         flags = [f"--served-model-name={self.model_id}", *option_flags(self, _OPTIONS)]
         if self.tool_call_parser is not None:
             flags.append("--enable-auto-tool-choice")
-        # The server tells cached tokens, and logs each request itself.
+        # Report cached tokens; skip its request log, because ours has each request.
         flags += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         flags += free_flags(self.backend_args, (*_OPTIONS, *_DECIDED_HERE))
         if self.port == 0:

@@ -1,3 +1,3 @@
-"""Structured output: JSON Schema, regular expressions and GBNF as grammars, checked in a limited
-child.
+"""Structured output: converts JSON Schema, regex and GBNF to grammars, and test-compiles them in a
+limited child process.
 """

@@ -1,10 +1,9 @@
-"""Tries out in a limited child process whether a grammar compiles.
+"""Test-compiles grammars in a limited child process.
 
-One child serves all checks in turn. A grammar that takes it too much time or memory is refused,
-and a fresh child is started for the next one. Where something else stopped the child, a busy
-machine or whoever frees memory there, the grammar is tried once more and nothing is held against
-it. A check goes on when its caller is cancelled, so clients that leave cannot keep the child from
-ever finishing one.
+One child serves all checks in order. A grammar that exceeds the time or memory limit is refused,
+and a new child is started for the next one. If the child was killed for another reason, such as the
+OOM killer, the grammar is tried once more and not blamed. A check continues when its caller is
+cancelled, so clients that disconnect can't keep the child from finishing.
 """
 
 import asyncio
@@ -20,8 +19,8 @@ import msgspec
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
 
-COMPILE_TIMEOUT_S = 1.0  # the child ends itself after less, by its processor time
-START_TIMEOUT_S = 30.0  # Python and the library, on a busy machine
+COMPILE_TIMEOUT_S = 1.0  # wall-clock limit; the child's CPU limit is lower
+START_TIMEOUT_S = 30.0  # for Python and the library, on a busy machine
 MAX_VERDICTS = 1024
 MAX_WAITING = 64
 MAX_ANSWER_BYTES = 1 << 16
@@ -31,7 +30,7 @@ TOO_LARGE = "needs too much memory or nesting to compile; simplify it"
 
 
 class _Stopped(Exception):
-    """The child gave no answer, and not because of the grammar."""
+    """The child ended without an answer, and not because of the grammar."""
 
 
 class GrammarChecker:
@@ -75,7 +74,7 @@ class GrammarChecker:
         return None if self._child is None else self._child.pid
 
     def _check_for(self, key: bytes, grammar: str) -> asyncio.Task[str | None]:
-        """The check of this grammar that is under way, or a new one."""
+        """The running check of this grammar, or a new one."""
         check = self._checks.get(key)
         if check is None:
             if len(self._checks) >= MAX_WAITING:
@@ -119,7 +118,9 @@ class GrammarChecker:
             await self._end_child()
             raise _Stopped from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            with contextlib.suppress(TimeoutError):  # its own end, not one that we make
+            with contextlib.suppress(
+                TimeoutError
+            ):  # wait for its own exit status, before we kill it
                 await asyncio.wait_for(child.wait(), COMPILE_TIMEOUT_S)
             await self._end_child()
             if child.returncode == -signal.SIGKILL:
@@ -131,9 +132,9 @@ class GrammarChecker:
         return None if answer.problem is None else f"cannot be used: {answer.problem}"
 
     async def _get_ready(self) -> None:
-        """For whoever asks next, so that nobody waits for a process to start."""
+        """Start a child for the next check, so that no request waits for it."""
         async with self._turn:
-            with contextlib.suppress(UnavailableError):  # who asks next is told
+            with contextlib.suppress(UnavailableError):  # the next check reports it
                 await self._running_child()
 
     async def _running_child(self) -> asyncio.subprocess.Process:

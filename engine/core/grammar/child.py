@@ -1,7 +1,7 @@
-"""The process that compiles what clients send, so that nothing they send can hurt the server.
+"""The child process that compiles clients' grammars, isolated from the server.
 
-It keeps nothing between grammars, its memory, stack and processor time are limited, and it may die
-of any of them: `GrammarChecker` starts another. Run as a module, with its parent's process id.
+It keeps no state between grammars. Its memory, stack and CPU time are limited; if it dies of a
+limit, `GrammarChecker` starts another. Run as a module with the parent's process id.
 """
 
 import os
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_MEMORY_BYTES = 1 << 30
-# Less than any thread of the engine has, so that what fits here does not overflow there.
+# Less than any engine thread has, so a grammar that fits here can't overflow there.
 MAX_STACK_BYTES = 2 << 20
-# For one grammar. The engine compiles it once more, and both together should take less than 1 s.
+# For one grammar. The engine compiles it again; both together should take less than 1 s.
 MAX_CPU_S = 0.3
 MAX_PROBLEM_CHARS = 300
 END_OF_TEXT = 256
-NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a grammar without a first byte
+NOTHING_FOLLOWS = "NoExtensionBias"  # llguidance's error for a grammar that admits no first byte
 EMPTY = "it admits no text at all"
 
 
 class _Bytes:
-    """A vocabulary of single bytes, as llguidance wants one: enough to compile for."""
+    """A vocabulary of single bytes in llguidance's form, enough for compiling."""
 
     eos_token_id = END_OF_TEXT
     bos_token_id = None
@@ -49,7 +49,7 @@ def byte_tokenizer() -> "LLTokenizer":
 
 
 def problem_of(grammar: str, tokenizer: "LLTokenizer") -> str | None:
-    """What is wrong with a grammar, in one line; None: it compiles and admits some text."""
+    """One line about what is wrong with a grammar; None if it compiles and admits some text."""
     from llguidance import LLMatcher
 
     limits = parser_limits()
@@ -58,7 +58,7 @@ def problem_of(grammar: str, tokenizer: "LLTokenizer") -> str | None:
         if matcher.is_error():
             return _one_line(matcher.get_error())
         mask = matcher.compute_bitmask()
-    except BaseException as error:  # a panic in the library is not an Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         return _one_line(str(error) or type(error).__name__)
     if matcher.is_error():
         return _one_line(matcher.get_error())
@@ -84,7 +84,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return  # the parent is gone
         (length,) = LENGTH.unpack(header)
         request = msgspec.json.decode(requests.read(length), type=Compile)
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # SIGPROF, which ends the process
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # SIGPROF ends the process
         verdict = Verdict(problem_of(request.grammar, tokenizer))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -97,7 +97,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
-    # What a library prints must not end up between the answers.
+    # Output printed by a library must not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     serve(sys.stdin.buffer, answers)

@@ -1,8 +1,9 @@
-"""GBNF, the grammar language of llama.cpp, written again as Lark for llguidance.
+"""Converts GBNF, llama.cpp's grammar language, to Lark for llguidance.
 
-A rule that does not recurse, and every stretch of a rule without recursion, becomes one terminal:
-the lexer then does the work, and masks stay cheap. As in all Lark for llguidance, a terminal takes
-as much text as it can: a recursive rule should not begin with what the text before it can go on as.
+A rule without recursion, and every part of a rule without recursion, becomes one terminal. The
+lexer then does the work, and token masks stay cheap. As always in llguidance's Lark, a terminal
+matches as much text as it can. So a recursive rule should not start with text that could continue
+the terminal before it.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ _REPEATS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class GbnfError(ValueError):
-    """Says in a sentence what is wrong with a grammar, and in which line."""
+    """A sentence about what is wrong with a grammar, with the line number."""
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether some line begins with `root ::=`; Lark has no such thing."""
+    """Whether a line starts with `root ::=`, which Lark does not have."""
     lines = (line.lstrip() for line in source.splitlines())
     return any(
         line.startswith(ROOT) and line[len(ROOT) :].lstrip().startswith("::=") for line in lines
@@ -38,7 +39,7 @@ def gbnf_to_lark(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Literal text, or one character of a class, as a regular expression."""
+    """Literal text, or a character class, as a regular expression."""
 
     expression: str
 
@@ -69,7 +70,7 @@ _Expression = _Text | _Name | _Repeat | _Sequence | _Choice
 
 
 class _Parser:
-    """Recursive descent over the text; groups are the only recursion, and bounded."""
+    """Recursive descent parser. Only groups recurse, and their depth is limited."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -197,7 +198,7 @@ class _Parser:
         return self._source[start : self._at]
 
     def _skip(self, newlines: bool) -> None:
-        """Move past blanks and comments, and past the ends of lines if they mean nothing here."""
+        """Skip blanks and comments, and line ends too if `newlines`."""
         while char := self._peek():
             if char == "#":
                 end = self._source.find("\n", self._at)
@@ -222,13 +223,13 @@ class _Parser:
 
 
 class _Writer:
-    """Rules as Lark: `t0` and so on for those that recurse, `T0` for those that do not."""
+    """Writes rules as Lark: `t0` and so on for recursive ones, `T0` for the others."""
 
     def __init__(self, rules: dict[str, _Expression]) -> None:
         self._rules = rules
         self._numbers = {name: number for number, name in enumerate(rules)}
         self._terminals = self._find_terminals()
-        self._is_terminal: dict[int, bool] = {}  # by the identity of an expression
+        self._is_terminal: dict[int, bool] = {}  # id() of an expression -> whether it is a terminal
         self._lines: list[str] = []
         self._num_parts = 0
         for rule in rules.values():
@@ -241,7 +242,7 @@ class _Writer:
         return [f"start: {self._symbol(ROOT)}", *self._lines]
 
     def _find_terminals(self) -> set[str]:
-        """The rules from which no chain of names leads back to itself, or to one that does."""
+        """Rules that neither recurse nor use a rule that does."""
         waits_for: dict[str, set[str]] = {}
         users: dict[str, list[str]] = {name: [] for name in self._rules}
         for name, rule in self._rules.items():
@@ -274,7 +275,8 @@ class _Writer:
             case _Repeat(inner):
                 result = self._classify(inner)
             case _Sequence(nodes) | _Choice(nodes):
-                classified = [self._classify(each) for each in nodes]  # each of them, always
+                # a list, not a generator: all must be classified
+                classified = [self._classify(each) for each in nodes]
                 result = all(classified)
         self._is_terminal[id(node)] = result
         return result
@@ -293,7 +295,7 @@ class _Writer:
                 return "(" + " | ".join(map(self._terminal, nodes)) + ")"
 
     def _rule(self, node: _Expression) -> str:
-        """An expression with recursion somewhere in it; stretches without become terminals."""
+        """An expression that contains recursion; parts without it become terminals."""
         if self._is_terminal[id(node)]:
             return self._part([node])
         match node:

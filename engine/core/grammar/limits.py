@@ -1,7 +1,7 @@
-"""How much work a grammar may ask for, wherever it is compiled.
+"""Compile limits of grammars.
 
-The child that tries a grammar out and the engine that later uses it have the same limits, so what
-passes the one compiles in the other.
+The child that test-compiles a grammar and the engine that uses it have the same limits, so a
+grammar that passes the check also compiles in the engine.
 """
 
 from typing import TYPE_CHECKING
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-MAX_LEXER_STATES = 50_000  # at one to two KiB each
-MAX_GRAMMAR_SIZE = 200_000  # symbols
+MAX_LEXER_STATES = 50_000  # lexer states; 1 to 2 KiB each
+MAX_GRAMMAR_SIZE = 200_000  # grammar symbols
 
 
 def parser_limits() -> "LLParserLimits":
-    """Fuel and items per step are the library's own limits; memory and size are tighter."""
+    """Fuel and items per step are the library's defaults; memory and size are tighter."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -1,16 +1,16 @@
-r"""Regular expressions of clients, read as ECMAScript and Python both would read them.
+r"""Translates clients' regular expressions, as both ECMAScript and Python read them.
 
-A pattern is parsed here, in linear time and without Python's `re`, and written again in the syntax
-of the automaton that enforces it. Where dialects disagree (`\w`, `\s`, `.`), the automaton gets the
-text on which all agree, so that whatever it lets through matches for every reader. What only some
-of them know (lookaround, back references, flags) is refused.
+A pattern is parsed here in linear time, without Python's `re`, and rewritten in the automaton's
+syntax. Where dialects disagree (`\w`, `\s`, `.`), the automaton gets the subset on which all agree,
+so its output matches for every reader. Features that only some dialects have (lookaround,
+backreferences, flags) are refused.
 """
 
 MAX_NESTING = 100
 MAX_REPEAT = 100_000
-MAX_BOUNDS_CHARS = 64  # of the braces and what is between them
+MAX_BOUNDS_CHARS = 64  # length of {n,m}, braces included
 
-# Body of a class for each set: the characters that are surely in it, and those that may be.
+# Class bodies for each set: characters that are surely in it, and characters that may be.
 _WORDS = r"\p{L}\p{N}\p{M}\p{Pc}"
 _SPACES = r" \t\n\r\f\x0B\p{Zs}"
 _MAYBE_SPACES = r"\s\x1C-\x1F\x{85}\x{FEFF}\x{2028}\x{2029}"
@@ -24,31 +24,33 @@ _SETS = {
 }
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _NOT_LINE_ENDS = r"\n\r\x{2028}\x{2029}"
-# Characters that JSON can only write as \uXXXX, which our JSON never does (and DEL, likewise).
+# Characters that JSON can only write as \uXXXX, which our grammar never does (and DEL).
 UNWRITABLE = r"\x00-\x07\x0B\x0E-\x1F\x7F"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _DIGITS = frozenset("0123456789")
 
 
 class RegexError(ValueError):
-    """Says in a sentence what of a regular expression cannot be honoured."""
+    """A sentence about the unsupported part of a regular expression."""
 
 
 def literal(char: str) -> str:
-    """`char` as itself, in the automaton's syntax."""
+    """The automaton's expression for `char` itself."""
     if char.isascii() and (char.isalnum() or char in " _"):
         return char
     return f"\\x{{{ord(char):X}}}"
 
 
 def translate(pattern: str, *, in_json: bool) -> str:
-    """`pattern` for the automaton; with `in_json` it describes the value of a JSON string."""
+    """Translate `pattern` for the automaton. With `in_json` it describes the value of a JSON
+    string.
+    """
     return _Translation(pattern, in_json).run()
 
 
 def admits_long_text(expression: str) -> bool:
     """Whether a translated expression surely matches texts of any length."""
-    bare = expression.replace("[^", "[")  # what is left of these signs are operators
+    bare = expression.replace("[^", "[")  # any sign that is left is an operator
     is_repeating = any(sign in bare for sign in ("*", "+", ",}"))
     return is_repeating or "^" not in bare or "$" not in bare
 
@@ -126,13 +128,13 @@ class _Translation:
         char = self._take()
         bounds = self._bounds() if char == "{" else char
         self._output.append(bounds)
-        if self._peek() == "?":  # laziness does not change which texts match
+        if self._peek() == "?":  # lazy quantifiers match the same texts
             self._at += 1
         if self._peek() in ("*", "+", "?") or (self._peek() == "{" and self._at_bounds()):
             raise RegexError("a repetition cannot be repeated; put a group around it")
 
     def _at_bounds(self) -> bool:
-        """Whether the brace here begins {n}, {n,} or {n,m}; else it stands for itself."""
+        """Whether this brace starts {n}, {n,} or {n,m}; otherwise it is literal."""
         end = self._pattern.find("}", self._at, self._at + MAX_BOUNDS_CHARS)
         parts = self._pattern[self._at + 1 : end].split(",") if end > 0 else []
         if len(parts) == 2 and not parts[0] and set(parts[1]) <= _DIGITS:
@@ -169,7 +171,7 @@ class _Translation:
         return self._class(negated=negated, body="".join(body))
 
     def _member(self, char: str, negated: bool) -> str:
-        """One character, or the body of a set."""
+        """The expression of one character, or the body of a set."""
         if char != "\\":
             return char
         name = self._take()

@@ -1,7 +1,7 @@
-"""Which draft of JSON Schema a document follows, and what its references point at.
+"""Detects the JSON Schema draft of a document and resolves its references.
 
-References stay within the document: nothing is ever fetched, and a base that changes half-way
-(`$id` below the root) is refused, so that a reference means the same to every reader.
+References stay inside the document: nothing is ever fetched. A base that changes inside the
+document (`$id` below the root) is refused, so a reference means the same to every reader.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import NoReturn, TypeAlias
 from urllib.parse import unquote
 
-Fail: TypeAlias = Callable[[str, str], NoReturn]  # path of a schema, what is wrong there
+Fail: TypeAlias = Callable[[str, str], NoReturn]  # arguments: path of a schema, what is wrong there
 
 
 class Draft(Enum):
@@ -30,7 +30,7 @@ _DRAFTS = {
 
 
 def draft_of(document: object, param: str, fail: Fail) -> Draft:
-    """What `$schema` says; draft 2020-12 where it says nothing."""
+    """The draft that `$schema` names; 2020-12 by default."""
     if not isinstance(document, dict) or "$schema" not in document:
         return Draft.D2020
     name = document["$schema"]
@@ -43,7 +43,7 @@ def draft_of(document: object, param: str, fail: Fail) -> Draft:
 
 
 class Resolver:
-    """Finds what the references of one document name."""
+    """Resolves the references of one document."""
 
     def __init__(self, document: object, draft: Draft, fail: Fail) -> None:
         self._document = document
@@ -57,7 +57,7 @@ class Resolver:
             self._fail(path, f"keyword '{self._id_keyword}' is only supported at the root")
 
     def resolve(self, reference: object, path: str) -> tuple[tuple[str, ...], object]:
-        """The place and the content of what a `$ref` names."""
+        """The path and content that a `$ref` points to."""
         if not isinstance(reference, str):
             self._fail(path, "'$ref' must be a string")
         address, _, fragment = reference.partition("#")

@@ -1,12 +1,12 @@
-"""The formats of JSON strings and numbers that are honoured, as what a grammar can enforce.
+"""Supported formats of JSON strings and numbers, as rules that a grammar can enforce.
 
-Each expression admits only text that strict validators of the format accept, and not always all of
-it: dates exist (leap years are counted), seconds end at 59, addresses have no exotic parts. They
-are in the automaton's syntax, not for `translate`.
+Each expression only admits text that strict validators accept, but not always all of it: dates
+exist (leap years included), seconds end at 59, addresses have no exotic parts. Expressions are in
+the automaton's syntax, not for `translate`.
 """
 
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"  # four labels stay below the limit on the whole
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"  # four labels stay below the length limit
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
@@ -17,7 +17,7 @@ _HEX4 = "[0-9A-Fa-f]{1,4}"
 def _ipv6() -> str:
     whole = f"{_HEX4}(?::{_HEX4}){{7}}"
     shortened = []
-    for before in range(8):  # groups to the left of '::', which stands for one group or more
+    for before in range(8):  # groups to the left of '::', which stands for one or more groups
         left = f"{_HEX4}(?::{_HEX4}){{{before - 1}}}" if before else ""
         after = 7 - before
         right = f"(?:{_HEX4}(?::{_HEX4}){{0,{after - 1}}})?" if after else ""
@@ -77,9 +77,9 @@ STRING_FORMATS = {
     "iri-reference": f"{_URI}|{_RELATIVE}",
     "json-pointer": "(?:/(?:[A-Za-z0-9_. -]|~[01])*)*",
 }
-# They say how a value is shown or stored, and any value of the type is one.
+# These describe how a value is shown or stored; every value of the type is valid.
 FREE_FORMATS = frozenset({"password", "float", "double"})
-# Up to 2**53, where whole numbers stop being exact in most JSON readers.
+# Up to 2**53, where integers stop being exact in most JSON readers.
 INTEGER_FORMATS = {
     "int8": (-(2**7), 2**7 - 1),
     "int16": (-(2**15), 2**15 - 1),

@@ -1,7 +1,7 @@
-"""What can be proved about normalised schemas: that one admits something, that two share nothing.
+"""Proofs about normalised schemas: that one admits some value, that two share none.
 
-Both are cautious in the safe direction: `Satisfiable` finds what no finite value can match, and
-`Disjoint` says yes only where it has a proof.
+Both err on the safe side: `Satisfiable` finds schemas that no finite value matches, and `Disjoint`
+is only true with a proof.
 """
 
 import json
@@ -12,11 +12,12 @@ Schema = dict[str, Any] | bool
 Definitions = dict[str, Schema]
 
 REF_PREFIX = "#/$defs/"
-# What all proofs about a document may cost; schemas can describe exponentially many combinations.
+# Total cost limit of all proofs about a document; schemas can describe exponentially many
+# combinations.
 MAX_PROOF_STEPS = 50_000
 MAX_PROOF_DEPTH = 50
 
-# Where schemas stand inside a schema: by name, in a list, alone.
+# Keywords that contain schemas: by name, in a list, alone.
 MAP_KEYWORDS = ("properties", "patternProperties")
 LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")
 PART_KEYWORDS = ("items", "additionalProperties")
@@ -25,12 +26,12 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array"
 
 
 def target(reference: str) -> str:
-    """The key of a definition that a normalised `$ref` names."""
+    """The definition's key in a normalised `$ref`."""
     return reference.removeprefix(REF_PREFIX)
 
 
 def with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """The schema with each of its direct parts changed."""
+    """The schema with `change` applied to each direct subschema."""
     if isinstance(schema, bool):
         return schema
     changed = dict(schema)
@@ -44,7 +45,7 @@ def with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def references(schema: Schema) -> set[str]:
-    """The keys of all definitions that a normalised schema names."""
+    """Keys of all definitions that a normalised schema references."""
     found: set[str] = set()
 
     def collect(part: Schema) -> Schema:
@@ -57,7 +58,7 @@ def references(schema: Schema) -> set[str]:
 
 
 def has_loop(definitions: Definitions) -> bool:
-    """Whether a definition applies itself to the same value, which no validator finishes."""
+    """Whether a definition applies itself to the same value, on which no validator terminates."""
     waits_for = {key: _applied(schema) for key, schema in definitions.items()}
     users: dict[str, list[str]] = {key: [] for key in definitions}
     for key, used in waits_for.items():
@@ -76,7 +77,7 @@ def has_loop(definitions: Definitions) -> bool:
 
 
 def _applied(schema: Schema) -> set[str]:
-    """The definitions that a schema applies to the value itself, not to a part of it."""
+    """Definitions that a schema applies to the value itself, not to a part of it."""
     if isinstance(schema, bool):
         return set()
     found = {target(schema["$ref"])} if "$ref" in schema else set()
@@ -87,7 +88,7 @@ def _applied(schema: Schema) -> set[str]:
 
 
 def same_value_key(value: Any) -> str:
-    """Equal for JSON values that are equal: 1 and 1.0 are, 1 and true are not."""
+    """A key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -99,7 +100,9 @@ def same_value_key(value: Any) -> str:
 
 
 class Satisfiable:
-    """Which definitions some finite value matches, apart from what numbers and strings rule out."""
+    """Finds definitions that some finite value matches, ignoring constraints on numbers and
+    strings.
+    """
 
     def __init__(self, definitions: Definitions) -> None:
         users: dict[str, list[str]] = {key: [] for key in definitions}
@@ -129,7 +132,7 @@ class Satisfiable:
         return not types <= {"array"} or self._admits_array(schema)
 
     def prune(self, schema: Schema) -> Schema:
-        """The same schema, with `false` for every reference to what nothing matches."""
+        """The same schema, with `false` for every reference to an unsatisfiable definition."""
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if reference is not None and target(reference) not in self._matched:
             return False
@@ -147,7 +150,7 @@ class Satisfiable:
 
 
 def types_of(schema: dict[str, Any]) -> frozenset[str]:
-    """The types that a schema's own keywords leave; a number type includes the integers."""
+    """Types that a schema's own keywords allow; "number" includes integers."""
     named = schema.get("type", ALL_TYPES)
     types = frozenset([named] if isinstance(named, str) else named)
     if "number" in types:
@@ -168,7 +171,7 @@ def _type_of(value: Any) -> str:
 
 
 class Disjoint:
-    """Proofs that no value matches two schemas at once."""
+    """Proves that no value matches two schemas at once."""
 
     def __init__(self, definitions: Definitions) -> None:
         self._definitions = definitions
@@ -216,7 +219,7 @@ class Disjoint:
         )
 
     def _by_properties(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """A property that one of them demands, and that cannot suit both."""
+        """Whether a property that one of them requires can't match both."""
         if not types_of(one) & types_of(other) <= {"object"}:
             return False
         names = {*one.get("required", ()), *other.get("required", ())}

@@ -1,10 +1,11 @@
-"""Which JSON schemas are honoured: every keyword is enforced, says nothing, or is refused by name.
+"""Decides which JSON schemas are supported: every keyword is enforced, has no effect, or is refused
+by name.
 
-A schema of any draft from 4 on is rewritten in the part of draft 2020-12 that the grammar library
-enforces to the letter: references resolved to definitions, formats and regular expressions as
-expressions of its automaton, bounds that rounding cannot cross, `oneOf` as `anyOf` once its
-branches are proved to exclude each other. What the result admits is valid under the original; it
-may be less than all that is (one order of properties, no exponents in bounded numbers).
+A schema of any draft from 4 on is rewritten in the subset of draft 2020-12 that llguidance enforces
+exactly. References become definitions. Formats and regular expressions become automaton
+expressions. Bounds are chosen so that rounding can't cross them. `oneOf` becomes `anyOf` once its
+branches are proved disjoint. Everything that the result admits is valid under the original, but not
+always vice versa (one order of properties, no exponents in bounded numbers).
 """
 
 import json
@@ -37,7 +38,8 @@ from engine.core.grammar.schema_values import (
 MAX_NESTING = 100
 MAX_DEFINITIONS = 1_000
 
-# Once all names that a pattern matches are taken, the grammar would wait for another one for ever.
+# Once all names that such a pattern matches are used, the grammar would wait for another one
+# forever.
 SHORT_NAMES = (
     "keyword 'patternProperties' is not supported with a pattern that limits the length of names, "
     "where other properties are declared; list the names in 'properties'"
@@ -45,15 +47,15 @@ SHORT_NAMES = (
 
 
 def compile_schema(schema: object, param: str) -> dict[str, Any]:
-    """The schema as a grammar takes it; also fit to stand after `%json` in a Lark grammar.
+    """The schema in the form that llguidance accepts; it can also follow `%json` in a Lark grammar.
 
-    Errors begin with `param`, the client's name for the schema, and the path within it.
+    Errors start with `param`, the client's name for the schema, and the path in it.
     """
     return _Rewriting(schema, param).run()
 
 
 class _Rewriting:
-    """One document on its way to its normal form."""
+    """Rewrites one document to its normal form."""
 
     def __init__(self, document: object, param: str) -> None:
         self._param = param
@@ -63,10 +65,11 @@ class _Rewriting:
         self._definitions: dict[str, Schema] = {}
         self._pending: list[tuple[str, object, str]] = []
         self._disjoint = Disjoint(self._definitions)
-        self._keys: dict[tuple[str, ...], str] = {}  # place in the document -> key of definition
+        self._keys: dict[tuple[str, ...], str] = {}  # path in the document -> definition key
         self._intersects = False  # whether properties of one schema meet those of another
-        self._short_names: str | None = None  # path of patternProperties that match few names
-        self._exclusive: list[tuple[dict[str, Any], str]] = []  # nodes with oneOf, not yet proved
+        self._short_names: str | None = None  # path of a patternProperties that matches few names
+        # nodes with oneOf, not yet proved disjoint
+        self._exclusive: list[tuple[dict[str, Any], str]] = []
 
     def run(self) -> dict[str, Any]:
         values.check_text(self._document, self._param, MAX_NESTING, self._fail)
@@ -115,11 +118,11 @@ class _Rewriting:
                 self._pass_or_refuse(keyword, value, path)
         self._resolver.check_identifier(schema, path)
         node = _Node(asserted, path)
-        if "type" in asserted:  # first, because others depend on it
+        if "type" in asserted:  # first, because other keywords depend on it
             self._type(node, "type")
         for keyword in asserted:
             HANDLERS[keyword](self, node, keyword)
-        # Properties and the like first: the library then sees all of them at once.
+        # Properties and similar keywords first, so that llguidance sees all of them at once.
         applied = APPLIED_LAST & node.output.keys()
         for keyword in applied:
             node.output[keyword] = node.output.pop(keyword)
@@ -297,7 +300,7 @@ class _Rewriting:
         count = values.count(node.source[keyword], node.path, keyword, self._fail)
         declared = values.declared_properties(node.source)
         if keyword == "minProperties":
-            # Names beyond the declared ones may repeat, so more than one is not sure to be several.
+            # Undeclared names may repeat, so they count as at most one property.
             implied = count <= declared.num_required
             enforced = count == 1 and (not declared.has_optional or declared.is_closed)
             advice = f"name {count} properties in 'required'"
@@ -315,7 +318,7 @@ class _Rewriting:
 
 
 class _Node:
-    """A schema that is being rewritten: what was asked, and what the grammar gets."""
+    """A schema being rewritten: the input, and the output for the grammar."""
 
     def __init__(self, source: dict[str, Any], path: str) -> None:
         self.source = source
@@ -326,7 +329,7 @@ class _Node:
         self.output.setdefault("allOf", []).extend(schemas)
 
     def narrow(self, keyword: str, bound: float) -> None:
-        """Set `minimum` or `maximum`, unless a tighter one is already there."""
+        """Set `minimum` or `maximum`, unless a tighter one is set already."""
         tighter = max if keyword == "minimum" else min
         self.output[keyword] = tighter(bound, self.output.get(keyword, bound))
 

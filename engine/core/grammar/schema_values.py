@@ -1,8 +1,8 @@
-"""The numbers and other values in a schema, checked and made exact.
+"""Numbers and other values in a schema, checked and made exact.
 
-Bounds are compared digit by digit by the grammar, but clients read numbers as doubles. So bounds
-stay where doubles are exact, and an exclusive bound becomes an inclusive one a little further in,
-which no rounding crosses.
+The grammar compares bounds digit by digit, but clients read numbers as doubles. So bounds stay
+where doubles are exact, and an exclusive bound becomes an inclusive one slightly further inside,
+which rounding can't cross.
 """
 
 import math
@@ -13,17 +13,17 @@ from engine.core.grammar.schema_drafts import Fail
 
 MAX_MAGNITUDE = 2**53
 MIN_MAGNITUDE = 1e-30
-EXCLUSIVE_STEP = 1e-15  # from zero
-MAX_DIGITS = 15  # of a fraction; with more, the library may read the neighbouring double
+EXCLUSIVE_STEP = 1e-15  # distance of an exclusive bound from zero
+MAX_DIGITS = 15  # max digits of a fraction; with more, llguidance may read the neighbouring double
 MAX_COUNT = 2**31 - 1
 MAX_MULTIPLE = 1_000_000
 
-# What JSON writes only as \uXXXX, and DEL, which the grammar leaves out too.
+# Characters that JSON only writes as \uXXXX, and DEL, which the grammar omits too.
 _UNWRITABLE = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))
 
 
 def check_text(document: object, param: str, max_nesting: int, fail: Fail) -> None:
-    """Refuse what no schema may contain: deep nesting, numbers that are none, half characters."""
+    """Refuse what no schema may contain: deep nesting, NaN or infinity, lone surrogates."""
     pending: list[tuple[object, int]] = [(document, 0)]
     while pending:
         value, depth = pending.pop()
@@ -40,7 +40,7 @@ def check_text(document: object, param: str, max_nesting: int, fail: Fail) -> No
 
 
 def exact(value: Any, path: str, fail: Fail) -> Any:
-    """A value of `const` or `enum`, whole numbers as integers."""
+    """A value of `const` or `enum`; integral floats become integers."""
     if isinstance(value, list):
         return [exact(item, path, fail) for item in value]
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def exact(value: Any, path: str, fail: Fail) -> Any:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether the grammar has a way to write a value."""
+    """Whether the grammar can write a value."""
     if isinstance(value, list):
         return all(is_writable(item) for item in value)
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def is_writable(value: Any) -> bool:
 
 
 def count(value: Any, path: str, keyword: str, fail: Fail) -> int:
-    """The value of a keyword that counts."""
+    """The value of a keyword that counts, such as `minItems`."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
@@ -92,9 +92,9 @@ def bound(
     path: str,
     fail: Fail,
 ) -> tuple[str, float] | None:
-    """`minimum` or `maximum` with its number, for any of the four keywords.
+    """`minimum` or `maximum` with its number, for any of the four bound keywords.
 
-    None: the keyword only modifies another one, as it may in draft 4.
+    None if the keyword only modifies another one, as in draft 4.
     """
     value = source[keyword]
     exclusive = keyword.startswith("exclusive")
@@ -113,7 +113,7 @@ def bound(
 
 
 def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
-    """The bound itself, or the nearest number of so many digits on its inner side."""
+    """The bound itself, or the nearest number with `MAX_DIGITS` digits on its inner side."""
     if not exclusive and isinstance(number, int):
         return number
     if number == 0:
@@ -126,9 +126,9 @@ def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
 
 
 def shorter_forms(keyword: str, number: float) -> list[float]:
-    """The numbers that begin like a bound and end sooner, on its inner side.
+    """Numbers on the inner side of a bound that are a shorter prefix of its digits.
 
-    The library's ranges leave them out: below 0.95 it takes 0.90 and 0.8, but not 0.9.
+    The library's ranges omit them: below 0.95 it admits 0.90 and 0.8, but not 0.9.
     """
     if isinstance(number, int) or (number > 0) != (keyword == "maximum"):
         return []
@@ -151,7 +151,7 @@ class DeclaredProperties(NamedTuple):
     num_declared: int
     num_required: int
     has_optional: bool
-    is_closed: bool  # no other names are possible
+    is_closed: bool  # no other names are allowed
 
 
 def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
@@ -167,10 +167,10 @@ def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
     )
 
 
-# How the JSON is written: at most one space, and only where Python and most text on the web put it.
-# Free whitespace lets small models fall into emitting it for ever, and no space at all is a form
-# that they saw less often. Control characters are not escaped as \\uXXXX: with it a name could be
-# spelled in several ways, and so escape the rules for its property.
+# How JSON is written: at most one space, and only where Python and most web text put it. With free
+# whitespace, small models may emit it forever; compact JSON is rarer in training data. Control
+# characters are never escaped as \\uXXXX: otherwise a name could be spelled in several ways and
+# evade its property's rules.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -184,13 +184,13 @@ ANNOTATIONS = frozenset(
     | {"$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "default"}
     | {"definitions", "deprecated", "description", "discriminator", "example", "examples"}
     | {"externalDocs", "id", "readOnly", "title", "writeOnly", "xml"}
-    # what editors and generators of forms read
+    # read by editors and form generators
     | {"allowTrailingCommas", "defaultSnippets", "deprecationMessage", "doNotSuggest"}
     | {"enumDescriptions", "enumNames", "errorMessage", "markdownDescription"}
     | {"markdownEnumDescriptions", "meta:enum", "propertyOrdering", "tsType"}
 )
 ANNOTATION_PREFIXES = ("x-", "x_", "_")
-# Keywords that no grammar of ours enforces, with what to do instead.
+# Keywords that we can't enforce, with what to use instead.
 REFUSED = {
     "not": "describe what is allowed",
     "if": "use anyOf with one branch for each case",
@@ -213,7 +213,7 @@ REFUSED = {
     "divisibleBy": "use multipleOf",
     "nullable": 'use a list of types, as in "type": ["string", "null"]',
 }
-# The forms of refused keywords in which they assert nothing.
+# Values of refused keywords that assert nothing.
 WITHOUT_EFFECT = {
     "uniqueItems": ("false",),
     "dependencies": ("{}",),

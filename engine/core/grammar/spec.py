@@ -1,8 +1,7 @@
-"""What a client asks its answer to match, as the text of an llguidance grammar.
+"""Converts a client's output constraint to an llguidance grammar.
 
-Making the text is linear in the size of what was sent and never compiles it; whether it compiles is
-for `GrammarChecker` to find out, in a process that may die of it. The library is only imported when
-a grammar is asked for.
+This takes linear time and never compiles the grammar. `GrammarChecker` compiles it, in a process
+that may die of it. The library is only imported when a grammar is requested.
 """
 
 import json
@@ -19,7 +18,7 @@ MAX_SOURCE_BYTES = 64 * 1024
 
 
 def grammar_text(spec: GrammarSpec) -> str:
-    """The grammar of `spec`. Raises nothing but `InvalidRequestError`, with the spec's `param`."""
+    """The grammar of `spec`. Only raises `InvalidRequestError`, with the spec's `param`."""
     try:
         size = len(spec.source.encode())
     except UnicodeEncodeError:

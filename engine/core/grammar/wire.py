@@ -1,4 +1,4 @@
-"""What a `GrammarChecker` and its child say to each other: a length, then one JSON message."""
+"""Messages between a `GrammarChecker` and its child: a length, then JSON."""
 
 import struct
 
@@ -12,9 +12,9 @@ class Compile(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A child's answer to `Compile`; its first message, before any, says that it is ready."""
+    """The child's answer to `Compile`. Its first message, sent unasked, says that it is ready."""
 
-    problem: str | None = None  # a sentence; None: the grammar compiles
+    problem: str | None = None  # a sentence; None if the grammar compiles
 
 
 def frame(message: Compile | Verdict) -> bytes:

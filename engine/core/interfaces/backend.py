@@ -1,9 +1,9 @@
-"""The typed events and requests of an `InferenceBackend`: text in, text out.
+"""Typed events and requests of an `InferenceBackend`: text in, text out.
 
-The server formats these into JSON or SSE in one place; external servers' streams are parsed into
-them too. A stream is any number of text, reasoning and tool call events, one `FinishEvent` per
-choice, then exactly one `UsageEvent`; a failure is an `EngineError` raised from the iterator
-instead of the rest.
+The server formats events into JSON or SSE in one place, and external servers' streams are parsed
+into them. A stream is any number of text, reasoning and tool call events, one `FinishEvent` per
+choice, then exactly one `UsageEvent`. On failure the iterator raises an `EngineError` instead of
+the rest.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,36 +24,36 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenText(msgspec.Struct, frozen=True):
-    """One generated token with its log-probability, as clients are shown it."""
+    """One generated token with its log-probability, as shown to clients."""
 
     token: str
     token_bytes: bytes
-    logprob: float  # NaN: a prompt's first token, which nothing comes before
+    logprob: float  # NaN for a prompt's first token, which has none
     top: tuple[TopLogprob, ...] = ()
 
 
 class TextEvent(msgspec.Struct, frozen=True):
     """Text that became final. It counts all tokens of its step: `num_tokens` may be positive while
-    `text` is empty (half a character, or tokens whose text is reasoning or a tool call).
+    `text` is empty (an incomplete character, or tokens of reasoning or a tool call).
     """
 
     choice: int
     text: str
     num_tokens: int
     logprobs: tuple[TokenText, ...] | None = None
-    token_ids: tuple[int, ...] = ()  # where the backend knows them
+    token_ids: tuple[int, ...] = ()  # if the backend knows them
 
 
 class ReasoningEvent(msgspec.Struct, frozen=True):
-    """Text of the model's reasoning, before its answer."""
+    """Text of the model's reasoning."""
 
     choice: int
     text: str
 
 
 class ToolCallEvent(msgspec.Struct, frozen=True):
-    """A piece of a call. The first one of an `index` has `call_id` and `name`, no other has; the
-    pieces of `arguments` join to a JSON object.
+    """Part of a tool call. Only the first of an `index` has `call_id` and `name`. The joined
+    `arguments` are a JSON object.
     """
 
     choice: int
@@ -71,24 +71,24 @@ class FinishEvent(msgspec.Struct, frozen=True):
 
 
 class UsageEvent(msgspec.Struct, frozen=True):
-    """The last event of a stream that went well."""
+    """The last event of a successful stream."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    # Seconds: waiting for a first step, prompt, everything after the first token.
+    # Seconds: waiting for the first step, prefill, everything after the first token.
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    reasoning_tokens: int = 0  # of completion_tokens
+    reasoning_tokens: int = 0  # included in completion_tokens
 
 
 Event = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must match. `source` is a JSON schema or list of choices as JSON text, a
-    regular expression, or a Lark grammar; `param` is the client's name for it, for errors.
+    """The constraint on an answer. `source` is a JSON schema or a list of choices as JSON text, a
+    regular expression, or a Lark grammar. `param` is the client's name for it, for errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -97,33 +97,34 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What travels with a request besides its text."""
+    """Everything in a request besides its text."""
 
     request_id: str
     params: SamplingParams
-    model: str = ""  # a card's id; a backend of one model need not look
-    session: str = ""  # the same for requests that belong together, where the client tells
+    model: str = ""  # a model card's id; backends with one model may ignore it
+    session: str = ""  # equal for requests of one conversation, if the client says so
     priority: int = 0
     salt: str = ""
-    tenant: str = ""  # whose request it is, and whose share it takes; a salt may be narrower
+    tenant: str = ""  # owner of the request, for fair sharing; a salt may be narrower
     timeout_s: float | None = None
-    queue_timeout_s: float | None = None  # None: as long as `timeout_s`
+    queue_timeout_s: float | None = None  # None: same as `timeout_s`
     grammar: GrammarSpec | None = None
-    truncate_prompt_tokens: int | None = None  # keep only so many, the last ones; -1: what fits
+    truncate_prompt_tokens: int | None = None  # keep only the last tokens; -1: as many as fit
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["none", "auto", "required", "named"] = "auto"
-    name: str | None = None  # of the one tool, when named
+    name: str | None = None  # the tool's name, in mode "named"
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation, validated at the edge.
+    """A validated conversation.
 
-    Messages are plain dicts: `role` (system, user, assistant or tool) and `content`, a string. An
-    assistant's may have `reasoning_content` and `tool_calls`, each `{"id", "type": "function",
-    "function": {"name", "arguments": object}}`; a tool's has `tool_call_id` and maybe `name`. Tools
-    are `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    Messages are plain dicts with `role` (system, user, assistant or tool) and `content`, a string.
+    An assistant message may have `reasoning_content` and `tool_calls`, each `{"id", "type":
+    "function", "function": {"name", "arguments": object}}`. A tool message has `tool_call_id` and
+    maybe `name`. Tools are `{"type": "function", "function": {"name", "description",
+    "parameters"}}`.
     """
 
     context: GenerationContext
@@ -131,9 +132,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    template_options: dict[str, Any] = {}  # names are checked against the template's allow-list
+    template_options: dict[str, Any] = {}  # names are checked against an allow-list
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the last message is the assistant's, and unfinished
+    continue_final_message: bool = False  # the last message is an unfinished assistant message
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,34 +142,35 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     context: GenerationContext
     prompt: str | tuple[int, ...]
-    suffix: str | None = None  # the text after what is to be written; needs such a model
-    # First event: the prompt's text, with its logprobs if `score_prompt` is set; no tokens counted.
+    suffix: str | None = None  # text after the gap to fill; needs a fill-in-the-middle model
+    # Emit the prompt's text as the first event, with logprobs if `score_prompt` is set. Its tokens
+    # are not counted.
     echo: bool = False
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts, or token ids, of which each becomes one vector."""
+    """Texts or token ids; each becomes one vector."""
 
     request_id: str
-    model: str = ""  # as in a `GenerationContext`
+    model: str = ""  # see `GenerationContext`
     inputs: tuple[str | tuple[int, ...], ...]
     priority: int = 0
     salt: str = ""
-    tenant: str = ""  # whose share of the backend it takes
+    tenant: str = ""  # owner of the request, for fair sharing
     timeout_s: float | None = None
-    queue_timeout_s: float | None = None  # as in a `GenerationContext`
+    queue_timeout_s: float | None = None  # see `GenerationContext`
     truncate_prompt_tokens: int | None = None
 
 
 class Embeddings(msgspec.Struct, frozen=True):
-    """One row of unit length for each input."""
+    """One unit-length vector for each input."""
 
     vectors: "NDArray[np.float32]"  # (inputs, dimensions)
     prompt_tokens: int
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/v1/models` tells of a model."""
+    """A model's description in `/v1/models`."""
 
     id: str
     created: int
@@ -178,23 +180,24 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     num_params: int | None = None
     size_bytes: int | None = None
-    # Of: completions chat embeddings score tools json_schema reasoning suffix
+    # Any of: completions chat embeddings score tools json_schema reasoning suffix
     capabilities: tuple[str, ...] = ()
-    # Capabilities that the model was not made for, and parameters that its backend works around.
+    # Capabilities that the model was not trained for, and parameters that its backend emulates.
     emulated: tuple[str, ...] = ()
-    # Fields of a request's parameters that its backend can't honour, and `priority` if it has none.
+    # Request parameters that the backend does not support, and `priority` if it has none.
     lacks: tuple[str, ...] = ()
-    template_options: tuple[str, ...] = ()  # what `ChatRequest.template_options` can change
+    template_options: tuple[str, ...] = ()  # accepted keys of `ChatRequest.template_options`
     trained_context: int | None = None  # tokens; may exceed what is served
-    num_dimensions: int | None = None  # of its embeddings
-    root: str | None = None  # the id of the model that this is another name for
+    num_dimensions: int | None = None  # length of its embedding vectors
+    root: str | None = None  # the model id, if this card is an alias
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend's own view of itself; `ready` decides whether requests are taken."""
+    """A backend's own status. `ready` decides whether requests are admitted."""
 
     ready: bool
     detail: str
-    step_age_s: float | None = None  # since the last step while work is pending; None when idle
-    num_restarts: int = 0  # of the engine behind it
-    loaded: bool = True  # False: ready all the same, for a request loads it
+    # seconds since the last step while work is pending; None when idle
+    step_age_s: float | None = None
+    num_restarts: int = 0  # restarts of the engine so far
+    loaded: bool = True  # False: still ready, because a request loads it

@@ -1,8 +1,8 @@
-"""What a plugin is, and what it is shown: one request, one answer, one text as it arrives.
+"""The plugin interface: what a plugin can override, and what it sees of requests and answers.
 
-A plugin sees copies. It never sees keys, headers or other requests; of the tenant it gets a name
-that tells requests of one key from those of another and nothing else. Its hooks run in a thread of
-the plugin's own, under a time limit (docs/plugins.md).
+A plugin gets copies. It never sees keys, headers or other requests. The tenant's name only tells
+apart requests of different keys. Hooks run in the plugin's own thread, under a time limit
+(docs/plugins.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,25 @@ OnFailure = Literal["pass", "refuse"]
 
 
 class RefusedError(ForbiddenError):
-    """A plugin does not let a request or an answer pass: HTTP 403. The client reads the message."""
+    """A plugin refuses a request or an answer: HTTP 403. The client sees the message."""
 
     code = "REFUSED_BY_PLUGIN"
 
 
 class PluginRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as the plugins before have left it. Change one with `msgspec.structs.replace`; the
-    first four fields stay as they are.
+    """A request as earlier plugins have left it. Change it with `msgspec.structs.replace`; the
+    first four fields can't be changed.
     """
 
     request_id: str
     kind: Literal["chat", "completion", "embedding"]
     model: str
-    tenant: str  # the same for all requests of a key; empty where no key is configured
-    messages: tuple[dict[str, Any], ...] = ()  # of a chat, in the form of `ChatRequest.messages`
-    tools: tuple[dict[str, Any], ...] = ()  # of a chat
-    prompt: str | tuple[int, ...] | None = None  # of a completion: text, or token ids
-    suffix: str | None = None  # of a completion
-    inputs: tuple[str | tuple[int, ...], ...] = ()  # of an embedding: texts, or token ids
+    tenant: str  # equal for all requests of a key; empty without keys
+    messages: tuple[dict[str, Any], ...] = ()  # chat messages, as in `ChatRequest.messages`
+    tools: tuple[dict[str, Any], ...] = ()  # chat tools
+    prompt: str | tuple[int, ...] | None = None  # completion prompt: text or token ids
+    suffix: str | None = None  # completion suffix
+    inputs: tuple[str | tuple[int, ...], ...] = ()  # embedding inputs: texts or token ids
     params: SamplingParams | None = None  # None for an embedding
 
 
@@ -46,21 +46,21 @@ class PluginChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     reasoning: str = ""
     tool_calls: tuple[dict[str, str], ...] = ()
-    finish_reason: str | None = None  # None: it was cut short
+    finish_reason: str | None = None  # None if it was cut short
 
 
 class PluginResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, complete or as far as it came. `request` is what the model was asked."""
+    """An answer, complete or partial. `request` is what the model received."""
 
     request: PluginRequest
     choices: tuple[PluginChoice, ...] = ()  # none for an embedding
-    usage: UsageEvent | None = None  # None: it was cut short
-    error: str | None = None  # the code of the error that ended it
+    usage: UsageEvent | None = None  # None if the answer was cut short
+    error: str | None = None  # error code, if an error ended it
     elapsed_s: float = 0.0
 
 
 class Edit(NamedTuple):
-    """Characters `start` to `end` become `text`."""
+    """Replaces characters `start` to `end` by `text`."""
 
     start: int
     end: int
@@ -68,25 +68,29 @@ class Edit(NamedTuple):
 
 
 class Filtered(NamedTuple):
-    """The first `settled` characters are final but for `edits`, which are in order and within."""
+    """The first `settled` characters are final, after applying `edits`, which lie in them, in
+    order.
+    """
 
     settled: int
     edits: Sequence[Edit] = ()
 
 
 class TextFilter(Protocol):
-    """Follows one text of an answer. What it does not settle it is given again, with more."""
+    """Filters one text of an answer. Text that it does not settle is passed again, with more
+    text.
+    """
 
     def __call__(self, pending: str, is_last: bool) -> Filtered: ...
 
 
 class InferencePlugin:
-    """Override the hooks that are needed: one that is not overridden costs nothing.
+    """Override the hooks that you need; others cost nothing.
 
-    `on_failure` says what happens to a request when a hook raises or is late: it goes on without
-    the plugin ("pass"), or is refused ("refuse"), which is what anything must choose that keeps
-    something back. `rewrites_response`: `post_inference` may return a changed answer, for which
-    the stream is kept back until it is complete; else it only looks on, and nobody waits for it.
+    `on_failure` decides what happens when a hook raises or times out: the request continues without
+    the plugin ("pass"), or is refused ("refuse"). A plugin that withholds content must choose
+    "refuse". `rewrites_response`: `post_inference` may return a changed answer, so the stream is
+    held back until it is complete. Otherwise the hook only observes, and no client waits for it.
     """
 
     name: ClassVar[str]
@@ -95,27 +99,27 @@ class InferencePlugin:
     rewrites_response: ClassVar[bool] = False
 
     async def initialize(self, config: Mapping[str, Any]) -> None:
-        """Once, before the first request; `config` is the plugin's own keys of its table. Raise
-        `ConfigError` for an option that can't be used.
+        """Called once, before the first request. `config` has the plugin's own options. Raise
+        `ConfigError` for an invalid option.
         """
 
     async def pre_inference(self, request: PluginRequest) -> PluginRequest | None:
-        """Before the model. Returns a changed request, or None to leave it. Raises `RefusedError`,
-        or another `EngineError` with a 4xx status, to refuse it.
+        """Called before the model. Returns a changed request, or None to keep it. Raises
+        `RefusedError`, or another `EngineError` with a 4xx status, to refuse it.
         """
         return None
 
     async def post_inference(self, response: PluginResponse) -> PluginResponse | None:
-        """After the answer. What it returns counts only if the plugin `rewrites_response`."""
+        """Called after the answer. Its result is used only if the plugin `rewrites_response`."""
         return None
 
     def text_filter(self, request: PluginRequest) -> TextFilter | None:
-        """A new filter for one text of the answer to `request`; None: it is left as it is.
+        """A new filter for one text of the answer to `request`, or None to leave the text as it is.
 
-        Each choice's text, its reasoning and every string in the arguments of a tool call is a text
-        of its own.
+        Each choice's text, its reasoning, and every string in a tool call's arguments is a separate
+        text.
         """
         return None
 
     async def close(self) -> None:
-        """Once, when the server stops."""
+        """Called once, when the server stops."""

@@ -1,7 +1,7 @@
-"""What a generation is asked for, and the messages between a frontend and an engine.
+"""Sampling parameters, and the messages between a frontend and an engine.
 
-All of it is msgspec structs, so that a message is bytes with a schema and never a pickle. Text
-stays with the frontend: the engine sees token ids only.
+All are msgspec structs, so a message is bytes with a schema and never a pickle. Text stays in the
+frontend: the engine only sees token ids.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Ranges are checked at the edges, not here."""
+    """How tokens are sampled. Ranges are validated by the APIs, not here."""
 
-    max_tokens: int | None = 16  # None: as many as the context has room for
+    max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0  # 0 turns it off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    seed: int | None = None  # None: drawn at submission
+    seed: int | None = None  # None: chosen at submission
     n: int = 1
-    stop: tuple[str, ...] = ()  # found by the frontend
+    stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs at all
-    score_prompt: bool = False  # with logprobs: those of the prompt's own tokens as well
+    logprobs: int | None = None  # number of alternatives per token; None: no logprobs
+    score_prompt: bool = False  # with logprobs: also for the prompt's tokens
 
     @property
     def has_penalties(self) -> bool:
@@ -51,15 +51,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     eos_ids: tuple[int, ...] = ()
     priority: int = 0  # lower runs first
     salt: str = ""  # prefix-cache namespace: requests share blocks only within one
-    tenant: str = ""  # whose it is: tenants get equal shares of an engine that can't serve all
-    timeout_s: float | None = None  # from submission; past it the request ends with code TIMEOUT
-    queue_timeout_s: float | None = None  # from submission; who has not begun by then is refused
-    grammar: str | None = None  # in llguidance's form: what the output must match
-    pools: bool = False  # no text is wanted, but one vector for the prompt
+    tenant: str = ""  # owner; tenants get equal shares of a busy engine
+    timeout_s: float | None = None  # from submission; then the request ends with code TIMEOUT
+    queue_timeout_s: float | None = None  # from submission; refused if not started by then
+    grammar: str | None = None  # llguidance grammar of the output
+    pools: bool = False  # return one vector for the prompt, no text
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Frontend to engine: forget a request, or one choice of it. Unknown ids are ignored."""
+    """Frontend to engine: abort a request, or one of its choices. Unknown ids are ignored."""
 
     request_id: str
     choice: int | None = None
@@ -70,15 +70,15 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     control_id: int
     action: Literal["flush_cache", "log_level"]
-    value: str = ""  # the level
+    value: str = ""  # of action log_level: the level
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Frontend to engine: finish nothing more, release everything, exit."""
+    """Frontend to engine: abort everything, release it, exit."""
 
 
 class Examine(msgspec.Struct, frozen=True, tag="examine"):
-    """Frontend to a process that has no options yet: have a model examined in a fork of it."""
+    """Frontend to a process that has no options yet: inspect a model file in a fork."""
 
     examiner: str
     path: str
@@ -86,7 +86,7 @@ class Examine(msgspec.Struct, frozen=True, tag="examine"):
 
 
 class Examined(msgspec.Struct, frozen=True, tag="examined"):
-    """Engine to frontend: how the examination's process ended, and what it wrote."""
+    """Engine to frontend: exit status and output of that inspection."""
 
     status: int
     output: bytes
@@ -108,15 +108,15 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the id that ended it, when one did; it is in token_ids too
+    stop_token_id: int | None = None  # the token id that ended the choice; also in token_ids
     num_cached: int = 0  # prompt tokens taken from the cache; set on a choice's first delta
-    queue_s: float = 0.0  # submission to first scheduled; set on a choice's first delta
+    queue_s: float = 0.0  # submission to first scheduled; on a choice's first delta
     prefill_s: float = 0.0  # first scheduled to first token; set on a choice's first delta
     error_code: str | None = None  # with finish_reason "error": the EngineError code
     error_message: str | None = None
-    # On a choice's first delta, if asked for: of every prompt token but the first.
+    # On a choice's first delta, if requested: logprobs of every prompt token but the first.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    vector: bytes | None = None  # float32, of a request that pools; its only delta
+    vector: bytes | None = None  # float32 bytes of a pooling request, on its only delta
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -124,8 +124,8 @@ STEP_TOKENS = tuple(2**power for power in range(15))
 
 
 class StepCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Steps of an engine so far, by buckets of duration and size, and the totals. The last bucket
-    is above every edge. The engine counts every step; a frontend sees only some of them.
+    """An engine's step counts, in buckets of duration and of size, and their sums. The last bucket
+    has no upper edge. The engine counts every step; a frontend only sees some of them.
     """
 
     by_seconds: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
@@ -152,7 +152,7 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Gauges and running totals of one engine."""
+    """Gauges and cumulative counters of one engine."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -166,7 +166,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0  # tokens found there
+    prefix_hits: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     num_evictions: int = 0
     num_nonfinite: int = 0
@@ -187,7 +187,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """Engine to frontend: everything one step produced."""
+    """Engine to frontend: all deltas of one step."""
 
     deltas: tuple[TokenDelta, ...]
 
@@ -203,7 +203,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """Engine to frontend: the engine cannot go on; every open request is lost."""
+    """Engine to frontend: the engine can't continue; every open request is lost."""
 
     code: str
     message: str

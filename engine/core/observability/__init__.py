@@ -1,1 +1,1 @@
-"""Prometheus metrics, logs, and the memory and CPU of our processes."""
+"""Prometheus metrics, logs, and resource use of our processes."""

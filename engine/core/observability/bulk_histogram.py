@@ -1,5 +1,5 @@
-"""A histogram for what happens thousands of times a second: values are only noted, and sorted into
-their buckets by the thousand, or when somebody looks.
+"""A histogram for events that occur thousands of times a second. Values are only appended; they are
+sorted into buckets a thousand at a time, or when metrics are read.
 """
 
 import threading
@@ -15,7 +15,7 @@ MAX_NOTED = 4096
 
 
 class BulkHistogram(Collector):
-    """One set of values under one name or several, each name with its help text."""
+    """One set of values, published under one or several names, each with its help text."""
 
     def __init__(
         self, names: Mapping[str, str], labels: Mapping[str, str], edges: Sequence[float]
@@ -24,9 +24,9 @@ class BulkHistogram(Collector):
         self._labels = dict(labels)
         self._edges = tuple(edges)
         self._noted: list[float] = []
-        self._counts = [0] * (len(edges) + 1)  # the last one: above every edge
+        self._counts = [0] * (len(edges) + 1)  # the last bucket has no upper edge
         self._sum = 0.0
-        self._sorting = threading.Lock()  # metrics are rendered away from the event loop
+        self._sorting = threading.Lock()  # metrics are rendered off the event loop
 
     def observe(self, value: float) -> None:
         self._noted.append(value)
@@ -34,7 +34,7 @@ class BulkHistogram(Collector):
             self._sort()
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Values that were sorted elsewhere: how many for each bucket, and their sum."""
+        """Add values that were bucketed elsewhere: a count per bucket, and their sum."""
         with self._sorting:
             self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
             self._sum += total

@@ -1,8 +1,8 @@
-"""Logs, configured once: one line per record on standard error, as text for people or as JSON.
+"""Logging setup: one line per record on standard error, as text or as JSON.
 
-What clients send (a model name, a header, a request id) may end up in a record, so control
-characters, line separators and terminal escapes are escaped in both formats: a record can't forge a
-second one. Prompts and answers are never logged: callers pass counts and times, as `extra={...}`.
+Client text (a model name, a header, a request id) may appear in a record. So control characters,
+line separators and terminal escapes are escaped in both formats, and a record can't forge a second
+one. Prompts and answers are never logged; callers pass counts and times as `extra={...}`.
 """
 
 import json
@@ -14,17 +14,17 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-# Of the HTTP request that a task or thread works for: everything that it logs is marked with it.
+# Id of the HTTP request that a task or thread serves. Every record logged there carries it.
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-# What every record has; anything else on it came from `extra`.
+# Attributes that every record has; all others came from `extra`.
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",
     "color_message",  # uvicorn's message again, with terminal colours
     "taskName",
 }
-# Control characters, Unicode line separators, marks that reorder text, lone surrogates.
+# Control characters, Unicode line separators, bidirectional marks, lone surrogates.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -33,12 +33,14 @@ _HANDLER_NAME = "engine"
 
 
 def current_request_id() -> str | None:
-    """The id that everything logged here is marked with."""
+    """The request id that records logged here carry."""
     return REQUEST_ID.get()
 
 
 def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None:
-    """Make the root logger write "pretty" or "json"; a later call replaces an earlier one."""
+    """Make the root logger write "pretty" or "json" records. A later call replaces an earlier
+    one.
+    """
     target = stream or sys.stderr
     handler = logging.StreamHandler(target)
     handler.name = _HANDLER_NAME
@@ -55,13 +57,13 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # The server logs each request itself, with its id and times; these would repeat it.
+    # The server logs each request itself, with id and times; these would repeat it.
     for name in ("uvicorn.access", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def set_level(level: str) -> str:
-    """Of everything that this process logs; the level of before."""
+    """Set the level of all logs in this process. Returns the previous level."""
     root = logging.getLogger()
     before = logging.getLevelName(root.level).lower()
     root.setLevel(level.upper())
@@ -77,13 +79,13 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _request_id_of(record: logging.LogRecord) -> str | None:
-    """The id given with the record, else the one in context."""
+    """The record's own request id, else the one in context."""
     given = vars(record).get("request_id")
     return str(given) if given is not None else REQUEST_ID.get()
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold as it is; anything else, NaN too, becomes text."""
+    """Values that JSON can hold stay; all others, NaN included, become text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -105,7 +107,7 @@ class JsonFormatter(logging.Formatter):
         fields |= {key: _plain(value) for key, value in _extra(record).items() if key not in fields}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        # ASCII output escapes every control and separator but DEL, which JSON permits as it is.
+        # ASCII output escapes every control character and separator except DEL.
         return json.dumps(fields, ensure_ascii=True).replace("\x7f", "\\u007f")
 
 

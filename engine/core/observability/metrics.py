@@ -1,8 +1,7 @@
-"""Prometheus metrics: the names that vLLM's dashboards query, beside our own `engine_*` names.
+"""Prometheus metrics: the names that vLLM's dashboards query, and our own `engine_*` names.
 
-The server calls these methods; nothing here is reached from the engine process, whose running
-totals arrive as `EngineStats` snapshots. Labels are fixed sets chosen here or by the operator,
-never text that a client sent.
+The server calls these methods. The engine process never does; its counters arrive as `EngineStats`
+snapshots. Label values are fixed here or by the operator, never client text.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +30,8 @@ _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 _OUTCOMES: tuple[Outcome, ...] = ("ok", "abort", "error", "refused")
 _MODEL_LABELS = ("model_name", "engine")
 
-# Edges, in seconds, as vLLM has them, so that quantiles of both can be compared. Its whole-request
-# edges begin at 0.3 s, where a small model has already finished: finer ones are added below.
+# Bucket edges in seconds, as in vLLM, so that quantiles can be compared. vLLM's request edges start
+# at 0.3 s, when a small model has already finished, so finer ones are added below.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
@@ -48,7 +47,7 @@ _REQUEST_S = (
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
-# Running totals of `EngineStats`, and the counters that follow them.
+# Cumulative fields of `EngineStats`, and the counters that follow them.
 _TOTALS = (
     ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of admitted sequences"),
     ("prompt_tokens", "engine_prompt_tokens", "Prompt tokens of admitted sequences"),
@@ -78,13 +77,13 @@ _TOTALS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """How one request went. Times are seconds; `ttft_s` is None if there was no token, and `usage`
-    if the request was not finished: its sizes and time split are unknown then, not zero.
+    """Statistics of one ended request. Times are in seconds. `ttft_s` is None if there was no
+    token. `usage` is None if the request did not finish: its sizes and times are unknown, not zero.
     """
 
     finish_reasons: tuple[FinishReason, ...]  # one for each choice
-    choice_tokens: tuple[int, ...]  # generated, for each choice
-    max_tokens: int | None  # as asked for
+    choice_tokens: tuple[int, ...]  # generated tokens of each choice
+    max_tokens: int | None  # as the client requested
     ttft_s: float | None
     e2e_s: float
     usage: UsageEvent | None
@@ -97,10 +96,10 @@ class FinishedRequest:
 
 
 class Metrics:
-    """All series of one server, in a registry of its own."""
+    """All metrics of one server, in their own registry."""
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
-        # Else each series gets a second one with its time of creation.
+        # Otherwise each series gets a second one with its creation time.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(ProcessTreeCollector())
@@ -112,11 +111,11 @@ class Metrics:
         self._define_server_series()
 
     def watch_in_flight(self, count: Callable[[], int]) -> None:
-        """`count` tells how many requests are being answered; asked when metrics are scraped."""
+        """`count` returns the number of requests in progress; it is called at each scrape."""
         self._in_flight.set_function(count)
 
     def request_refused(self) -> None:
-        """In place of `request_finished`, for one that the backend did not take."""
+        """Call instead of `request_finished` if the backend refused the request."""
         self._requests["refused"].inc()
 
     def request_finished(self, request: FinishedRequest) -> None:
@@ -139,7 +138,7 @@ class Metrics:
             self._observe_usage(request.usage)
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
-        """A chunk of a stream came `seconds` after the one before; at most one call per chunk."""
+        """A stream's chunk came `seconds` after the previous one. Call at most once per chunk."""
         self._inter_token.observe(seconds / max(num_tokens, 1))
 
     def slow_request(self) -> None:
@@ -147,32 +146,34 @@ class Metrics:
         self._slow_requests.inc()
 
     def http_request(self, route: str | None, method: str, status: int, seconds: float) -> None:
-        """`route` is the pattern that matched, never the path as sent; None when none did."""
+        """`route` is the matched pattern, never the path as sent; None if none matched."""
         name = route or "unmatched"
         known_method = method if method in _METHODS else "OTHER"
         self._http_requests.labels(name, known_method, str(status)).inc()
         self._http_seconds.labels(name).observe(seconds)
 
     def engine_ready(self, startup_s: float) -> None:
-        """The engine can take requests; `startup_s` is how long loading and warm-up took."""
+        """The engine is ready. `startup_s` is the time that loading and warm-up took."""
         self._ready.set(1)
         self._startup.set(startup_s)
 
     def set_ready(self, is_ready: bool) -> None:
-        """Whether the engine takes requests; the gauges of one that is gone would mislead."""
+        """Set whether the engine is ready. The gauges of a dead engine are cleared: they would
+        mislead.
+        """
         self._ready.set(is_ready)
         if not is_ready:
             self._observe_gauges(EngineStats())
 
     def engine_restarted(self, totals_survive: bool = False) -> None:
-        """A new engine takes over, with totals that begin at zero if they don't survive."""
+        """A new engine took over. Its counters start at zero unless `totals_survive`."""
         self._restarts.inc()
         if not totals_survive:
             self._last_stats = EngineStats()
 
     def observe(self, stats: EngineStats) -> None:
-        """Take over a snapshot: gauges as they are, totals by what they grew since the last one."""
-        # Totals only grow, so fewer steps than before means another engine.
+        """Take over a snapshot: gauges as they are, counters by their growth since the last one."""
+        # Counters only grow, so fewer steps than before means a new engine.
         last = self._last_stats if stats.num_steps >= self._last_stats.num_steps else EngineStats()
         for stat, counter in self._totals:
             grown = getattr(stats, stat) - getattr(last, stat)
@@ -185,7 +186,7 @@ class Metrics:
         self._last_stats = stats
 
     def render(self) -> tuple[bytes, str]:
-        """The exposition text and its content type."""
+        """The metrics text and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def _observe_usage(self, usage: UsageEvent) -> None:
@@ -206,7 +207,7 @@ class Metrics:
             usage.set(used)
         self._kv_blocks["free"].set(stats.num_free_blocks)
         self._kv_blocks["used"].set(stats.num_referenced_blocks)
-        # Blocks that only the prefix cache holds: they can be had at any time.
+        # Blocks that only the prefix cache holds can be evicted at any time.
         cached_only = stats.num_blocks - stats.num_free_blocks - stats.num_referenced_blocks
         self._kv_blocks["cached"].set(max(cached_only, 0))
         self._cache_config.clear()

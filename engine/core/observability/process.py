@@ -1,6 +1,6 @@
-"""CPU, memory and I/O of this process and its children, read when metrics are scraped.
+"""CPU, memory and I/O of this process and its children, read at each scrape.
 
-The engine runs in a child process, so figures are given for the server and for its workers apart.
+The engine runs in a child process, so server and workers are reported separately.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class ProcessTreeCollector(Collector):
-    """`process` is "server" for this process and "worker" for everything that it started."""
+    """The label `process` is "server" for this process and "worker" for its children."""
 
     @cached_property
     def _server(self) -> "psutil.Process":
-        import psutil  # a server that starts can do without it
+        import psutil  # imported late, for a faster start
 
         return psutil.Process()
 
@@ -61,14 +61,14 @@ class ProcessTreeCollector(Collector):
             labels=["direction"],
         )
         traffic = psutil.net_io_counters()
-        if traffic is not None:  # a machine without any interface
+        if traffic is not None:  # None on a machine without network interfaces
             network.add_metric(["receive"], traffic.bytes_recv)
             network.add_metric(["transmit"], traffic.bytes_sent)
         return [cpu, memory, threads, disk, network]
 
 
 def _usage(process: "psutil.Process") -> tuple[float, int, int, int, int] | None:
-    """CPU seconds, resident bytes, threads, bytes read and written; None if it is gone."""
+    """CPU seconds, resident bytes, threads, bytes read and written; None if the process is gone."""
     import psutil
 
     try:
@@ -80,6 +80,6 @@ def _usage(process: "psutil.Process") -> tuple[float, int, int, int, int] | None
         return None
     try:
         disk = process.io_counters()
-    except (psutil.Error, OSError):  # hidden in some containers
+    except (psutil.Error, OSError):  # some containers hide it
         return times.user + times.system, resident, threads, 0, 0
     return times.user + times.system, resident, threads, disk.read_bytes, disk.write_bytes

@@ -1,1 +1,1 @@
-"""A model's output as reasoning, tool calls and text, parsed as it arrives."""
+"""Parses model output into reasoning, tool calls and text as it arrives."""

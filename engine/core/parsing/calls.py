@@ -1,10 +1,9 @@
-"""Reading the calls that a model writes as JSON objects, and passing their arguments on.
+"""Parses tool calls written as JSON objects, and streams their arguments.
 
-A call begins for the client when its name is known, is a tool's, and an object of arguments opens.
-From then on it can't be taken back; the arguments follow as they are written, as far as they are
-valid JSON. If they break off, by the end of the text or by a character that JSON does not allow
-there, the call stays incomplete and the rest is text. Before that point everything is still text.
-Calls without arguments get "{}".
+A call starts for the client when its name is known, is a tool's, and an arguments object opens.
+Before that, everything is still text. From then on the call can't be taken back: arguments are
+streamed as long as they are valid JSON. If they break off, by the end of the text or an invalid
+character, the call stays incomplete and the rest is text. Calls without arguments get "{}".
 """
 
 import json
@@ -17,7 +16,7 @@ from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.source import NotACall, Source, Steps
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-# An object with another key is no call, so that a JSON answer is not held back.
+# An object with any other key is not a call, so a JSON answer is not held back.
 _KEYS = ARGUMENT_KEYS | {"name", "type", "id"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_KEY_CHARS = max(len(key) for key in _KEYS)
@@ -26,12 +25,12 @@ _MAX_KEY_CHARS = max(len(key) for key in _KEYS)
 @dataclass(slots=True)
 class _Call:
     name: str | None = None
-    arguments: str | None = None  # read before the name was known
+    arguments: str | None = None  # arguments that came before the name
     complete: bool = False
 
 
 class CallReader:
-    """Reads calls of the tools in `names` and numbers them."""
+    """Parses calls of the tools in `names` and numbers them."""
 
     def __init__(self, source: Source, names: frozenset[str], new_id: Callable[[], str]) -> None:
         self.num_calls = 0
@@ -41,10 +40,10 @@ class CallReader:
         self._new_id = new_id
 
     def read(self) -> Steps[None]:
-        """One object with a name and arguments.
+        """Parse one object with a name and arguments.
 
-        Raises `NotACall` where it turns out not to be one; what follows complete arguments may be
-        broken, that is text but no reason to lose the call.
+        Raises `NotACall` if it turns out not to be a call. Invalid text after complete arguments is
+        passed on as text; the call is kept.
         """
         call = _Call()
         try:
@@ -58,7 +57,7 @@ class CallReader:
         self._source.discard()
 
     def read_series(self) -> Steps[None]:
-        """One call or more, with space or semicolons between them."""
+        """Parse one or more calls, separated by whitespace or semicolons."""
         char = "{"
         while char == "{":
             yield from self.read()
@@ -68,7 +67,7 @@ class CallReader:
                 char = yield from self._source.skip_space()
 
     def read_list(self) -> Steps[None]:
-        """A JSON array of calls."""
+        """Parse a JSON array of calls."""
         yield from self._punctuation("[")
         more = True
         while more:
@@ -77,8 +76,8 @@ class CallReader:
         self._source.discard()
 
     def give_up(self) -> None:
-        """What is held is text; but behind a call, where the output ends, it is the beginning of
-        one more, which nobody can use.
+        """Release held text as plain text. If the output ends behind a call, drop it instead: it is
+        an unfinished further call.
         """
         if self.num_calls and self._source.is_over:
             self._source.discard()
@@ -86,13 +85,13 @@ class CallReader:
             self._source.release()
 
     def begin(self, name: str) -> None:
-        """Announce a call; its arguments come next, by `stream`."""
+        """Announce a call. `stream` sends its arguments next."""
         self._source.discard()
         self._source.emit(ToolCallPiece(self.num_calls, "", self._new_id(), name))
         self.num_calls += 1
 
     def stream(self) -> Steps[None]:
-        """Pass on an object of arguments while it arrives."""
+        """Stream an arguments object while it arrives."""
         scanner = JsonScanner()
         while scanner.open:
             self._add((yield from self._source.scan(scanner)))
@@ -139,9 +138,9 @@ class CallReader:
             call.complete = True
             return
         raw = yield from self._value()
-        # Some models write the object as a string, as clients get it.
+        # Some models write the arguments as a JSON string.
         text = json.loads(raw) if opening == '"' else "{}" if opening == "n" else raw
-        # Escapes in the string may have spelled half of a surrogate pair, which no answer can hold.
+        # Escapes in the string may encode a lone surrogate, which no response can hold.
         if not is_object(text) or _SURROGATE.search(text):
             raise NotACall
         if call.name is None:
@@ -155,14 +154,14 @@ class CallReader:
         call.complete = True
 
     def _string(self, max_chars: int) -> Steps[str]:
-        """A string of at most so many characters, each perhaps written as an escape."""
+        """Parse a string of up to `max_chars` characters, escaped or not."""
         if (yield from self._source.skip_space()) != '"':
             raise NotACall
         text: str = json.loads((yield from self._value(6 * max_chars + 2)))
         return text
 
     def _value(self, max_chars: int | None = None) -> Steps[str]:
-        """Any JSON value, held; its raw text."""
+        """Parse any JSON value and hold it. Returns its raw text."""
         scanner = JsonScanner()
         parts: list[str] = []
         left = max_chars

@@ -1,7 +1,7 @@
-"""The families' ways to call tools, and which of them a chat template means.
+"""Tool call formats of model families, and how one is chosen from a chat template.
 
-A template whose way of calling we can't read is treated as one that knows no tools: they are then
-described in a message, and calls are asked for as plain JSON.
+If we can't parse a template's format, the template is treated as having no tools: tools are then
+described in a message, and calls are requested as plain JSON.
 """
 
 import hashlib
@@ -34,35 +34,36 @@ _NO_CONTROL: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class ToolFormat(ABC):
-    """`native`: the template renders tools and calls itself. `has_system`: it takes a system
-    message. `control` below is the vocabulary's control tokens, text to id.
+    """One family's tool call format. `native`: the template renders tools and calls itself.
+    `has_system`: it accepts a system message. `control` in the methods maps control token text to
+    id.
     """
 
     name: ClassVar[str]
-    markers: ClassVar[tuple[str, ...]]  # texts that must be seen where they are control tokens
-    one_call_per_message: ClassVar[bool] = False  # as its template demands of the conversation
+    markers: ClassVar[tuple[str, ...]]  # texts that the parser must see even as control tokens
+    one_call_per_message: ClassVar[bool] = False  # the template allows one call per message
     native: bool
     has_system: bool = True
 
     @abstractmethod
     def parse(self, source: Source, calls: CallReader) -> Steps[None]:
-        """Read all there is, calls and text."""
+        """Parse the whole output into calls and text."""
 
     @abstractmethod
     def syntax(
         self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
     ) -> CallSyntax:
-        """How calls of these tools are written, as grammar rules."""
+        """Grammar rules for calls of these tools."""
 
     @abstractmethod
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls as the model would write them, from names and JSON arguments."""
+        """Render calls as the model would write them, from names and JSON arguments."""
 
     def new_call_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 
     def template_call_id(self, call_id: str) -> str:
-        """An id from a client, as the template takes it."""
+        """Convert a client's call id to one that the template accepts."""
         return call_id
 
     def grammar(
@@ -75,11 +76,12 @@ class ToolFormat(ABC):
         answer: str | None = None,
         may_think: bool = False,
     ) -> str | None:
-        """What an answer must match; None if nothing.
+        """The grammar of an answer; None if any text is allowed.
 
-        `answer` is a grammar for an answer that calls no tool. `may_think`: the grammar will stand
-        behind an optional block of reasoning, which its free text must not be mistaken for.
-        Where nothing marks a call, an answer of `answer` can't be told from one: that is refused.
+        `answer` is a grammar for an answer without tool calls. `may_think`: the grammar follows an
+        optional reasoning block, and its free text must not match one. Raises if calls are
+        optional, `answer` is given and the format has no call marker: the two could not be told
+        apart.
         """
         if choice.mode == "none" or not tools:
             return answer
@@ -257,7 +259,7 @@ def _named_call(source: Source, calls: CallReader) -> Steps[None]:
 
 
 FENCE = "```"
-# Free text: it may begin with a bracket, but not with one that opens a list of objects.
+# Free text: it may start with a bracket, but not one that opens a list of objects.
 _TEXT = r"/([ \n]*([^ \n{\[]|\[[^{])(.|\n)*)?/"
 
 
@@ -310,11 +312,11 @@ def _answer(source: Source, calls: CallReader) -> Steps[None]:
         yield from source.skip_space()
 
 
-# Calls in these are not JSON, whatever markers stand around them.
+# Calls with these markers are not JSON.
 _FOREIGN = ("<function=", "<arg_key>", "<parameter=")
 _CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
-# A name and arguments in JSON that the template shows to the model, quoted or escaped.
+# A JSON name and arguments that the template shows to the model, quoted or escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
 
 

@@ -1,9 +1,8 @@
-"""Grammars that force well-formed calls, as llguidance reads them.
+"""Grammars that force well-formed tool calls, in llguidance's syntax.
 
-Arguments are `%json` of a schema of their own, so that a tool's `$ref`s still point into its
-parameters. The object around them is written as chat templates write it. A control token can't be
-part of text and is matched by its id; other markers are text, and a lazy rule ends where one is
-complete.
+Arguments are a `%json` rule with their own schema, so that a tool's `$ref`s still resolve. The
+object around them is written as chat templates write it. A control token can't be part of text and
+is matched by its id. Other markers are text, and a lazy rule ends at a complete one.
 """
 
 import json
@@ -15,27 +14,28 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.schema_rules import compile_schema
 
-# What may name more properties than `properties` does, or decides about others itself.
+# Keywords that may allow properties beyond `properties`.
 _OPEN_ENDED = frozenset(
     {
         *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
     }
 )
-_SHARED = ("$schema", "$defs", "definitions")  # what the properties of a schema may refer to
+_SHARED = ("$schema", "$defs", "definitions")  # what a property's schema may refer to
 _OBJECT = {"type": "object"}
 _MAX_CACHED_CHARS = 16 * 1024
-# What is compiled to find the properties that can be enforced; each is tried with all definitions.
+# Max size of the schemas compiled to find enforceable properties. Each is tried with all
+# definitions.
 _MAX_TRIED_CHARS = 256 * 1024
 _ANY = r"/(.|\n)*/"
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Rules of one family: a sequence of calls is `opening first more`.
+    """Grammar rules of one family: a sequence of calls is `opening first more`.
 
-    A family that needs no marker has `bare_text`, what text looks like that is no call; its
-    `opening` is optional, or None.
+    A family without a marker has `bare_text`, a pattern of text that is not a call. Its `opening`
+    is optional or None.
     """
 
     rules: str
@@ -54,15 +54,15 @@ def literal(text: str) -> str:
 
 
 def marker(text: str, control: Mapping[str, int]) -> str:
-    """A marker: by id where it is a control token, else as text."""
+    """Rule for a marker: by id if it is a control token, else as text."""
     return f"<[{control[text]}]>" if text in control else literal(text)
 
 
 def arguments_rule(tool: Mapping[str, Any]) -> str:
-    """What a tool's arguments must match: an object of its parameters.
+    """Rule for a tool's arguments: an object of its parameters.
 
-    Only a strict tool promises its whole schema and is refused if we can't enforce it. Of another
-    we keep what we can.
+    Only a strict tool guarantees its whole schema, and is refused if we can't enforce it. For other
+    tools we enforce what we can.
     """
     function = tool["function"]
     parameters = json.dumps(function.get("parameters") or {"properties": {}})
@@ -70,11 +70,11 @@ def arguments_rule(tool: Mapping[str, Any]) -> str:
     return rule(parameters, f"tools.{function['name']}.parameters", function.get("strict") is True)
 
 
-@lru_cache(maxsize=256)  # agents send the same tools with every turn
+@lru_cache(maxsize=256)  # agents send the same tools in every turn
 def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
     schema = {**json.loads(parameters), "type": "object"}
     if "properties" in schema and not schema.keys() & _OPEN_ENDED:
-        schema["additionalProperties"] = False  # or a model could invent parameters without end
+        schema["additionalProperties"] = False  # otherwise a model could invent endless parameters
     return f"%json {json.dumps(_enforceable(schema, where, strict))}"
 
 
@@ -89,7 +89,7 @@ def _enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, 
 
 
 def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties by name, with the schemas of those that we can try and enforce."""
+    """The object schema; property schemas that we can't enforce become {}."""
     given, required = schema.get("properties"), schema.get("required")
     properties = given if isinstance(given, dict) else {}
     shared = {key: schema[key] for key in _SHARED if key in schema}
@@ -121,7 +121,7 @@ def _is_supported(schema: Mapping[str, Any]) -> bool:
 
 
 def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
-    """Rules for `call`: an object with the tool's name and arguments, in this order."""
+    """The rule `call`: an object with the tool's name and arguments, in this order."""
     lines = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
@@ -131,7 +131,7 @@ def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
 
 
 def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
-    """Calls only, or text in which a call is well-formed once it begins."""
+    """Grammar for calls only, or for text in which any started call is well-formed."""
     calls = f"{syntax.first} {syntax.more}"
     lines = ["%llguidance {}", r"SPACE: /[ \n]{0,2}/", syntax.rules]
     if forced:
@@ -142,7 +142,7 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
         behind_text = f"({syntax.opening} {calls})?" if syntax.opening else ""
         lines += [f"start: TEXT {behind_text} | SPACE {calls}", f"TEXT: {syntax.bare_text}"]
         return _joined(lines)
-    # Where reasoning is marked by text, a lazy rule for it competes with the one for calls.
+    # If reasoning is marked by text, its lazy rule competes with the one for calls.
     lines.append(f"TEXT: {_ANY} & ~/<think>(.|\\n)*/" if may_think else f"TEXT: {_ANY}")
     if syntax.opening is not None and syntax.opening.startswith("<["):
         lines.append(f"start: TEXT ({syntax.opening} {calls})?")
@@ -152,7 +152,7 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
 
 
 def answer_grammar(syntax: CallSyntax, answer: str) -> str:
-    """Calls behind their marker, or an answer that matches another grammar."""
+    """Grammar for calls behind their marker, or for an answer that matches `answer`."""
     lines = [
         "%llguidance {}",
         r"SPACE: /[ \n]{0,2}/",
@@ -163,7 +163,7 @@ def answer_grammar(syntax: CallSyntax, answer: str) -> str:
 
 
 def with_inner(outer: str, inner: str, name: str) -> str:
-    """A grammar whose `@name` is another whole grammar, in Lark or in llguidance's JSON form."""
+    """Embed a whole grammar (Lark or llguidance JSON) as `@name` in another."""
     if inner.lstrip().startswith("{"):
         first, *others = json.loads(inner)["grammars"]
     else:

@@ -1,13 +1,13 @@
-"""Whether text that arrives in pieces is one JSON value, character by character.
+"""Incremental JSON validator: checks text that arrives in pieces, character by character.
 
-Nothing is built or converted: the scanner only says how far the text is a valid beginning, so that
-arguments can be passed on while they are written. Every character is looked at once, and memory is
-one character per open bracket.
+Nothing is built or converted. The scanner only says how far the text is a valid prefix, so that
+arguments can be streamed. Every character is visited once, and memory is one character per open
+bracket.
 """
 
 import re
 
-# Deeper values are refused; model output that nests further is noise, or an attack on a client.
+# Deeper values are refused: such output is noise, or an attack on the client.
 MAX_DEPTH = 64
 
 _SPACES = re.compile(r"[ \t\n\r]*")
@@ -16,8 +16,9 @@ _DIGITS = re.compile(r"[0-9]*")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrtu')
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
-# What may follow in a number, by what was last read: a digit of the whole part (after a first 0, or
-# after another digit), of the fraction, of the exponent, or one of the marks between them.
+# Number states: previous state -> allowed next characters. States are a digit of the integer part
+# (after a leading 0, or after another digit), of the fraction, of the exponent, or a sign, point or
+# "e" between them.
 _NUMBER = {
     "-": {"0": "zero", "digit": "whole"},
     "zero": {".": "point", "e": "e"},
@@ -33,25 +34,26 @@ _RUNS = frozenset({"whole", "fraction", "exponent"})
 
 
 class JsonScanner:
-    """Reads one value. `feed` stops behind its last character, or at the first wrong one."""
+    """Validates one value. `feed` stops after its last character, or at the first invalid one."""
 
     def __init__(self) -> None:
         self.done = False
         self.bad = False
-        self._closers: list[str] = []  # of the open objects and arrays
-        # value, item (or "]"), key (or not "}"), next_key, colon, next, string, number, literal
+        self._closers: list[str] = []  # closing brackets of the open objects and arrays
+        # One of: value, item (or "]"), key (or not "}"), next_key, colon, next, string, number,
+        # literal
         self._expects = "value"
         self._is_key = False
-        self._escape = ""  # of a string: the unfinished escape sequence
+        self._escape = ""  # unfinished escape sequence of a string
         self._number = ""
-        self._literal = ""  # what is still missing of it
+        self._literal = ""  # remaining characters of true, false or null
 
     @property
     def open(self) -> bool:
         return not (self.done or self.bad)
 
     def feed(self, text: str, start: int, end: int) -> int:
-        """The index, at most `end`, of the first character that is not part of the value."""
+        """Index, at most `end`, of the first character that is not part of the value."""
         position = start
         while position < end and self.open:
             if self._expects == "string":
@@ -141,7 +143,7 @@ class JsonScanner:
         if follows is None:
             if self._number not in _NUMBER_ENDS:
                 return self._fail(position)
-            self._end_value()  # the character is not the number's
+            self._end_value()  # this character follows the number
             return position
         self._number = follows
         return _run_end(_DIGITS, text, position + 1, end) if follows in _RUNS else position + 1
@@ -169,7 +171,7 @@ class JsonScanner:
 
 
 def is_object(text: str) -> bool:
-    """Whether a whole text is one JSON object, with nothing but space around it."""
+    """Whether the whole text is one JSON object, surrounded only by whitespace."""
     scanner = JsonScanner()
     end = scanner.feed(text, 0, len(text))
     return scanner.done and text.lstrip(" \t\n\r")[:1] == "{" and not text[end:].strip(" \t\n\r")

@@ -1,7 +1,7 @@
-"""A model's output format, and the parser of one answer: what the backend uses of this package.
+"""One model's output format, and the parser of one answer: the interface that the backend uses.
 
-One `OutputFormat` per model, made when its tokenizer is loaded; one `OutputParser` per choice of a
-request, fed with detokenized text in which `shown_ids` are visible.
+There is one `OutputFormat` per model, made when its tokenizer is loaded. There is one
+`OutputParser` per choice, fed with detokenized text in which `shown_ids` are visible.
 """
 
 import json
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 def prepare_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], tool_format: ToolFormat
 ) -> tuple[list[Message], list[Message] | None]:
-    """The messages and tools to render. `content` is always a string; inputs are not changed."""
+    """The messages and tools to render. `content` becomes a string; the inputs are not changed."""
     copies = [{**message, "content": message.get("content") or ""} for message in messages]
     _name_results(copies)
     if tool_format.native:
@@ -33,7 +33,7 @@ def prepare_messages(
 
 
 def _name_results(messages: Sequence[Message]) -> None:
-    """Give a tool's message the name of the call that it answers, if the client left it out."""
+    """Add the function name to tool messages that lack it, from the call that they answer."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -59,7 +59,7 @@ def _for_family(messages: Sequence[Message], tool_format: ToolFormat) -> list[Me
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Several calls of one message become messages of one call, each before its result."""
+    """Split a message with several calls into one message per call, each before its result."""
     results = {each["tool_call_id"]: each for each in messages if each["role"] == "tool"}
     split: list[Message] = []
     moved: set[str] = set()
@@ -80,8 +80,8 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_text(messages: Sequence[Message], tool_format: ToolFormat) -> list[Message]:
-    """Calls and results as plain messages. Neighbouring results, and what the user says to them,
-    are one message, since many templates want roles to alternate.
+    """Rewrite calls and results as plain messages. Adjacent results and the following user text
+    become one message, because many templates require alternating roles.
     """
     plain: list[Message] = []
     follows_result = False
@@ -111,7 +111,9 @@ def _arguments(call: Mapping[str, Any]) -> str:
 def _with_description(
     messages: Sequence[Message], tools: Sequence[Tool], tool_format: ToolFormat
 ) -> list[Message]:
-    """The tools in the system message; before the user's first words where there can't be one."""
+    """Describe the tools in the system message, or before the first user text if the template has
+    none.
+    """
     text = _description(tools, tool_format)
     home = "system" if tool_format.has_system else "user"
     first = next((index for index, each in enumerate(messages) if each["role"] == home), None)
@@ -145,11 +147,11 @@ class ReasoningFormat:
     markers: tuple[str, ...] = (OPEN, CLOSE)
 
     def opens(self, prompt_tail: str) -> bool:
-        """Whether a rendered prompt ends inside an open block."""
+        """Whether a rendered prompt ends inside an open reasoning block."""
         return prompt_tail.rstrip().endswith(OPEN)
 
     def parse(self, source: Source, opened: bool) -> Steps[None]:
-        """Read the reasoning, if there is any."""
+        """Parse the reasoning block, if there is one."""
         if not opened:
             yield from source.skip_space()
             if not (yield from source.starts_with(OPEN)):
@@ -168,14 +170,14 @@ class ReasoningFormat:
 
 
 def reasoning_format(template: str | None) -> ReasoningFormat | None:
-    """The format of a model whose template knows reasoning."""
+    """The reasoning format that the template shows, or None."""
     source = template or ""
     return ReasoningFormat() if OPEN in source or CLOSE in source else None
 
 
 def with_reasoning(grammar: str, opened: bool, control: Mapping[str, int] = _NO_CONTROL) -> str:
-    """Free reasoning, then what `grammar` asks for. If the prompt did not open the block, the model
-    may do so, or not reason at all.
+    """Grammar for free reasoning followed by `grammar`. If the prompt did not open the block,
+    reasoning is optional.
     """
     opening = "" if opened else marker(OPEN, control)
     closing = marker(CLOSE, control)
@@ -191,7 +193,7 @@ def with_reasoning(grammar: str, opened: bool, control: Mapping[str, int] = _NO_
 
 
 class OutputParser:
-    """Text in, final pieces out, in order. Joined, they do not depend on how the text was cut."""
+    """Text in, final pieces out, in order. Joined pieces don't depend on how the text was split."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class OutputParser:
         reasoning: ReasoningFormat | None = None,
         opened: bool = False,
     ) -> None:
-        """`names` are the tools that may be called; without any, no calls are looked for."""
+        """`names` are the tools that may be called. Without any, no calls are parsed."""
         self._source = Source()
         self._tools = tools if names else None
         new_id = tools.new_call_id if tools else str
@@ -215,14 +217,14 @@ class OutputParser:
         return self._source.take_pieces()
 
     def flush(self) -> list[Piece]:
-        """What was held back, at the end of generation."""
+        """The text still held back, at the end of generation."""
         self._source.end()
         next(self._steps, None)
         return self._source.take_pieces()
 
     @property
     def num_calls(self) -> int:
-        """Calls that have been announced, complete or not."""
+        """Number of announced calls, complete or not."""
         return self._calls.num_calls
 
     @property
@@ -232,7 +234,7 @@ class OutputParser:
 
     @property
     def num_unread(self) -> int:
-        """Characters that will be looked at again; never more than a marker has."""
+        """Characters that will be read again; never more than a marker's length."""
         return self._source.num_unread
 
     def _run(self, reasoning: ReasoningFormat | None, opened: bool) -> Steps[None]:
@@ -242,7 +244,7 @@ class OutputParser:
             yield from self._tools.parse(self._source, self._calls)
         else:
             yield from self._source.rest()
-        # White space that no text followed: behind a call it is syntax.
+        # Whitespace after a call, with no text behind it, is syntax.
         if self.num_calls:
             self._source.discard()
         else:
@@ -251,7 +253,7 @@ class OutputParser:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How one model writes reasoning and calls. `control`: its control tokens, text to id."""
+    """How one model writes reasoning and calls. `control` maps control token text to id."""
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None
@@ -262,11 +264,13 @@ class OutputFormat:
         return cls(tool_format(template), reasoning_format(template), control)
 
     def by_text(self) -> "OutputFormat":
-        """The same with markers as text, whose grammars compile without the model's vocabulary."""
+        """The same format with text markers, so that grammars compile without the model's
+        vocabulary.
+        """
         return replace(self, control={})
 
     def shown_ids(self, with_tools: bool) -> frozenset[int]:
-        """Control tokens whose text the parser must see, though other ones are skipped."""
+        """Control tokens that the parser must see as text; all others are skipped."""
         texts = [*(self.reasoning.markers if self.reasoning else ())]
         texts += self.tools.markers if with_tools else ()
         return frozenset(self.control[text] for text in texts if text in self.control)
@@ -278,11 +282,11 @@ class OutputFormat:
         return prepare_messages(messages, tools, self.tools)
 
     def opens_reasoning(self, prompt_tail: str) -> bool:
-        """Whether the prompt, by the text of its last tokens, ends inside reasoning."""
+        """Whether the prompt, given the text of its last tokens, ends inside reasoning."""
         return self.reasoning is not None and self.reasoning.opens(prompt_tail)
 
     def parser(self, tools: Sequence[Tool], choice: ToolChoice, opened: bool) -> OutputParser:
-        """For one choice; `opened` as `opens_reasoning` says."""
+        """A parser for one choice. `opened` is the result of `opens_reasoning`."""
         names = frozenset() if choice.mode == "none" else _names(tools, choice)
         return OutputParser(self.tools, names, self.reasoning, opened)
 
@@ -294,8 +298,8 @@ class OutputFormat:
         answer: str | None,
         opened: bool,
     ) -> str | None:
-        """What the whole output must match: reasoning first, then calls, or what `answer` (a
-        llguidance grammar) demands of an answer. None if everything is allowed.
+        """The grammar of the whole output: reasoning, then calls or what `answer` (a llguidance
+        grammar) demands. None if any text is allowed.
         """
         may_think = self.reasoning is not None and not opened
         grammar = answer

@@ -1,5 +1,5 @@
-"""What a parser makes of generated text. Pieces are final and in order; joined, those of one kind
-are the same however the text was cut on its way in.
+"""Parser output. Pieces are final and in order. Joined pieces of one kind don't depend on how the
+input was split.
 """
 
 import msgspec
@@ -14,8 +14,8 @@ class ReasoningPiece(msgspec.Struct, frozen=True):
 
 
 class ToolCallPiece(msgspec.Struct, frozen=True):
-    """A part of a call. The first one of an `index` has `call_id` and `name` and no arguments yet;
-    the arguments of all join to a JSON object, or to the beginning of one where the call broke off.
+    """Part of a tool call. The first piece of an `index` has `call_id` and `name` and no arguments.
+    The joined arguments are a JSON object, or a prefix of one if the call broke off.
     """
 
     index: int

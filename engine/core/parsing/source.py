@@ -1,9 +1,9 @@
-"""Text that arrives in pieces, and the pieces that come out.
+"""Buffered input and output of the parsers.
 
-Parsers are generators: they read from a `Source` and yield when they need more text than there is.
-What they have read is held until they know what it was: `release` gives it out as text, `discard`
-drops it as the syntax of a call. At every yield the unread text is shorter than the longest marker,
-hence all work together is linear in the text.
+Parsers are generators: they read from a `Source` and yield when they need more text. Text that was
+read is held until its meaning is known: `release` emits it as text, `discard` drops it as call
+syntax. At every yield the unread text is shorter than the longest marker, so total work is linear
+in the text.
 """
 
 import re
@@ -21,7 +21,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 class NotACall(Exception):
-    """What looked like a call is text, or stops being a call here. Never leaves this package."""
+    """The text is not a call, or stops being one here. Never leaves this package."""
 
 
 class Source:
@@ -31,8 +31,8 @@ class Source:
         self._ended = False
         self._held: list[str] = []
         self._pieces: list[Piece] = []
-        self._spoken: list[str] = []  # text or reasoning that is not yet a piece
-        self.in_reasoning = False  # kind of what is given out
+        self._spoken: list[str] = []  # text or reasoning not yet emitted as a piece
+        self.in_reasoning = False  # whether emitted text is reasoning
 
     def push(self, text: str) -> None:
         self._text = self._text[self._position :] + text
@@ -52,13 +52,13 @@ class Source:
 
     @property
     def is_over(self) -> bool:
-        """All text there will ever be has been read."""
+        """Whether all input has arrived and been read."""
         return self._ended and not self.num_unread
 
-    # What is read, and what becomes of it.
+    # Reading, and what happens to the text that was read.
 
     def take(self, count: int) -> None:
-        """Read so many characters, which `peek` or `starts_with` has seen, and hold them."""
+        """Read and hold `count` characters that `peek` or `starts_with` has seen."""
         self._hold_to(self._position + count)
 
     def hold(self, text: str) -> None:
@@ -79,11 +79,11 @@ class Source:
         self._pieces.append(piece)
 
     def reason(self, inside: bool) -> None:
-        """From here on text is reasoning, or no longer is."""
+        """Mark the following text as reasoning, or as text again."""
         self._finish_spoken()
         self.in_reasoning = inside
 
-    # Steps: each waits for as much text as it needs.
+    # Generators that wait for as much text as they need.
 
     def peek(self) -> Steps[str]:
         """The next character; an empty string at the end."""
@@ -100,7 +100,7 @@ class Source:
         return self._text.startswith(literal, self._position)
 
     def skip_space(self) -> Steps[str]:
-        """Hold all white space; the character after it."""
+        """Hold all whitespace. Returns the next character."""
         while True:
             self._hold_run(_SPACE, len(self._text))
             if self.num_unread or self._ended:
@@ -108,7 +108,7 @@ class Source:
             yield
 
     def word(self, max_chars: int) -> Steps[str]:
-        """A name, held, and no longer than asked for."""
+        """Read and hold a name of up to `max_chars` characters."""
         first = len(self._held)
         left = max_chars
         while True:
@@ -120,7 +120,7 @@ class Source:
             yield
 
     def scan(self, scanner: JsonScanner, max_chars: int | None = None) -> Steps[str]:
-        """What the next text, or so much of it, adds to a JSON value; read, but not held."""
+        """Read, without holding, up to `max_chars` that continue the scanner's JSON value."""
         if not (yield from self.peek()):
             raise NotACall
         end = len(self._text)
@@ -130,7 +130,7 @@ class Source:
         return self._text[start : self._position]
 
     def text_until(self, marker: str) -> Steps[bool]:
-        """Give text out up to a marker, which stays unread; False if the end comes first."""
+        """Emit text up to `marker`, which stays unread. False if the text ends first."""
         while True:
             found = self._text.find(marker, self._position)
             end = found if found >= 0 else len(self._text) - self._possible_start(marker)
@@ -143,7 +143,7 @@ class Source:
             yield
 
     def rest(self) -> Steps[None]:
-        """Give out everything that still comes."""
+        """Emit all remaining text."""
         while True:
             self._speak_to(len(self._text))
             if self._ended:
@@ -166,7 +166,7 @@ class Source:
             self._position = end
 
     def _possible_start(self, marker: str) -> int:
-        """Length of the longest unread tail that the marker begins with."""
+        """Length of the longest unread suffix that is a prefix of `marker`."""
         longest = min(len(marker) - 1, self.num_unread)
         sizes = range(longest, 0, -1)
         return next((size for size in sizes if self._text.endswith(marker[:size])), 0)

@@ -1,1 +1,3 @@
-"""Names to `"module:attr"`, resolved on first use; other packages add entries by entry points."""
+"""Maps names to `"module:attr"` strings, imported on first use. Packages add entries by entry
+points.
+"""

@@ -1,4 +1,4 @@
-"""Backends by name: what `--backend NAME` can be.
+"""Backends by name: the values of `--backend NAME`.
 
 A package adds one with an entry point in the group `engine.backends` whose value is its
 `InferenceBackend` class, as "module:ClassName".

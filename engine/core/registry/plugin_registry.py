@@ -1,4 +1,4 @@
-"""Plugins by name: what `[plugins.NAME]` can be.
+"""Plugins by name: the values of `[plugins.NAME]`.
 
 A package adds one with an entry point in the group `engine.plugins` whose value is its
 `InferencePlugin` class, as "module:ClassName".
@@ -12,7 +12,7 @@ _PLUGINS = Registry(
     kind="plugin",
     builtin={
         "pii_redactor": "engine.plugins.pii:PiiRedactor",
-        "audit_log": "engine.plugins.audit_log:AuditLog",
+        "audit_log": "engine.plugins.audit_log:RequestAudit",
     },
     group="engine.plugins",
 )

@@ -1,7 +1,7 @@
-"""Names to things that are imported only when somebody asks for them.
+"""Maps names to objects that are imported only when requested.
 
-Built-in entries are "module" or "module:attr" strings; other packages add theirs through an entry
-point group of their distribution. A built-in name can't be taken over by a package.
+Built-in entries are "module" or "module:attr" strings. Packages add entries through an entry point
+group. A package can't replace a built-in name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """One kind of thing, for example "backend", by name. Holds strings only."""
+    """Objects of one kind, for example "backend", by name. Holds only strings."""
 
     def __init__(self, kind: str, builtin: Mapping[str, str], group: str) -> None:
         self._kind = kind
@@ -23,12 +23,12 @@ class Registry:
         self._group = group
 
     def names(self) -> tuple[str, ...]:
-        """Every known name, built-in ones first. Imports none of them."""
+        """Every known name, built-in ones first. Imports nothing."""
         added = {point.name for point in self._entry_points()} - self._builtin.keys()
         return (*self._builtin, *sorted(added))
 
     def load(self, name: str) -> Any:
-        """Import and return the thing called `name`."""
+        """Import and return the object called `name`."""
         target = self._builtin.get(name) or self._added_target(name)
         module_name, _, attribute = target.partition(":")
         try:
@@ -48,7 +48,7 @@ class Registry:
             ) from error
 
     def load_all(self) -> Iterator[tuple[str, Any]]:
-        """Import one after the other, built-in ones first; stop iterating to import no more."""
+        """Import one after the other, built-in ones first. Stop iterating to import no more."""
         for name in self._builtin:
             yield name, self.load(name)
         for name in self.names()[len(self._builtin) :]:
@@ -67,6 +67,6 @@ class Registry:
         return targets.pop()
 
     def _entry_points(self) -> "list[EntryPoint]":
-        from importlib.metadata import entry_points  # built-in names need none of it
+        from importlib.metadata import entry_points  # imported late: built-in names don't need it
 
         return list(entry_points(group=self._group))

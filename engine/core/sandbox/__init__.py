@@ -1,3 +1,3 @@
-"""Model files are parsed in a limited child process first; files that only their owner can
-write.
+"""Sandbox: parses model files in a limited child process first. Also private files and child
+processes.
 """

@@ -1,8 +1,8 @@
-"""Model files are read by a limited process before the server reads them.
+"""Parses model files in a limited process before the server does.
 
-Parsers check every length, and are tried out on damaged files; this is for the mistakes that are
-left in them, and in the libraries that they call. A file that was read there once is remembered by
-its identity, so that only the first start with it takes longer. Nothing here imports a parser.
+Our parsers check every length and are tested with damaged files. This guards against remaining bugs
+in them and in the libraries they call. A file that passed once is remembered by its identity, so
+only the first start takes longer. Nothing here imports a parser.
 """
 
 import hashlib
@@ -27,29 +27,29 @@ MAX_CPU_S = 60
 MAX_MARKS = 512
 MAX_REPORT_BYTES = 4096
 MAX_OUTPUT_BYTES = 32 << 20
-# A file may change twice within its clock's resolution, and look the same both times.
+# A file may change twice within its clock's resolution and look unchanged.
 _SETTLED_SECONDS = 2.0
 
 
 class Reading(Protocol):
-    """A limited process at work."""
+    """A limited process that is parsing."""
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
-        """Its exit status and what it wrote. Raises `TimeoutError`."""
+        """Wait for the process. Returns its exit status and output. Raises `TimeoutError`."""
         ...
 
     def end(self) -> None:
-        """Whatever it does, and whether it has ended or not."""
+        """Kill the process if it still runs, and reap it."""
         ...
 
 
-# Lets an examiner read a path, for so much processor time. It is a "module:function" that takes the
-# path, and returns bytes that are worth keeping, or None.
+# Starts an examiner on a path with a CPU time limit. An examiner is a "module:function" that takes
+# the path and returns bytes worth caching, or None.
 StartReading: TypeAlias = Callable[[str, Path, int], Reading]
 
 
 class Spawned:
-    """A limited process of its own."""
+    """Runs the examiner in a new limited process."""
 
     def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
         arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
@@ -74,7 +74,7 @@ class Spawned:
 
 
 class Examination:
-    """A model that is being read in a limited process, or was before."""
+    """The examination of one model: running, or done earlier."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Examination:
         return self._reading is not None
 
     def finish(self) -> bytes:
-        """What the examiner wants kept of the files, if they are as they were then; nothing where
-        they were read before. Raises what is wrong with the model, or that it could not be read
-        within the limits.
+        """Wait for the end. Returns the examiner's bytes if the files are unchanged, or nothing if
+        they were examined before. Raises what is wrong with the model, or that it exceeded the
+        limits.
         """
         if self._reading is None:
             return b""
@@ -135,7 +135,7 @@ def examine(
     max_seconds: float = MAX_SECONDS,
     max_cpu_s: int = MAX_CPU_S,
 ) -> bytes:
-    """Have `examiner` read a model in a limited process, unless that was done before."""
+    """Run `examiner` on a model in a limited process, unless that was done before."""
     begun = Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s)
     return begun.finish()
 
@@ -145,14 +145,14 @@ def _marks_directory() -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """What is read for a model: a folder's files, a file, or the parts of one."""
+    """The files of a model: a folder's files, a single file, or the parts of a split one."""
     if path.is_dir():
         return sorted(path.rglob("*"))
     return sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
 
 
 def _identity(path: Path) -> bytes | None:
-    """Of a file, or of all files of a folder; None: there is nothing to read."""
+    """Identity of a file, or of all files in a folder; None if there is nothing to read."""
     try:
         files = files_of(path)
         facts: list[object] = [__version__]
@@ -161,7 +161,7 @@ def _identity(path: Path) -> bytes | None:
             facts += (str(file), status.st_ino, status.st_size)
             facts += (status.st_mtime_ns, status.st_ctime_ns)
     except OSError:
-        return None  # whoever opens it says it better
+        return None  # the code that opens it gives a better error
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
@@ -185,4 +185,4 @@ def _remember(mark: Path, identity: bytes, path: Path) -> None:
             old.unlink(missing_ok=True)
         write_private(mark, identity)
     except OSError as error:
-        log.info("that %s was examined is not remembered: %s", path.name, error)
+        log.info("the examination of %s can't be cached: %s", path.name, error)

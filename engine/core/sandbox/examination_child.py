@@ -1,9 +1,9 @@
-"""The process that reads a model file first (see `examination`): run as a module with the examiner,
-the path, seconds of processor time, and its parent's process id, or forked by `read_in_fork`.
+"""The limited process that parses a model file first (see `examination`). It runs as a module with
+the examiner, the path, CPU seconds and the parent's process id, or forked by `read_in_fork`.
 
-Its memory, processor time and open files are limited; it writes no file, starts no program and has
-no network. Its output is what the examiner returns; what it finds wrong is one line there instead,
-and exit status 1.
+Its memory, CPU time and open files are limited. It can't write files, start programs or use the
+network. It outputs what the examiner returns. If the model is invalid, it outputs one line about
+the error and exits with status 1.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from engine.core.errors import EngineError, ModelFormatError
 from engine.core.sandbox.examination import MAX_OUTPUT_BYTES, files_of
 from engine.core.sandbox.processes import die_with_parent
 
-# Beyond the files themselves, which are mapped: the interpreter, numpy and a large vocabulary.
+# Memory besides the mapped files: the interpreter, numpy and a large vocabulary.
 HEADROOM_BYTES = 4 << 30
 MAX_OPEN_FILES = 512
 MAX_REPORT_CHARS = 1000
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-# What a parser has no need of, by Python's names of audit events.
+# Python audit events that a parser never needs.
 _REFUSED_EVENTS = (
     *("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork"),
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod"),
@@ -34,7 +34,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class ForbiddenEventError(OSError):
-    """An examiner tried what it has no need of."""
+    """An examiner tried a forbidden operation."""
 
 
 def main() -> int:
@@ -43,8 +43,8 @@ def main() -> int:
 
 
 def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]:
-    """Exit status and output of a fork of this process, in which nothing but one thread may run. It
-    saves an interpreter and the imports that this process has made already.
+    """Exit status and output of a fork of this process. The process must have only one thread. A
+    fork saves starting an interpreter and repeating imports.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
@@ -68,15 +68,17 @@ def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]
 
 
 def _close_files() -> None:
-    """All but the standard ones: a socket to the frontend is no concern of a parser."""
+    """Close all files except the standard ones: a parser must not use the socket to the
+    frontend.
+    """
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the listing's own descriptor
                 os.close(number)
 
 
 def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
-    """The exit status. This process is limited from now on."""
+    """Run the examiner and return the exit status. This process is limited from now on."""
     _leave_network()
     sys.dont_write_bytecode = True
     module, _, name = examiner.partition(":")
@@ -84,7 +86,8 @@ def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
     _limit(path, max_cpu_s)
     try:
         output = examine(path) or b""
-        if len(output) <= MAX_OUTPUT_BYTES:  # else it is read again by whoever would have kept it
+        # larger output is not cached; the server parses the file again
+        if len(output) <= MAX_OUTPUT_BYTES:
             sys.stdout.buffer.write(output)
     except EngineError as error:
         return _report(error.error_code, str(error))
@@ -103,8 +106,8 @@ def _report(code: str, message: str) -> int:
 
 
 def _leave_network() -> None:
-    """Where the system does not let us, the audit hook is what there is. Root stays root: in a name
-    space of its own it could not read the files of others.
+    """Enter a network namespace without interfaces. If the system forbids it, the audit hook
+    remains. Root gets no user namespace: in one it could not read other users' files.
     """
     if sys.platform == "linux":
         spaces = _CLONE_NEWNET if os.geteuid() == 0 else _CLONE_NEWUSER | _CLONE_NEWNET

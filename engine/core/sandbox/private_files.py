@@ -1,5 +1,5 @@
-"""Files that a process keeps for its next start: seen whole or not at all, and trusted only if
-nobody else can have written them.
+"""Files that a process caches for its next start. Writes are atomic, and a file is trusted only if
+no other user can have written it.
 """
 
 import errno
@@ -15,11 +15,11 @@ PART_SUFFIX = ".part"
 
 
 class ForeignFileError(OSError):
-    """The file may not be ours; its text says why."""
+    """The file may not be ours; the message says why."""
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Only a plain file of our own that nobody else may write to."""
+    """Open a regular file that we own and no other user may write to."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     file = os.fdopen(handle, "rb")
     status = os.fstat(handle)
@@ -33,7 +33,9 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def append_whole(handle: int, line: bytes) -> None:
-    """All of it or, when the disk is full, nothing: no later line is joined to a torn one."""
+    """Append the whole line, or nothing if the disk is full. So a later line never joins a torn
+    one.
+    """
     size = os.fstat(handle).st_size
     if os.write(handle, line) < len(line):
         os.ftruncate(handle, size)
@@ -41,7 +43,7 @@ def append_whole(handle: int, line: bytes) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write beside `path` and rename, so that no half file is ever seen under its name."""
+    """Write to a temporary file and rename it to `path`, so that no partial file is ever seen."""
     faults.hit("keep_file")
     handle, name = tempfile.mkstemp(PART_SUFFIX, f"{path.name}.", path.parent)
     try:

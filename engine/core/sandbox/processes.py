@@ -1,4 +1,4 @@
-"""How this package starts its child processes, and what such a child does about its parent."""
+"""Starts child processes, and ties a child's life to its parent's."""
 
 import contextlib
 import ctypes
@@ -20,8 +20,8 @@ def start_child(
     env: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own: a Ctrl-C in the terminal is for the parent to act on. `output` is
-    where both of its streams go, if not to ours.
+    """Start a child in a new session, so that Ctrl-C only reaches the parent. `output` receives
+    stdout and stderr; None means ours.
     """
     return subprocess.Popen(
         argv,
@@ -35,22 +35,24 @@ def start_child(
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Called first thing in a child: the kernel kills it when the thread that started it ends."""
+    """Call first in a child: the kernel then kills it when the thread that started it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit(1)  # in silence: what ended the parent has been told, and nobody waits for this
+        sys.exit(1)  # silently: the parent's end has been reported already
 
 
 def offer_to_be_killed() -> None:
-    """Where memory runs out, the kernel takes this process rather than the parent, which can start
-    it again.
+    """Raise this process's OOM score, so that the kernel kills it before its parent, which can
+    restart it.
     """
-    with contextlib.suppress(OSError):  # not everywhere is there such a file
+    with contextlib.suppress(OSError):  # the file does not exist on every system
         Path("/proc/self/oom_score_adj").write_text("500")
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so that none gets lost."""
+    """Become the reaper of descendants: orphans become children of this process, so none is
+    lost.
+    """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,1 +1,1 @@
-"""Models on this disk: the catalogue, downloads, and what is stored where."""
+"""Models on disk: the catalogue, downloads, and the model store."""

@@ -1,7 +1,7 @@
-"""The built-in catalogue: short names for models that are known to work, and where to get them.
+"""The built-in catalogue: short names of models that are known to work, with their sources.
 
-Sources are `pull` specs in order of preference; a later one is tried when an earlier one fails.
-An entry with a SHA-256 names exact bytes, so its sources are interchangeable mirrors.
+Sources are `pull` specs in order of preference; a later one is tried when an earlier one fails. An
+entry with a SHA-256 names exact bytes, so its sources are interchangeable mirrors.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class CatalogueEntry:
     description: str
     license: str
     sources: tuple[str, ...]
-    sha256: str | None = None  # of the one weight file; None: whatever the source serves now
-    size: int | None = None  # bytes of that file
+    sha256: str | None = None  # hash of the only weight file; None: whatever the source serves now
+    size: int | None = None  # bytes of the only weight file
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

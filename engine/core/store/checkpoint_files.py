@@ -1,6 +1,6 @@
-"""Which files of a folder or repository make a checkpoint: weights, and what explains them.
+"""Which files of a folder or repository belong to a checkpoint: weights, configuration, tokenizer.
 
-Sentence encoders keep the settings of their steps in folders such as `1_Pooling`.
+Sentence encoders keep module settings in folders such as `1_Pooling`.
 """
 
 import re
@@ -28,7 +28,9 @@ _WEIGHTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
 def is_companion(name: str) -> bool:
-    """`name` is relative to the checkpoint."""
+    """Whether a file belongs to a checkpoint besides weights. `name` is relative to the
+    checkpoint.
+    """
     return name in _COMPANIONS or _STEP.fullmatch(name) is not None
 
 

@@ -1,9 +1,9 @@
-"""One file over HTTP into a folder: resumed, hashed while written, renamed only when verified.
+"""Downloads one file over HTTP: resumes, hashes while writing, renames only after verification.
 
-`.NAME.part` holds the bytes so far and `.NAME.state` what they are a part of. They are continued
-only if the server says that the rest belongs to the same content (If-Range with a strong ETag) or a
-known SHA-256 will tell in the end. A bearer token goes to its own origin and to no other, redirects
-included.
+`.NAME.part` holds the bytes so far and `.NAME.state` describes their source. A download is resumed
+only if the server confirms the same content (If-Range with a strong ETag), or if a known SHA-256
+verifies it at the end. A bearer token is sent only to its own origin, never after a redirect to
+another one.
 """
 
 import base64
@@ -29,18 +29,18 @@ from engine.core.errors import (
     ResourceError,
 )
 from engine.core.store.file_formats import HEAD_BYTES, check_head
-from engine.core.store.model_store import StoredFile
+from engine.core.store.model_store import StoredModelFile
 
 MAX_REDIRECTS = 10
-MAX_FAILURES = 4  # attempts in a row that got no further
-RETRY_SECONDS = 1.0  # doubled by each of them
+MAX_FAILURES = 4  # consecutive attempts without progress
+RETRY_SECONDS = 1.0  # doubled after each failure
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Progress(Protocol):
-    """Hears how a pull goes. `total` is None while the size is unknown."""
+    """Receives the progress of a pull. `total` is None while the size is unknown."""
 
     def update(self, file: str, done: int, total: int | None) -> None: ...
 
@@ -59,7 +59,7 @@ class Silent:
 class BearerToken:
     """A secret for one origin (scheme, host and port)."""
 
-    origin: str  # any URL of it
+    origin: str  # any URL with that scheme, host and port
     value: str = field(repr=False)
 
     def headers(self, url: str) -> dict[str, str]:
@@ -68,7 +68,7 @@ class BearerToken:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    name: str  # in the folder: a plain file name, or one in a folder of it
+    name: str  # relative to the folder: a file name, or SUBFOLDER/NAME
     url: str
     sha256: str | None = None
 
@@ -76,7 +76,7 @@ class RemoteFile:
 class _State(msgspec.Struct, frozen=True):
     url: str
     sha256: str | None
-    etag: str | None  # strong ones only
+    etag: str | None  # strong ETags only
     total: int | None
 
     @property
@@ -85,7 +85,7 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class TryAgain(ModelError):
-    """This attempt failed in a way that another may not."""
+    """This attempt failed, but a retry may succeed."""
 
 
 def new_client() -> httpx.Client:
@@ -100,14 +100,16 @@ def same_origin(one: str, other: str) -> bool:
 
 
 def public_url(url: str) -> str:
-    """The URL without what may be secret: user, password, query and fragment."""
+    """The URL without possible secrets: user, password, query and fragment."""
     return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def open_stream(
     client: httpx.Client, url: str, headers: Mapping[str, str], token: BearerToken | None
 ) -> tuple[httpx.Response, list[httpx.Headers]]:
-    """GET, redirects followed by hand: the open final response and the headers of every hop."""
+    """GET with redirects followed by hand. Returns the open final response and every hop's
+    headers.
+    """
     hops: list[httpx.Headers] = []
     while len(hops) < MAX_REDIRECTS:
         own = token.headers(url) if token else {}
@@ -136,7 +138,7 @@ def _redirected(url: str, location: str) -> str:
 
 
 def check_status(response: httpx.Response, url: str) -> None:
-    """Turn an HTTP failure into what the user can do about it."""
+    """Convert an HTTP failure to an error that says what to do."""
     status, shown = response.status_code, public_url(url)
     if status in _RETRIED:
         raise TryAgain(f"{shown} answered {status}")
@@ -152,7 +154,7 @@ def check_status(response: httpx.Response, url: str) -> None:
 
 
 class Download:
-    """A file on its way into `folder`."""
+    """Downloads one file into `folder`."""
 
     def __init__(
         self,
@@ -171,11 +173,12 @@ class Download:
         self._progress = progress
         self._token = token
 
-    def run(self) -> StoredFile:
-        """The verified file. An interruption leaves only the part, which the next run continues."""
+    def run(self) -> StoredModelFile:
+        """Download and verify the file. After an interruption the next run resumes the part."""
         self._final.parent.mkdir(mode=0o700, exist_ok=True)
         state = self._load_state()
-        if state is not None and self._final.is_file():  # verified by an earlier, cut-off pull
+        # verified by an earlier pull that was interrupted
+        if state is not None and self._final.is_file():
             digest = _hash_file(self._final)
             self._verify(digest, state)
             return self._stored(digest)
@@ -197,7 +200,7 @@ class Download:
             except OSError as error:
                 raise self._disk_error(error) from error
 
-    def _attempt(self) -> StoredFile:
+    def _attempt(self) -> StoredModelFile:
         state, offset = self._load_state(), 0
         headers = {"Accept-Encoding": "identity"}
         if state is not None and state.resumable and self._part_size():
@@ -229,7 +232,7 @@ class Download:
         return self._stored(digest)
 
     def _describe(self, response: httpx.Response, hops: list[httpx.Headers]) -> _State:
-        """What the server says about the content, before any of it is read."""
+        """What the response headers say about the content, before the body is read."""
         if response.headers.get("content-encoding", "identity") != "identity":
             raise ModelError(f"{self._url} is sent compressed although it was not asked to be")
         total = _total_size(response)
@@ -254,7 +257,8 @@ class Download:
             head = part.read(HEAD_BYTES)
             part.seek(0, os.SEEK_END)
             self._progress.update(name, done, total)
-            for chunk in response.iter_raw():  # as it comes: a buffered rest is lost in a cut
+            # unbuffered: buffered bytes would be lost on a disconnect
+            for chunk in response.iter_raw():
                 if len(head) < HEAD_BYTES:
                     head = (head + chunk)[:HEAD_BYTES]
                     if len(head) == HEAD_BYTES:
@@ -289,7 +293,7 @@ class Download:
 
     def _disk_error(self, error: OSError) -> EngineError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self._forget()  # give the space back: a part would keep the disk full
+            self._forget()  # free the space: the part would keep the disk full
             return ResourceError(
                 f"the disk filled up while writing {self._remote.name}; free some space under "
                 f"{self._part.parent} and run the command again"
@@ -313,8 +317,8 @@ class Download:
     def _part_size(self) -> int:
         return self._part.stat().st_size if self._part.is_file() else 0
 
-    def _stored(self, digest: str) -> StoredFile:
-        return StoredFile(self._remote.name, self._final.stat().st_size, digest)
+    def _stored(self, digest: str) -> StoredModelFile:
+        return StoredModelFile(self._remote.name, self._final.stat().st_size, digest)
 
 
 def require_space(folder: Path, needed: int, name: str) -> None:
@@ -332,7 +336,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _continues(response: httpx.Response, offset: int, state: _State, found: _State) -> bool:
-    """The partial answer starts where the part ends and belongs to the same content."""
+    """The 206 response resumes at our offset and is the same file."""
     range_start = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
     return (
         range_start is not None
@@ -350,7 +354,9 @@ def _total_size(response: httpx.Response) -> int | None:
 
 
 def _announced_sha256(headers: httpx.Headers) -> str | None:
-    """From the hub's header for large files, or the standard digest field (RFC 9530)."""
+    """SHA-256 from the hub's header for large files, or from the standard digest field (RFC
+    9530).
+    """
     linked = headers.get("x-linked-etag", "").strip('"')
     if _SHA256.fullmatch(linked):
         return str(linked)

@@ -1,12 +1,12 @@
-"""Which files may enter the model store: by name, and by their first bytes whatever the name says.
+"""Which files may enter the model store, by name and by their first bytes.
 
-Pickle-based checkpoints run code when they are opened, so they are refused before they are
-downloaded, and a pickle or an archive with an innocent name is refused on its first bytes.
+Pickle checkpoints run code when opened, so they are refused before download. A pickle or an archive
+under another name is refused by its first bytes.
 """
 
 from engine.core.errors import ModelFormatError
 
-HEAD_BYTES = 16  # enough of a file's start for `check_head`
+HEAD_BYTES = 16  # length of a file's start for `check_head`
 
 _WEIGHTS = (".gguf", ".safetensors")
 _TEXT = (".json", ".jinja", ".txt", ".model")  # configuration and tokenizer files
@@ -16,7 +16,7 @@ _PICKLE_PROTOCOLS = range(2, 6)
 
 
 def check_name(name: str) -> None:
-    """Refuse a file that is not GGUF, safetensors or one of their companions, by its name."""
+    """Refuse a file name that is not GGUF, safetensors or one of their companion files."""
     lowered = name.lower()
     if lowered.endswith(_PICKLE_NAMES):
         raise ModelFormatError(
@@ -50,7 +50,9 @@ def _is_archive(head: bytes) -> bool:
 
 
 def _is_safetensors(head: bytes) -> bool:
-    """A plausible header length and a JSON object. The length may begin as a pickle does."""
+    """Whether it has a plausible header length and a JSON object. The length's bytes may look like
+    a pickle.
+    """
     return (
         len(head) > 8
         and 2 <= int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER

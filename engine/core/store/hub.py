@@ -1,7 +1,8 @@
-"""Files on a model hub: `hf:ORG/REPO[@REVISION]/FILE`, without FILE a whole safetensors repository.
+"""Files on a model hub: `hf:ORG/REPO[@REVISION]/FILE`; without FILE, a whole safetensors
+repository.
 
-The hub is HF_ENDPOINT (the public one by default), the token HF_TOKEN, as for other hub tools. File
-names in a listing are foreign: only plain names of the kinds that a checkpoint needs are taken.
+HF_ENDPOINT and HF_TOKEN work as in other hub tools. File names in a listing are untrusted: only
+plain names of the kinds that a checkpoint needs are accepted.
 """
 
 import json
@@ -36,7 +37,7 @@ class HubSpec:
 
     @classmethod
     def parse(cls, text: str) -> "HubSpec":
-        """From what follows `hf:`."""
+        """Parse the text after `hf:`."""
         match = _SPEC.fullmatch(text)
         file = match["file"] if match else None
         if match is None or any(part in ("", ".", "..") for part in (file or "x").split("/")):
@@ -66,7 +67,7 @@ def hub_token() -> BearerToken | None:
 def repository_files(
     client: httpx.Client, spec: HubSpec, token: BearerToken | None
 ) -> tuple[RemoteFile, ...]:
-    """The files of a safetensors checkpoint, pinned to the commit that the revision names now."""
+    """The files of a safetensors checkpoint, pinned to the revision's current commit."""
     api = f"{endpoint()}/api/models/{spec.org}/{spec.repo}/revision/{spec.revision}"
     listing = _get_json(client, api, token)
     commit = listing.get("sha")

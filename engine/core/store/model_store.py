@@ -1,8 +1,8 @@
-"""The model store: where pulled models lie on disk, and how a name becomes a path.
+"""The model store: where pulled models are on disk, and how a name becomes a path.
 
-Layout: one folder per model with its files and a `model.json` record, in one private directory. A
-folder appears there by a single rename once everything in it is verified, so whatever has a record
-is whole. Downloads in progress live in `.partial/NAME`, one lock file per name in `.locks`.
+Each model has one folder with its files and a `model.json` record, inside one private directory. A
+folder appears there by a single rename after everything in it is verified, so a model with a record
+is complete. Downloads in progress are in `.partial/NAME`; `.locks` has one lock file per name.
 Names are looked up among the records and never joined to a path.
 """
 
@@ -26,19 +26,19 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _WEIGHTS = (".gguf", ".safetensors")
 
 
-class StoredFile(msgspec.Struct, frozen=True):
-    name: str  # relative to the model's folder, at most one folder deep
+class StoredModelFile(msgspec.Struct, frozen=True):
+    name: str  # relative to the model's folder, at most one subfolder deep
     size: int
     sha256: str
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """A record as written in `model.json`. `entry` is the file to open; None: the folder itself."""
+    """The record in `model.json`. `entry` is the file to open; None means the folder itself."""
 
     name: str
     source: str
     date: str  # ISO 8601, UTC
-    files: tuple[StoredFile, ...]
+    files: tuple[StoredModelFile, ...]
     entry: str | None
 
     @property
@@ -47,7 +47,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def sha256(self) -> str | None:
-        """Of the weights, when they are one file."""
+        """Hash of the weights, if they are one file."""
         weights = [file for file in self.files if file.name.lower().endswith(_WEIGHTS)]
         return weights[0].sha256 if len(weights) == 1 else None
 
@@ -69,20 +69,22 @@ def check_file_name(name: str) -> str:
 
 
 def store_directory() -> Path:
-    """$XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
+    """The default store: $XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "engine" / "models"
 
 
 class ModelStore:
-    """Reads need nothing to exist; the directory is created, mode 0700, by the first pull."""
+    """Reading needs no directory; the first pull creates it with mode 0700."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or store_directory()
 
     def models(self) -> dict[str, StoredModel]:
-        """Every whole model by name. A folder whose record or files are damaged does not count."""
+        """Every complete model by name. Folders with a damaged record or damaged files are left
+        out.
+        """
         found = {}
         for folder in sorted(self.root.glob("[!.]*")):
             model = None if folder.is_symlink() else self._read(folder)
@@ -91,7 +93,7 @@ class ModelStore:
         return found
 
     def path(self, model: StoredModel) -> Path:
-        """What to open: the weight file, or the folder of a multi-file checkpoint."""
+        """The path to open: the weight file, or the folder of a multi-file checkpoint."""
         folder = self.root / model.name
         return folder if model.entry is None else folder / model.entry
 
@@ -112,7 +114,7 @@ class ModelStore:
 
     @contextmanager
     def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Hold the name for one pull at a time, across processes; released even by a crash."""
+        """Lock the name for one pull at a time, across processes. A crash releases it too."""
         locks = self._private_folder(".locks")
         with open(locks / f"{check_model_name(name)}.lock", "w") as handle:
             try:
@@ -123,13 +125,14 @@ class ModelStore:
             yield
 
     def staging(self, name: str) -> Path:
-        """The folder where a download of this name gathers; call with the name's lock held."""
+        """The folder for a download in progress. Call it with the name's lock held."""
         return self._private_folder(f".partial/{check_model_name(name)}")
 
     def publish(self, staging: Path, model: StoredModel) -> Path:
-        """Make a verified staging folder the model's folder; call with the name's lock held.
+        """Rename a verified staging folder to the model's folder. Call it with the name's lock
+        held.
 
-        A folder left by a damaged model of the same name is replaced.
+        Replaces the folder of a damaged model with the same name.
         """
         _keep_only(staging, {file.name for file in model.files})
         record = staging / _RECORD
@@ -153,7 +156,7 @@ class ModelStore:
 def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
     """The path of a model that the operator named: an existing path, else a pulled model's name.
 
-    For the command line and settings only: names that clients send are keys of the served models.
+    Only for the command line and settings. Names from clients are keys of the served models.
     """
     store = store or ModelStore()
     if "\0" in name_or_path or not name_or_path:
@@ -177,7 +180,7 @@ def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -185,8 +188,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _is_whole(folder: Path, file: StoredFile) -> bool:
-    """The file lies in the folder, with the recorded size; links do not count."""
+def _is_whole(folder: Path, file: StoredModelFile) -> bool:
+    """Whether the file is in the folder with the recorded size. Links don't count."""
     parts = file.name.split("/")
     if len(parts) > 2 or not all(map(_FILE_NAME.fullmatch, parts)):
         return False
@@ -196,7 +199,9 @@ def _is_whole(folder: Path, file: StoredFile) -> bool:
 
 
 def _keep_only(folder: Path, wanted: set[str]) -> None:
-    """Remove what is not `wanted`, names relative to `folder`; what is kept reaches the disk."""
+    """Delete everything except `wanted` (names relative to `folder`), and flush the rest to
+    disk.
+    """
     for entry in folder.iterdir():
         inner = {name.partition("/")[2] for name in wanted if name.startswith(f"{entry.name}/")}
         if inner and entry.is_dir() and not entry.is_symlink():

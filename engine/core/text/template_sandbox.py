@@ -1,10 +1,10 @@
-"""The one place where Jinja runs: chat templates come from model files that nobody vouches for.
+"""The only place where Jinja runs. Chat templates come from model files and are untrusted.
 
-Three defences beside Jinja's own sandbox. What a template can reach is an allow-list. Every loop
-iteration, call, filter and test looks at the clock, by calls written into the syntax tree before it
-is compiled (`template_syntax`). A clock cannot interrupt a single C operation, such as the
-repetition of a string or the comparison of two nested lists: functions here stand in for the
-operations that can grow, and refuse before they grow.
+There are three defences besides Jinja's own sandbox. Templates only reach an allow-list of names.
+Every loop iteration, call, filter and test checks the CPU time, through hooks written into the
+syntax tree before compilation (`template_syntax`). A time check can't interrupt a single C
+operation, such as repeating a string or comparing nested lists. So operations whose result can grow
+are replaced by functions that check sizes first.
 """
 
 import json
@@ -26,12 +26,12 @@ from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.text.template_syntax import GenerationTag, Meter
 
 MAX_CPU_SECONDS = 0.25
-# What a request's body may hold, unless `server.body_limit_mb` was raised: whether a prompt is too
-# long for a model is not for its template to say.
+# The default body limit (`server.body_limit_mb`). The engine checks prompt lengths, not the
+# template.
 MAX_OUTPUT_CHARS = 1 << 23
 _MAX_STRING_CHARS = 1 << 23
-_MAX_EMITTED_CHARS = 1 << 25  # through every buffer, macro and block on the way to the output
-_MAX_WEIGHT = 200_000  # values inside one container, nested ones counted wherever they appear
+_MAX_EMITTED_CHARS = 1 << 25  # counted through every buffer, macro and block
+_MAX_WEIGHT = 200_000  # values in one container, nested ones included
 _MAX_RANGE = 100_000
 _MAX_INT_BITS = 4096
 _MAX_SOURCE_CHARS = 1 << 18
@@ -58,11 +58,13 @@ _PLAIN_DATE = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,64}")
 
 
 class LimitExceeded(InvalidRequestError):
-    """A template asked for more time, text or structure than rendering a prompt can need."""
+    """A template used more time, text or structure than rendering a prompt can need."""
 
 
 class Budget:
-    """What one rendering may still use. CPU time counts, so a busy machine fails nobody."""
+    """What one rendering may still use. It counts CPU time, so a busy machine causes no
+    failures.
+    """
 
     def __init__(self) -> None:
         self._start = time.thread_time()
@@ -91,7 +93,7 @@ def check_length(length: int) -> None:
 
 
 def weight(value: Any) -> int:
-    """Size of everything that comparing or printing `value` would walk through."""
+    """Cost of comparing or printing `value`: its values, plus one per 64 characters."""
     total, pending = 0, [value]
     while pending:
         item = pending.pop()
@@ -206,7 +208,7 @@ def strftime_now(layout: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """`str(value)`, for the kinds of value whose text is bounded by their weight."""
+    """`str(value)` for types whose text length is bounded by their weight."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple, dict)):
@@ -235,7 +237,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # constants are computed on the budget of a rendering, not at load
+            optimized=False,  # constant folding would run at load, outside a rendering's budget
             finalize=_emit,
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
@@ -271,7 +273,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.tick()
             return checked(function(*args, **kwargs))
 
-        # Jinja marks a function that wants the environment or the context by this attribute.
+        # Jinja marks functions that want the environment or the context with this attribute.
         if hasattr(function, "jinja_pass_arg"):
             metered.__dict__["jinja_pass_arg"] = function.jinja_pass_arg
         return metered
@@ -304,7 +306,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def wrap_str_format(self, value: Any) -> None:
-        """Jinja would offer its own `str.format`; here it is not among the string methods."""
+        """Disables Jinja's `str.format`, which is not on our list of string methods."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
         __self.tick()

@@ -1,6 +1,4 @@
-"""What is written into a parsed chat template before it is compiled: hooks that look at the clock
-and at sizes.
-"""
+"""Rewrites a parsed chat template before compilation: adds hooks that check CPU time and sizes."""
 
 from typing import NoReturn
 
@@ -12,7 +10,7 @@ from jinja2.visitor import NodeTransformer
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; here it only renders its body."""
+    """`{% generation %}` marks assistant text for training; here it just renders its body."""
 
     tags = {"generation"}
 
@@ -22,7 +20,7 @@ class GenerationTag(Extension):
 
 
 class Meter(NodeTransformer):
-    """Writes the hooks of the sandbox's environment into a parsed template."""
+    """Inserts the sandbox's hooks into a parsed template."""
 
     @staticmethod
     def _hook(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
@@ -60,7 +58,8 @@ class Meter(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):  # compiled to a plain subscript, past the sandbox
+        # Jinja compiles slices to plain subscripts, past the sandbox
+        if isinstance(node.arg, nodes.Slice):
             node.node = self._hook("checked", [node.node], node)
         return node
 

@@ -1,9 +1,8 @@
-"""Text to token ids and back, for one model.
+"""Converts text to token ids and back, for one model.
 
-Text from a client can never become a control token here: control tokens have no textual form in the
-underlying vocabulary (see `tokenizer_parts`). Only a `RenderedPrompt`, in which the chat template's
-own control tokens are already ids, reaches them. A `Tokenizer` does not change after construction,
-and threads may share it.
+Client text can never become a control token: control tokens have no textual form in the underlying
+vocabulary (see `tokenizer_parts`). Only a `RenderedPrompt`, in which the template's own control
+tokens are already ids, can contain them. A `Tokenizer` is immutable, so threads may share it.
 """
 
 import os
@@ -19,13 +18,13 @@ from engine.core.text.tokenizer_json import parts_from_directory
 from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 
-# Read by the library for each batch. Ours have one text: its threads would have nothing to share.
+# The library reads this for each batch. Our batches have one text, so its threads would be idle.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Text of every control token -> id, with a pattern that finds the longest at each position."""
+    """Control token text -> id, with a pattern that finds the longest match at each position."""
 
     ids: Mapping[str, int]
 
@@ -36,20 +35,20 @@ class SpecialTokens:
 
     @cached_property
     def edges(self) -> frozenset[str]:
-        """The punctuation that control tokens begin or end with."""
+        """Punctuation characters that control tokens start or end with."""
         ends = {char for text in self.ids for char in (text[0], text[-1])}
         return frozenset(char for char in ends if not char.isalnum())
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A chat prompt: text that is only text, and the template's own control tokens as ids."""
+    """A chat prompt as a sequence of plain text and the template's control token ids."""
 
     segments: tuple[str | int, ...]
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, filled on first use: a vocabulary has far more tokens than a text."""
+    """Token id -> bytes, filled on first use: a text uses few of a vocabulary's tokens."""
 
     def __init__(self, parts: TokenizerParts, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         parts = self._parts
         if not 0 <= token_id < len(parts.pieces) or token_id in self._skipped:
-            value = b""  # rows that pad an embedding table have ids without text
+            value = b""  # ids of padding rows in the embedding table have no text
         elif token_id in parts.special_ids or token_id in parts.literal_ids:
             value = parts.pieces[token_id].encode("utf-8", "replace")
         else:
@@ -69,7 +68,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Tokenizer:
-    """Encodes prompts and decodes output; build one with `from_gguf` or `from_directory`."""
+    """Encodes prompts and detokenizes output. Build one with `from_gguf` or `from_directory`."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._engine = parts.engine
@@ -83,7 +82,8 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        from engine.core.text.tokenizer_gguf import tables_from_gguf  # it needs numpy
+        # imported late: it needs numpy
+        from engine.core.text.tokenizer_gguf import tables_from_gguf
 
         return cls.from_tables(tables_from_gguf(metadata))
 
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @property
     def drops_leading_space(self) -> bool:
-        """Whether decoding removes the space that encoding put before the text."""
+        """Whether detokenizing removes the space that encoding adds before the text."""
         return self._parts.space_prefix
 
     @property
@@ -134,18 +134,18 @@ class Tokenizer:
         return token_id in self._parts.special_ids
 
     def encode(self, text: str) -> list[int]:
-        """Text exactly as it stands: nothing is added, and control tokens in it are just text."""
+        """Encode the text as it is. Adds nothing, and treats control tokens in it as plain text."""
         try:
-            # For a single text the library would hold the interpreter from beginning to end.
+            # The batch call releases the GIL; the library's call for a single text does not.
             return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError as error:  # how the library says that the text is not valid Unicode
+        except TypeError as error:  # the library raises this for invalid Unicode
             raise InvalidRequestError(
                 "The text holds half of a surrogate pair, which is not Unicode; send whole "
                 "characters."
             ) from error
 
     def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
-        """A raw completion prompt, between the tokens that the model expects around one."""
+        """Encode a raw completion prompt, with BOS and EOS as the model expects."""
         ids = self.encode(text)
         if add_bos and self._parts.add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
@@ -154,7 +154,7 @@ class Tokenizer:
         return ids
 
     def encode_rendered(self, rendered: RenderedPrompt) -> list[int]:
-        """A chat prompt. The template alone decides on BOS, so there are never two."""
+        """Encode a chat prompt. Only the template adds BOS, so there are never two."""
         return self.encode(
             "".join(s if isinstance(s, str) else sentinel(s) for s in rendered.segments)
         )
@@ -162,7 +162,9 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
     ) -> str:
-        """The text of `ids`; with `continuation` they follow other text and keep a first space."""
+        """The text of `ids`. With `continuation` they follow other text, so a leading space is
+        kept.
+        """
         table = self.bytes_table(skip_special)
         text = b"".join([table[i] for i in ids]).decode("utf-8", "replace")
         if self.drops_leading_space and not continuation:
@@ -170,17 +172,17 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that a token adds to the output; none for a control token."""
+        """The bytes that a token adds to the output; empty for a control token."""
         return self._visible[token_id]
 
     def token_literal(self, token_id: int) -> bytes:
-        """As `token_bytes`, but a control token gives its name; for showing logprobs."""
+        """Like `token_bytes`, but a control token gives its name. Used to display logprobs."""
         return self._literal[token_id]
 
     def bytes_table(
         self, skip_special: bool, shown: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Id -> bytes; control tokens are skipped but for those `shown`."""
+        """Id -> bytes. Control tokens are skipped, except those in `shown`."""
         if not skip_special:
             return self._literal
         if not shown:
@@ -190,7 +192,7 @@ class Tokenizer:
         return self._showing[shown]
 
     def token_id(self, text: str) -> int | None:
-        """The one token that a marker such as a control token's name is, if it is one."""
+        """Id of a special-token string, or None."""
         return self._marker_ids.get(text)
 
     @cached_property

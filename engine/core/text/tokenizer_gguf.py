@@ -1,8 +1,9 @@
-"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece's ("llama", "gemma4").
+"""Loads tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece ("llama",
+"gemma4").
 
-A SentencePiece BPE file has a score for each piece and no merges. Every way to cut a piece into two
-other pieces becomes a merge, ranked by the piece's score, which makes BPE join the same neighbours
-in the same order.
+A SentencePiece BPE file has a score per piece and no merges. Every split of a piece into two other
+pieces becomes a merge, ranked by the piece's score. So BPE joins the same neighbours in the same
+order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from engine.core.text.tokenizer_pre import word_split
 from engine.core.text.tokenizer_tables import TokenizerTables
 
 _PREFIX = "tokenizer.ggml."
-# What `tokenizer.ggml.token_type` says of a piece.
+# Values of `tokenizer.ggml.token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _TYPES: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, int, bool}}
 
@@ -74,7 +75,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
 
 
 def unused_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Rows of the embedding table that no piece of text belongs to."""
+    """Ids of embedding rows that no text maps to."""
     types = _array(metadata, "token_type", int)
     return frozenset(i for i, type_ in enumerate(types) if type_ == UNUSED)
 
@@ -82,7 +83,7 @@ def unused_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
 def _array(
     metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None
 ) -> list[Any]:
-    """An array of the vocabulary as a list; empty where the file has none."""
+    """A vocabulary array as a list; empty if the file has none."""
     raw = metadata.get(_PREFIX + name)
     if raw is None:
         return []

@@ -1,8 +1,7 @@
-"""Tokenizers from a Hugging Face model directory: `tokenizer.json` and the small files beside it.
+"""Loads tokenizers from a Hugging Face directory: `tokenizer.json` and the small files beside it.
 
-Everything is read as JSON or text. Keys that name code (`auto_map`, `tokenizer_class`) are never
-looked at, and no other tokenizer format is tried, so a directory cannot make this engine run
-anything.
+All files are read as JSON or text. Keys that name code (`auto_map`, `tokenizer_class`) are ignored
+and no other format is tried, so a directory can't make the engine run code.
 """
 
 import json
@@ -16,11 +15,11 @@ from engine.core.text.json_text import check_characters
 from engine.core.text.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
-_CONTINUES = "##"  # what WordPiece writes before a piece that continues a word
+_CONTINUES = "##"  # WordPiece's prefix of a piece that continues a word
 _MAX_WORD = 1000
-_MAX_GAP = 1 << 16  # ids that no token has; real vocabularies reserve some thousands
-_MAX_IDS = 1 << 21  # ten times what large vocabularies have; a table has a row for each
-# Encoded once at load, so that a file the library cannot cope with is refused there.
+_MAX_GAP = 1 << 16  # max unused ids; real vocabularies reserve some thousands
+_MAX_IDS = 1 << 21  # ten times a large vocabulary; tables have one row per id
+# Encoded once at load, so that a file which breaks the library is refused there.
 _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
 
 
@@ -91,7 +90,7 @@ def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
-    """Whether pieces are byte-level, and whether encoding starts with a space of its own."""
+    """Whether pieces are byte-level, and whether encoding adds a leading space."""
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     kinds = {str(step.get("type")): step for step in steps if isinstance(step, dict)}
@@ -115,7 +114,9 @@ def _is_word_piece(spec: dict[str, Any]) -> bool:
 
 
 def _spell_words(pieces: tuple[str, ...], named: frozenset[int]) -> tuple[str, ...]:
-    """WordPiece marks what continues a word; others, and all that decodes here, what begins one."""
+    """Rewrite WordPiece's marks. It marks pieces that continue a word; our detokenizer expects a
+    mark on pieces that begin one.
+    """
     return tuple(
         piece
         if i in named or not piece
@@ -146,7 +147,7 @@ def _added_tokens(spec: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def _check_word_piece(model: dict[str, Any], path: Path) -> None:
-    """Finding a word's pieces takes time that grows with the square of its length."""
+    """Limit word lengths: WordPiece takes quadratic time in the length of a word."""
     longest = model.get("max_input_chars_per_word", 100)
     if model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES or not (
         isinstance(longest, int) and 1 <= longest <= _MAX_WORD
@@ -165,9 +166,9 @@ def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
     elif isinstance(model, dict) and any(
         model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
     ):
-        # The library slices pieces by the affix's length, even within a character.
+        # The library slices pieces by the affix's byte length, even inside a character.
         raise ModelFormatError(f"{path / 'tokenizer.json'}: affixes in model are not supported.")
-    if isinstance(vocab, list):  # Unigram: the position is the id
+    if isinstance(vocab, list):  # Unigram: the list position is the id
         if not all(map(_is_scored_piece, vocab)):
             raise ModelFormatError(
                 f"{path / 'tokenizer.json'}: a Unigram vocabulary lists pieces with their scores."
@@ -216,12 +217,12 @@ def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tu
 def _hide_specials(
     spec: dict[str, Any], added: list[dict[str, Any]], specials: frozenset[int], path: Path
 ) -> tokenizers.Tokenizer:
-    """Build the engine with every special token's text replaced by its sentinel."""
+    """Build the library's tokenizer with every special token's text replaced by its sentinel."""
     model = spec["model"]
     hidden = {token["content"]: sentinel(token["id"]) for token in added if token["special"]}
     vocab: dict[str, int] | list[list[Any]]
     if isinstance(model["vocab"], dict):
-        # Every added token is given its id here: the library would otherwise number them itself.
+        # Every added token gets its id here; otherwise the library would number them itself.
         vocab = {piece: i for piece, i in model["vocab"].items() if piece not in hidden}
         vocab.update(
             (hidden.get(token["content"], token["content"]), token["id"]) for token in added
@@ -234,7 +235,7 @@ def _hide_specials(
         {**token, "content": hidden.get(token["content"], token["content"])} for token in added
     ]
     if _is_word_piece(spec):
-        # BERT's normalizer would take a sentinel for control characters and drop it.
+        # BERT's normalizer would drop a sentinel as control characters.
         renamed = [{**token, "normalized": False} for token in renamed]
     spec = {**spec, "model": {**model, "vocab": vocab}, "added_tokens": renamed}
     spec["padding"] = spec["truncation"] = None
@@ -254,7 +255,7 @@ def _build(spec: str, path: Path) -> tokenizers.Tokenizer:
         for text in _PROBES:
             engine.encode(text)
     except BaseException as error:
-        # A panic inside the library is not an `Exception`.
+        # A Rust panic in the library is not an `Exception`.
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise ModelFormatError(f"{path / 'tokenizer.json'} cannot be used: {error}.") from error
@@ -264,11 +265,11 @@ def _build(spec: str, path: Path) -> tokenizers.Tokenizer:
 def _ends_of_prompt(
     engine: tokenizers.Tokenizer, vocab_size: int, path: Path
 ) -> tuple[int | None, int | None]:
-    """What the post-processor puts before and after a text, if anything."""
+    """The ids that the post-processor adds before and after a text, if any."""
     bare = engine.encode("a", add_special_tokens=False).ids
     full = engine.encode("a", add_special_tokens=True).ids
     if max(full, default=0) >= vocab_size:
-        # It states ids of its own, which nothing compares with the vocabulary.
+        # The post-processor has its own ids, which the library never checks against the vocabulary.
         raise ModelFormatError(
             f"{path / 'tokenizer.json'}: post_processor adds id {max(full)}, outside the "
             f"vocabulary of {vocab_size} pieces."
@@ -307,7 +308,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     if separate.is_file():
         return _read_text(separate)
     value = settings.get("chat_template")
-    if isinstance(value, list):  # several named templates
+    if isinstance(value, list):  # a list means several named templates
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else None

@@ -1,9 +1,9 @@
-"""How text is cut into words before byte-level BPE, by the GGUF key `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level BPE, by the GGUF key `tokenizer.ggml.pre`.
 
-A name stands for a list of patterns. Each is applied to the pieces left by the one before it,
-matches and gaps both becoming pieces. Names and patterns are facts of the GGUF format as llama.cpp
-reads it; the slow golden test says which vocabularies have been compared with it, the others are
-unverified.
+A name stands for a list of regular expressions. Each one splits the pieces left by the previous
+one; matches and gaps both become pieces. Names and patterns are facts of the GGUF format as
+llama.cpp reads it. The slow golden test lists which vocabularies were compared with llama.cpp; the
+others are unverified.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def _cl100k(digits: str) -> str:
 
 
 def _cased(digits: str, contraction: str) -> str:
-    """Words are cut where lower case turns into upper case, as in "camelCase"."""
+    """A pattern that splits words where lower case changes to upper case, as in "camelCase"."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -51,8 +51,8 @@ _CJK = "[一-龥ࠀ-一가-\ud7ff]+"
 @dataclass(frozen=True, slots=True)
 class WordSplit:
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is itself a piece is taken whole
-    add_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a word that is itself a piece needs no merges
+    add_bos: bool = False  # default if the file does not say
 
 
 _SPLITS: dict[WordSplit, tuple[str, ...]] = {

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file as plain data, already checked, and how it is built from that.
+"""A GGUF tokenizer as plain, validated data, and how to build a tokenizer from it.
 
-What can be kept on disk ends here: the `tokenizers` engine itself holds sentinels that are drawn
-anew by each process (see `tokenizer_parts`).
+This data can be cached on disk. The `tokenizers` object can't: its sentinels are random in each
+process (see `tokenizer_parts`).
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from engine.core.text.tokenizer_pre import byte_level_words, word_split
 
 
 class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that `TokenizerParts` has too mean the same there."""
+    """Fields shared with `TokenizerParts` have the same meaning there."""
 
     kind: Literal["gpt2", "llama", "gemma4"]
     pieces: tuple[str, ...]
     merges: list[tuple[str, str]]
-    split: str  # how text is cut into words; of "gpt2" alone
+    split: str  # name of the pre-tokenizer; only for "gpt2"
     unknown_id: int | None
     special_ids: frozenset[int]
     literal_ids: frozenset[int]
@@ -62,7 +62,9 @@ def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
 def build_bpe(
     tables: TokenizerTables, vocab: dict[str, int], unknown: str | None
 ) -> tokenizers.Tokenizer:
-    """Cutting, merging and normalising as the tables say, over their pieces under any texts."""
+    """Build a BPE tokenizer as the tables say. `vocab` may give pieces other texts, such as
+    sentinels.
+    """
     if tables.kind == "gpt2":
         split = word_split(tables.split)
         engine = _bpe(tables, vocab, ignore_merges=split.ignore_merges)
@@ -96,7 +98,7 @@ def vocab_of(pieces: Sequence[str]) -> dict[str, int]:
 
 
 def _hidden_vocab(pieces: Sequence[str], specials: frozenset[int]) -> dict[str, int]:
-    """Control tokens under their sentinels."""
+    """The vocabulary, with control tokens replaced by their sentinels."""
     vocab = vocab_of(pieces)
     for i in specials:
         del vocab[pieces[i]]

@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face directory as GGUF metadata.
+"""Converts a Hugging Face tokenizer to GGUF metadata.
 
-Byte-level BPE goes over as it is, under the name of its word split, which is found by trying: the
-split that cuts a telling text as the directory's own does. SentencePiece's BPE has its merges
-turned back into scores.
+Byte-level BPE is copied. The name of its pre-tokenizer is found by trying: it is the one that
+splits a test text as the directory's own does. For SentencePiece BPE, merges are converted back to
+scores.
 """
 
 import json
@@ -27,7 +27,7 @@ from engine.core.text.tokenizer_parts import TokenizerParts, is_byte_piece
 from engine.core.text.tokenizer_pre import KNOWN_SPLITS, byte_level_words
 
 PREFIX = "tokenizer.ggml."
-# Every known split cuts this text in another way.
+# A text that every known pre-tokenizer splits differently.
 _TELLING = (
     "Hello  World's we'LL they're 'S 12345678 x=3.14;foo_bar(camelCase HTTPServer)\n\n \t end...\r"
     "\n  ünïcödé Ⅷ ½ 你好世界。ひらがな カタカナ 한국어 ¿Qué?! <|x|> $5^2~`a` #tag @me "
@@ -77,7 +77,7 @@ def gguf_tokenizer(directory: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def split_name(spec: dict[str, Any]) -> str:
-    """What GGUF calls the way in which a byte-level tokenizer cuts text into words."""
+    """GGUF's name of a byte-level tokenizer's pre-tokenizer."""
     stage = {**spec, "normalizer": None, "post_processor": None, "added_tokens": []}
     ours = tokenizers.Tokenizer.from_str(json.dumps(stage)).pre_tokenizer
     ignores = bool(spec["model"].get("ignore_merges"))
@@ -93,7 +93,7 @@ def split_name(spec: dict[str, Any]) -> str:
 
 
 def _padded(pieces: Sequence[str], vocab_size: int) -> list[str]:
-    """Rows without a piece get a name that no text merges into."""
+    """Pad to `vocab_size` with names that no text maps to."""
     names = [piece or f"[PAD{i}]" for i, piece in enumerate(pieces)]
     return names + [f"[PAD{i}]" for i in range(len(pieces), vocab_size)]
 
@@ -117,7 +117,9 @@ def _types(parts: TokenizerParts, unknown: str | None, vocab_size: int) -> np.nd
 def _scores(
     pieces: Sequence[str], merges: Sequence[tuple[str, ...]], vocab_size: int
 ) -> np.ndarray:
-    """A piece scores higher the earlier a merge makes it; what no merge makes comes last."""
+    """Scores from merges: an earlier merge scores higher, and pieces without a merge score
+    lowest.
+    """
     rank: dict[str, int] = {}
     for order, merge in enumerate(merges):
         rank.setdefault("".join(merge), order)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face directory."""
+"""Converts a GGUF tokenizer to the files of a Hugging Face directory."""
 
 import json
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Token
 
 
 def _put_ends(engine: tokenizers.Tokenizer, tables: TokenizerTables) -> None:
-    """What the model expects around a text."""
+    """Add BOS and EOS as the model expects."""
     first = tables.bos_id if tables.add_bos else None
     last = tables.eos_id if tables.add_eos else None
     named = [(tables.pieces[i], i) for i in (first, last) if i is not None]

@@ -1,1 +1,1 @@
-"""Small helpers without a room of their own."""
+"""Small helpers that fit no other folder."""

@@ -1,4 +1,4 @@
-"""The server's socket: taken before anything is loaded, and by little enough code for that."""
+"""Binds the server's socket before anything is loaded. Imports little, so that this is fast."""
 
 import errno
 import ipaddress
@@ -10,13 +10,13 @@ from engine.core.errors import ConfigError
 
 
 def bind_socket(settings: Settings) -> socket.socket:
-    """Take the port, without listening yet. Raises `ConfigError` before anything slow begins."""
+    """Bind the port without listening yet. Raises `ConfigError` before anything slow starts."""
     check_exposure(settings)
     return _bind(settings.server.host, settings.server.port, "server.port", "--port")
 
 
 def bind_probes(settings: Settings) -> socket.socket | None:
-    """The same for the probes' own port, if they have one."""
+    """Bind the probes' own port, if there is one."""
     port = settings.server.probe_port
     if port is None:
         return None
@@ -26,8 +26,8 @@ def bind_probes(settings: Settings) -> socket.socket | None:
 def _bind(host: str, port: int, param: str, option: str) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # With its protocol named: asyncio sets TCP_NODELAY on connections of such sockets alone,
-        # and without it an answer waits 40 ms for the client to acknowledge its head.
+        # IPPROTO_TCP is explicit: asyncio sets TCP_NODELAY only on such sockets. Without it a
+        # response body waits 40 ms for the client's ACK of its head.
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
@@ -43,7 +43,7 @@ def _bind(host: str, port: int, param: str, option: str) -> socket.socket:
 
 
 def address_of(sock: socket.socket) -> str:
-    """The URL that a bound socket is reached by."""
+    """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host)
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"

@@ -1,1 +1,1 @@
-"""Who may ask and how much: API keys, quotas, rate windows."""
+"""Authentication and limits: API keys, quotas, rate windows."""

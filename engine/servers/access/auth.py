@@ -1,9 +1,9 @@
-"""Who is asking. Every route needs a key unless it is on the short list of probes here, and those
-that administer the server need the administrator's, if there is one.
+"""Authentication. Every route except a few probes needs a key; admin routes need the admin key, if
+one is set.
 
-The check is a dependency of the whole application, so it runs after routing and sees the route that
-will answer, never a path rebuilt from headers. Keys are kept and compared as SHA-256 digests, in
-constant time, and all of them are always compared.
+The check is an application-wide dependency. It runs after routing and sees the route that will
+answer, never a path rebuilt from headers. Keys are stored and compared as SHA-256 digests, in
+constant time, and every key is always compared.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
 
-# `/health` tells anyone its status, and the rest only to a key: see `health.py`.
+# `/health` shows its status to anyone, and the details only with a key: see `probes.py`.
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 ADMIN_PATH = "/v1/admin/"
-# What any client may look at as long as there is no administrator: how requests are routed.
+# Any client may read these routing reports while no admin key is set.
 CLIENT_ROUTES = frozenset(
     {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
 )
@@ -34,27 +34,28 @@ CLIENT_ROUTES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A tenant: who owns a submission, and whose cached prefixes are whose. The rest is about the
-    key that it came with.
+    """An authenticated tenant: it owns submissions and cached prefixes. The other fields describe
+    the key that the request came with.
     """
 
     name: str
-    key: str = field(default="", compare=False)  # its name; empty for the one in the settings
+    key: str = field(default="", compare=False)  # the key's name; empty for the key in the settings
     limits: KeyLimits = field(default=NO_LIMITS, compare=False)
     is_admin: bool = field(default=False, compare=False)
 
 
-# Without a configured key everybody on this machine is one tenant.
+# Without a configured key, all clients are one tenant.
 ANYONE = Principal("")
 ADMIN = Principal("admin", key="admin", is_admin=True)
 
-# Where a scope that this process made itself says whom it is for. A scope that the HTTP server made
-# never has it: what a client sends is a value under other keys, and no object in any case.
+# Key in the ASGI scope that marks the server's own requests with their tenant. Scopes made by the
+# HTTP server never have it: a client's values are stored under other keys, and are never such
+# objects.
 _ACTING_FOR = "engine.acting_for"
 
 
 class Authenticator:
-    """Called as a FastAPI dependency; leaves the `Principal` in the request's state."""
+    """FastAPI dependency that stores the `Principal` in the request's state."""
 
     def __init__(self, settings: Settings, keys: "KeyRing", throttle: "AuthThrottle") -> None:
         token = settings.metrics.token
@@ -78,7 +79,7 @@ class Authenticator:
         request.state.principal = principal
 
     def identify(self, request: Request) -> Principal | None:
-        """Who the request's keys say it is, for the route it goes to; None for nobody."""
+        """The principal whose key the request has, if it may use this route, else None."""
         accepted = [(each.digest, each.principal) for each in self._keys.credentials]
         is_open = not self._keys.has_users
         if request.scope["route"].path == self._metrics_route and self._metrics_token is not None:
@@ -86,7 +87,7 @@ class Authenticator:
             is_open = False
         acting_for = request.scope.get(_ACTING_FOR)
         if isinstance(acting_for, Principal):
-            # Work that was left by a key which is no longer accepted is refused like the key.
+            # Work left by a key that has since been revoked is refused, as the key itself would be.
             current = [principal for _, principal in accepted] + [ANYONE] * is_open
             return next((each for each in current if each == acting_for), None)
         matched = ANYONE if is_open else None
@@ -105,7 +106,7 @@ class Authenticator:
                     "The administrator's key is needed: send it as 'Authorization: Bearer KEY'."
                 )
             raise ForbiddenError("This key is not the administrator's.")
-        # Whoever alone can reach the server may do all.
+        # If only this machine can reach the server and no keys are set, every client is an admin.
         is_alone = not self._keys.has_users and self._is_local
         if request.scope["route"].path not in CLIENT_ROUTES and not is_alone:
             raise ForbiddenError(
@@ -115,12 +116,12 @@ class Authenticator:
 
 
 def act_for(scope: MutableMapping[str, Any], principal: Principal) -> None:
-    """Make a request of the server's own, in `scope`, one of `principal`'s."""
+    """Mark `scope`, one of the server's own requests, as sent for `principal`."""
     scope[_ACTING_FOR] = principal
 
 
 def is_acting(scope: MutableMapping[str, Any]) -> bool:
-    """Whether the request is the server's own, for somebody who left it work."""
+    """Whether this is the server's own request for a tenant's deferred work."""
     return isinstance(scope.get(_ACTING_FOR), Principal)
 
 
@@ -139,7 +140,7 @@ def digest_of(key: str) -> bytes:
 
 
 def _presented(request: Request) -> list[bytes]:
-    """Digests of the keys in all the headers where clients put them."""
+    """Digests of the keys in every header where clients put them."""
     keys = request.headers.getlist("x-api-key") + request.headers.getlist("api-key")
     for value in request.headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
@@ -155,7 +156,7 @@ class Credential:
 
 
 class KeyRing:
-    """The one key of the settings, those of the keys file, and the administrator's."""
+    """All accepted keys: the one in the settings, those of the keys file, and the admin key."""
 
     def __init__(self, server: ServerSettings) -> None:
         self.entries: tuple[KeyEntry, ...] = ()
@@ -164,7 +165,7 @@ class KeyRing:
 
     @property
     def has_users(self) -> bool:
-        """Whether a key is needed for anything but administration."""
+        """Whether ordinary requests need a key."""
         return any(not each.principal.is_admin for each in self.credentials)
 
     @property
@@ -172,14 +173,14 @@ class KeyRing:
         return any(each.principal.is_admin for each in self.credentials)
 
     def label(self, principal: Principal) -> str:
-        """The tenant's name, as the keys file has it."""
+        """The tenant's name in the keys file."""
         for entry in self.entries:
             if _principal(entry) == principal:
                 return entry.tenant_name
         return ""
 
     def load(self, server: ServerSettings) -> None:
-        """All at once, or, with a `ConfigError`, nothing: the keys of before stay."""
+        """Load all keys. On a `ConfigError` nothing changes and the previous keys stay."""
         entries = read_keys(server.keys_file) if server.keys_file is not None else ()
         found = _of_settings(server.api_key, server.admin_key)
         found += [Credential(bytes.fromhex(each.sha256), _principal(each)) for each in entries]
@@ -192,8 +193,8 @@ class KeyRing:
             )
         if server.keys_file is not None and all(each.principal.is_admin for each in found):
             raise ConfigError(
-                f"the keys file {server.keys_file} has no key for clients, so that anybody would be"
-                " let in: make one with `engine keys new NAME`",
+                f"the keys file {server.keys_file} has no key for clients, so every client would"
+                " be let in: make one with `engine keys new NAME`",
                 param="server.keys_file",
             )
         self.entries, self.credentials = entries, tuple(found)
@@ -210,7 +211,9 @@ def _of_settings(api_key: SecretStr | None, admin_key: SecretStr | None) -> list
 
 
 def _principal(entry: KeyEntry) -> Principal:
-    """All keys of a tenant are one owner, so that a key can be replaced without losing anything."""
+    """The tenant of a key. All of its keys are one owner, so a key can be rotated without losing
+    data.
+    """
     tenant = hashlib.sha256(f"tenant\n{entry.tenant_name}".encode()).hexdigest()[:32]
     is_admin = entry.role == "admin"
     return Principal(tenant, key=entry.name, limits=entry, is_admin=is_admin)

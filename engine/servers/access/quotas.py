@@ -1,9 +1,9 @@
-"""What each key may still ask for: requests and tokens in a minute, requests at once, and how many
-wait for their first token, by number and by the length of their prompts.
+"""Quotas per key: requests and tokens per minute, concurrent requests, and requests waiting for
+their first token, by count and by prompt length.
 
-A request is counted before its body is read. Its tokens are not known then, so they are charged as
-they become known, the prompt by the body's length, the answer by what was asked for at most, and
-put right when the request has ended, whichever way it did.
+A request is counted before its body is read. Its tokens are not known then, so they are estimated:
+the prompt from the body's length, the output from the requested maximum. When the request ends,
+however it ends, the charge is corrected to the real count.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
 from engine.servers.serving.event_pump import EventPump
 
-# Requests end one by one: nobody knows when, but soon.
+# Suggested retry delay. When a running request will end is unknown, but it is usually soon.
 BUSY_RETRY_S = 1.0
-# English has about this many bytes to a token, and JSON around it.
+# Estimate: English text has about this many bytes per token, JSON syntax included.
 BYTES_PER_TOKEN = 4
-# Charged for an answer whose length was left open; most are shorter, and all are put right.
+# Charged for an output without a length limit. The charge is corrected when the request ends.
 UNSTATED_TOKENS = 256
 
 
 class AuthThrottle:
-    """Slows down whoever tries keys: past so many wrong ones from an address in a minute, a wrong
-    one is answered with 429. A right one always passes: many clients may share an address.
+    """Slows down key guessing. After too many wrong keys per minute from one address, further wrong
+    keys get 429. A valid key always passes, because clients may share an address.
     """
 
     def __init__(self, max_per_minute: int) -> None:
@@ -45,17 +45,17 @@ class AuthThrottle:
 
 
 class Lease:
-    """One request's part of its key's limits. `close` may be called twice."""
+    """One request's share of its key's limits. `close` is idempotent."""
 
     def __init__(self, quotas: "Quotas", key: str, name: str, limits: KeyLimits) -> None:
         self.pump: EventPump | None = None
-        self.name = name  # of the key, in messages
+        self.name = name  # the key's name, for messages
         self.limits = limits
         self.headers: dict[str, str] = {}
         self._quotas = quotas
         self._key = key
-        self._charges: list[tuple[int, int]] = []  # minute, tokens
-        self.num_prompt = 0  # tokens, by the length of the body
+        self._charges: list[tuple[int, int]] = []  # (minute, tokens)
+        self.num_prompt = 0  # prompt tokens, estimated from the body's length
 
     @property
     def is_queued(self) -> bool:
@@ -77,7 +77,7 @@ class Lease:
         self._tell("requests", limit, window)
 
     async def charge(self, tokens: int, param: str | None = None) -> None:
-        """Take `tokens` more of what the key has for this minute, or raise."""
+        """Charge `tokens` to the key's current minute, or raise."""
         limit = self.limits.tokens_per_minute
         if limit is None:
             return
@@ -89,7 +89,7 @@ class Lease:
                 param=param,
             )
         window = await self._windows.add(self._tokens, tokens)
-        # Without a place for one token more, nothing can be answered.
+        # A key without room for one more token can't get an answer.
         if window.used > limit or window.used - tokens > limit - 1:
             window = await self._windows.add(self._tokens, -tokens, window.minute)
             self._tell("tokens", limit, window)
@@ -98,7 +98,7 @@ class Lease:
         self._tell("tokens", limit, window)
 
     async def grow(self, num_bytes: int) -> None:
-        """The body has arrived, and is longer than was announced: one that comes in pieces is."""
+        """Charge more when the body turns out longer than announced, as a chunked one does."""
         more = num_bytes // BYTES_PER_TOKEN - self.num_prompt
         if more <= 0:
             return
@@ -107,7 +107,7 @@ class Lease:
         await self.charge(more)
 
     async def close(self, num_tokens: int) -> None:
-        """Give the place back; `num_tokens` is what it came to."""
+        """Release the lease and correct its charge to `num_tokens`."""
         if not self._quotas.leave(self._key, self):
             return
         difference = num_tokens - self.num_charged
@@ -149,7 +149,7 @@ class Lease:
 
 
 class Quotas:
-    """Of all keys. The defaults may be replaced while the server runs."""
+    """The quotas of all keys. The defaults can be replaced while the server runs."""
 
     def __init__(self, defaults: LimitsSettings) -> None:
         self.set_defaults(defaults)
@@ -158,12 +158,14 @@ class Quotas:
         self._preparing: asyncio.Task[None] | None = None
 
     def set_defaults(self, defaults: LimitsSettings) -> None:
-        """What holds for every key that has no limit of its own."""
+        """Set the limits of every key that has none of its own."""
         self.defaults = defaults
         self.limits_all = not NO_LIMITS.over(defaults).is_empty
 
     async def start(self) -> None:
-        """Raises `ConfigError` if there can be no Redis; the rest is made ready meanwhile."""
+        """Import the Redis client: now if it is configured, else in the background. Raises
+        `ConfigError` if the configured Redis can't be used.
+        """
         if self.defaults.redis_url is not None:
             await self.windows.prepare()
         else:
@@ -174,16 +176,16 @@ class Quotas:
             self._preparing.cancel()
 
     def in_use(self) -> Iterator[tuple[str, int, int]]:
-        """Keys with requests: how many, and how many of them wait."""
+        """For each key with requests: its name, how many are running, and how many of them wait."""
         for key, leases in self._leases.items():
             yield key, len(leases), sum(lease.is_queued for lease in leases)
 
     async def enter(
         self, principal: Principal, num_bytes: int, headers: dict[str, str]
     ) -> Lease | None:
-        """A place for one request; None where nothing is limited. Raises `RateLimitError`.
+        """Take a lease for one request; None if nothing is limited. Raises `RateLimitError`.
 
-        `headers` is told what is left, also when there is nothing left.
+        Also writes the remaining quota to `headers`, even when it is exhausted.
         """
         limits = principal.limits.over(self.defaults)
         if principal.is_admin or limits.is_empty:
@@ -203,7 +205,7 @@ class Quotas:
         return lease
 
     def leave(self, key: str, lease: Lease) -> bool:
-        """Whether it was there."""
+        """Remove the lease. False if it was not there."""
         leases = self._leases.get(key)
         if leases is None or lease not in leases:
             return False
@@ -228,7 +230,7 @@ class Quotas:
         self._check_prompt(queued, lease)
 
     def check_prompt(self, key: str, lease: Lease) -> None:
-        """Again, for a lease that is among the others and whose prompt has grown."""
+        """Check the prompt limits again for a lease whose prompt has grown."""
         others = self._leases.get(key, set()) - {lease}
         self._check_prompt([each for each in others if each.is_queued], lease)
 
@@ -252,7 +254,7 @@ class Quotas:
 
 
 def answer_tokens(max_tokens: int | None, num_choices: int) -> int:
-    """What an answer may come to, as far as the request says."""
+    """Max output tokens, as far as the request states them."""
     return (UNSTATED_TOKENS if max_tokens is None else max_tokens) * num_choices
 
 
@@ -267,7 +269,7 @@ def limits_shown(limits: KeyLimits) -> Mapping[str, int | None]:
 
 
 def _network(address: str) -> str:
-    """One client may have a whole IPv6 network of addresses."""
+    """Group an IPv6 address by its network: one client may own all of its addresses."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

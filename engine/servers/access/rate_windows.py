@@ -1,11 +1,9 @@
-"""How much of something there was in the last minute, by name: counted in memory, or in Redis for
-several servers together.
+"""Sliding one-minute counters by name, in memory or in Redis for several servers.
 
-A window slides: of the minute before, the part counts that is less than a minute ago. Minutes in
-Redis are those of the wall clock, because servers share them; a clock that jumps only begins a new
-one. In memory the wall clock plays no part.
-Unlike the strategies of `limits`, what was counted can be corrected later. A Redis that fails or is
-slow is left alone for a while, and this process counts for itself.
+The previous minute counts in proportion to its part that is less than 60 s old. Minutes in Redis
+follow the wall clock, because servers share them; a clock that jumps just starts a new minute. In
+memory the wall clock plays no role. Unlike in the `limits` library, counts can be corrected later.
+If Redis fails or is slow, it is not used for a while and this process counts alone.
 """
 
 import asyncio
@@ -27,13 +25,13 @@ WINDOW_S = 60
 REDIS_TIMEOUT_S = 0.1
 REDIS_PAUSE_S = 5.0
 KEY_PREFIX = "engine-limits"
-# Names that one process remembers; they are forgotten all at once then, rather than grow.
+# Max names held in memory. When it is reached, all are forgotten at once.
 MAX_NAMES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was counted in the previous minute and in this one, `position` seconds of it ago."""
+    """Counts of the previous and the current minute, `position` seconds into the current one."""
 
     minute: int
     position: float
@@ -46,13 +44,13 @@ class Window:
 
     @property
     def reset_s(self) -> float:
-        """Until nothing of it counts any more."""
+        """Seconds until all counts have expired."""
         if self.current > 0:
             return 2 * WINDOW_S - self.position
         return WINDOW_S - self.position if self.previous > 0 else 0.0
 
     def wait_s(self, limit: int, amount: int) -> float:
-        """Until `amount` more fits under `limit`, if nobody else comes first."""
+        """Seconds until `amount` more fits under `limit`, if nothing else is counted meanwhile."""
         free = limit - amount
         if free < 0:
             return math.inf
@@ -71,10 +69,10 @@ class Windows:
         self._loading = asyncio.Lock()
         self._memory: Any = None
         self._redis: Any = None
-        self._redis_again_at = 0.0  # time.monotonic()
+        self._redis_again_at = 0.0  # when to try Redis again, time.monotonic()
 
     async def prepare(self) -> None:
-        """Import the library, which takes long enough to be waited for by nobody."""
+        """Import the Redis client early, so that no request waits for the slow import."""
         async with self._loading:
             if self._memory is None:
                 await asyncio.to_thread(import_module, "limits.aio.storage")
@@ -85,12 +83,12 @@ class Windows:
                 self._memory = storage_from_string("async+memory://")
 
     async def add(self, name: str, amount: int, minute: int | None = None) -> Window:
-        """Count `amount`, which may be negative, in this minute or in an earlier one."""
+        """Add `amount`, which may be negative, to this minute or to an earlier one."""
         now = self._now()
         this = int(now // WINDOW_S)
         at = this if minute is None else minute
         if at < this - 1:
-            return await self.look(name)  # nothing of that minute counts any more
+            return await self.look(name)  # that minute has expired
         if self._memory is None:
             await self.prepare()
         if len(self._memory.storage) > MAX_NAMES:
@@ -103,8 +101,8 @@ class Windows:
         return await self.add(name, 0)
 
     async def _count(self, changed: str, amount: int, read: str) -> tuple[int, int]:
-        """The new value of `changed`, and the value of `read`. This process counts always, so that
-        nobody begins anew when Redis fails, or when it comes back without what it had.
+        """Add to the counter `changed`; returns its new value and the value of the counter `read`.
+        This process always counts as well, so counts survive when Redis fails or comes back empty.
         """
         own = await _change(self._memory, changed, amount, read)
         if self._redis is not None and time.monotonic() >= self._redis_again_at:
@@ -112,7 +110,7 @@ class Windows:
                 async with asyncio.timeout(REDIS_TIMEOUT_S):
                     shared = await _change(self._redis, changed, amount, read)
                     return max(own[0], shared[0]), max(own[1], shared[1])
-            except Exception as error:  # whatever it is, it must not be the requests' trouble
+            except Exception as error:  # a Redis problem must never fail a request
                 self._redis_again_at = time.monotonic() + REDIS_PAUSE_S
                 reason = type(error).__name__
                 logger.warning(
@@ -129,7 +127,7 @@ async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[i
 
 
 def _count(value: Any) -> int:
-    """Redis counts in 64 bits: what is more does not come from counting."""
+    """Redis counters are 64-bit. A larger value did not come from counting."""
     count = int(value)
     if not -(2**63) <= count < 2**63:
         raise ValueError("not a count")
@@ -160,7 +158,7 @@ def _redis(url: SecretStr) -> Any:
 
 
 def _warn_if_open(url: str) -> None:
-    """A Redis on another machine that asks nobody who they are, or listens to all on the way."""
+    """Warn about a remote Redis without a password or without TLS."""
     parts = urlsplit(url)
     if not parts.hostname or is_loopback(parts.hostname):
         return

@@ -1,9 +1,9 @@
-"""Anthropic's content blocks, tools and system prompts, as the messages and tools of a
+"""Converts Anthropic's content blocks, tools and system prompts to the messages and tools of a
 `ChatRequest`.
 
-Written by hand so that the first mistake ends it. What a chat template has no place for is either
-put into the text (a tool result's `is_error`), or named in `warnings`. `cache_control` asks for
-what the prefix cache does by itself; only a lifetime or a scope of it is more than that.
+Hand-written so that it stops at the first mistake. What a chat template can't express is added to
+the text (a tool result's `is_error`) or listed in `warnings`. `cache_control` asks for caching,
+which always happens; only its lifetime and scope are not supported.
 """
 
 import re
@@ -23,16 +23,16 @@ from engine.servers.schema.messages import (
 MAX_BLOCKS = 1_024
 MAX_ID = 512
 
-# Claude Code's first system block: a note to Anthropic's billing, different in every request. The
-# model has no use for it, and no two prompts that begin with it could share a cached prefix.
+# Claude Code's first system block is a billing note that differs in every request. It is dropped:
+# the model does not need it, and it would prevent every prefix cache hit.
 _BILLING_NOTE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
-# Fields of blocks and tools that say nothing in these values, or that need no action here.
+# Fields of blocks and tools -> values that are accepted without any action.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (None, ["direct"]),
     "caller": (None, {"type": "direct"}),
     "citations": (None, []),
     "defer_loading": (None, False),
-    "eager_input_streaming": (None, False, True),  # input is always streamed as it is written
+    "eager_input_streaming": (None, False, True),  # arguments are always streamed
     "toolset_name": (None,),
 }
 _TEXT_FIELDS = ("type", "text", "cache_control", "citations")
@@ -59,13 +59,13 @@ _TOOL_FIELDS = (
 
 @dataclass
 class BlockReader:
-    """Reads the parts of one request; `warnings` says, by field, what was left out."""
+    """Parses the parts of one request. `warnings` has the omitted features by field."""
 
     warnings: dict[str, str] = field(default_factory=dict)
-    _called: dict[str, str] = field(default_factory=dict)  # id of each call so far -> tool
+    _called: dict[str, str] = field(default_factory=dict)  # tool call id -> tool name
 
     def messages(self, value: Any) -> list[dict[str, Any]]:
-        """Turns in order; those of one role that follow each other are one, as in Anthropic's."""
+        """Messages in order. Consecutive ones of the same role are merged, as at Anthropic."""
         check_number(value)
         read: list[dict[str, Any]] = []
         for position, item in enumerate(value):
@@ -123,7 +123,7 @@ class BlockReader:
         return self._user(blocks, where)
 
     def _blocks(self, value: Any, role: str, where: str) -> list[dict[str, Any]]:
-        """Blocks that `role` may send, with none but their own fields."""
+        """Parse blocks that `role` may send; unknown fields are refused."""
         if not isinstance(value, list):
             raise problem(where, f"should be a string or a list of blocks, got {describe(value)}")
         if len(value) > MAX_BLOCKS:
@@ -179,7 +179,7 @@ class BlockReader:
         }
 
     def _user(self, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        """Tool results are messages of their own, in their place among the texts."""
+        """A user's messages. Tool results become separate messages, in order with the texts."""
         made: list[dict[str, Any]] = []
         texts: list[str] = []
         for position, block in enumerate(blocks):
@@ -235,7 +235,7 @@ class BlockReader:
 
 
 def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
-    """Before all other turns, and one with those of its role that it meets there."""
+    """Add the system prompt as the first message, merged with following system messages."""
     if not system:
         return messages
     first: dict[str, Any] = {"role": "system", "content": system}

@@ -1,7 +1,7 @@
-"""A body of Anthropic's API as a `ChatRequest`.
+"""Converts an Anthropic body to a `ChatRequest`.
 
-Thinking is a template's option, where it has one; left out, it is off, as Anthropic's clients
-expect their first block to be text.
+Thinking is a template option, if the template has one. It is off by default, because Anthropic's
+clients expect the first block to be text.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from engine.servers.schema.structured import schema_spec
 from engine.servers.serving.chat import ChatAsk, effort_options
 from engine.servers.serving.services import Services
 
-# The names that templates have for "think before you answer".
+# Template option names that enable thinking.
 _THINKING_OPTIONS = ("enable_thinking", "thinking")
 
 Tools = tuple[dict[str, Any], ...]
@@ -32,14 +32,14 @@ Kind = TypeVar("Kind", bound=PromptBody)
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What of a body becomes a prompt, whichever model reads it."""
+class AnthropicPrompt:
+    """The part of a body that determines the prompt, independent of the model."""
 
     messages: tuple[dict[str, Any], ...]
     tools: Tools
     tool_choice: ToolChoice
     parallel_tool_calls: bool
-    continues_answer: bool  # the last message is the beginning of the answer
+    continues_answer: bool  # the last message is the start of the answer
     grammar: GrammarSpec | None
     warnings: dict[str, str]
 
@@ -57,8 +57,8 @@ class Prompt:
         )
 
 
-def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
-    """Raises `InvalidRequestError` that names field, rule and what was given."""
+def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]:
+    """Validate a body. Raises `InvalidRequestError` naming field, rule and given value."""
     reader = BlockReader()
     try:
         body = kind.model_validate(
@@ -71,7 +71,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
     messages = with_system(body.messages, reader.system(body.system or ""))
     choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
     check_format_and_choice(grammar, choice)
-    prompt = Prompt(
+    prompt = AnthropicPrompt(
         messages=_without_empty_start(messages),
         tools=tools,
         tool_choice=choice,
@@ -86,7 +86,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, Prompt]:
 
 
 def sampling_body(body: MessagesBody) -> SamplingBody:
-    """The parameters of sampling under the names that the other routes have for them."""
+    """The sampling parameters under the names that the other APIs use."""
     given = {
         "max_tokens": body.max_tokens,
         "temperature": body.temperature,
@@ -102,7 +102,7 @@ def sampling_body(body: MessagesBody) -> SamplingBody:
 def template_options(
     services: Services, request: Request, body: PromptBody, card: ModelCard
 ) -> dict[str, Any]:
-    """What the model's template is told; what it can't be is warned about."""
+    """Template options for the body. Warns about those that the model's template lacks."""
     options: dict[str, Any] = {}
     wants_thinking = body.thinking is not None and body.thinking.type != "disabled"
     switches = [name for name in _THINKING_OPTIONS if name in card.template_options]
@@ -116,7 +116,7 @@ def template_options(
         what = "only max_tokens is enforced, for thinking and answer"
         services.warn(request, "thinking.budget_tokens", what)
     effort = body.output_config.effort if body.output_config is not None else None
-    # "high" is what a model does that is told nothing.
+    # "high" is the default behaviour of models without effort levels.
     if effort == "high" and "reasoning_effort" not in card.template_options:
         return options
     return options | effort_options(services, request, card, effort, "output_config.effort")
@@ -146,7 +146,7 @@ def _continues(messages: list[dict[str, Any]]) -> bool:
 
 
 def _without_empty_start(messages: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """An empty answer at the end has nothing to go on from."""
+    """Drop an empty assistant message at the end: there is nothing to continue."""
     last = messages[-1]
     is_empty = last["role"] == "assistant" and not last["content"] and "tool_calls" not in last
     return tuple(messages[:-1] if is_empty else messages)

@@ -1,8 +1,8 @@
-"""Events as Anthropic's JSON: a whole message, or the named events of a stream.
+"""Formats events as Anthropic's JSON: a whole message, or the named events of a stream.
 
-An answer is a list of blocks (thinking, text, tool use) of which each is complete before the next
-begins; a stream opens and closes them around their deltas. Cached prompt tokens are counted apart
-from `input_tokens`, so that the parts add up to the prompt.
+An answer is a list of blocks (thinking, text, tool use), each complete before the next starts. A
+stream opens and closes blocks around their deltas. Cached prompt tokens are not included in
+`input_tokens`, so the counts add up to the prompt.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from engine.servers.serving.event_pump import OutputEvent
 _encode = msgspec.json.Encoder().encode
 
 Kind = Literal["text", "thinking", "tool_use"]
-# For each kind of block: what its deltas are called, and the field of them that has the text.
+# Block kind -> delta type, and the delta's field with the text.
 _DELTAS: dict[Kind, tuple[bytes, bytes]] = {
     "text": (b"text_delta", b"text"),
     "thinking": (b"thinking_delta", b"thinking"),
@@ -28,8 +28,8 @@ _DELTAS: dict[Kind, tuple[bytes, bytes]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """What is known of a message before its first token."""
+class MessageEnvelope:
+    """Fields of a message that are known before its first token."""
 
     id: str
     model: str
@@ -49,7 +49,7 @@ class Envelope:
 
 
 def usage_body(usage: UsageEvent) -> dict[str, Any]:
-    """Nothing is charged for writing to the cache, so no token is counted as that."""
+    """The usage object. Cache writes are free, so their count is 0."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -60,7 +60,7 @@ def usage_body(usage: UsageEvent) -> dict[str, Any]:
 
 
 def ending(finish: FinishEvent | None, has_calls: bool) -> dict[str, Any]:
-    """Why the message ended; a complete call is a reason of its own, whatever asked for it."""
+    """The stop reason: `max_tokens` first, then `tool_use` if there is any call."""
     if finish is None:
         return {"stop_reason": None, "stop_sequence": None}
     if finish.reason == "length":
@@ -74,7 +74,7 @@ def ending(finish: FinishEvent | None, has_calls: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one block; two pieces belong to the same block if kind and number agree."""
+    """Text of one block. Pieces with equal kind and number belong to the same block."""
 
     kind: Kind
     number: int
@@ -83,7 +83,7 @@ class Piece:
     name: str = ""
 
     def block(self) -> dict[str, Any]:
-        """The block that this piece begins, without the text."""
+        """The block that starts with this piece, without its text."""
         if self.kind == "text":
             return {"type": "text", "text": "", "citations": None}
         if self.kind == "thinking":
@@ -92,7 +92,9 @@ class Piece:
 
 
 def _piece(event: OutputEvent, shows_thinking: bool) -> Piece | None:
-    """None for what no client sees: the end, and tokens without a text of their own."""
+    """The event's text; None for events that clients don't see: the end, and tokens without
+    text.
+    """
     if isinstance(event, FinishEvent):
         return None
     if isinstance(event, TextEvent):
@@ -115,7 +117,9 @@ class _Block:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments that `max_tokens` cut off are no JSON; the stop reason tells the client."""
+    """Parse the arguments. If `max_tokens` cut them off, they are not JSON; the stop reason tells
+    the client.
+    """
     try:
         decoded = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -123,10 +127,10 @@ def _input(arguments: str) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-class Answer:
-    """A message that is sent whole."""
+class MessageAnswer:
+    """A non-streaming message."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: MessageEnvelope) -> None:
         self._envelope = envelope
         self._blocks: list[_Block] = []
         self._finish: FinishEvent | None = None
@@ -154,7 +158,7 @@ class Answer:
 class MessageStream:
     """The events of a streamed message; a `sse.StreamFormat`."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: MessageEnvelope) -> None:
         self._envelope = envelope
         self._open: tuple[Kind, int] | None = None
         self._num_blocks = 0
@@ -163,7 +167,7 @@ class MessageStream:
         self._before_delta = b""
 
     def opening(self) -> bytes:
-        """The prompt is counted at the end, when `message_delta` has all of the usage."""
+        """The first event. Usage follows at the end, in `message_delta`."""
         nothing = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         usage = usage_body(nothing) | {"service_tier": "standard"}
         message = self._envelope.message() | {"usage": usage}
@@ -200,7 +204,7 @@ class MessageStream:
         self._open = (piece.kind, piece.number)
         self._has_calls = self._has_calls or piece.kind == "tool_use"
         kind, name = _DELTAS[piece.kind]
-        # All that the deltas of a block repeat, up to their text.
+        # The constant bytes of a block's deltas, up to the text.
         self._before_delta = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b","%b":' % (index, kind, name)

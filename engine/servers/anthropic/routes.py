@@ -1,8 +1,8 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code speak them.
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code use them.
 
-`anthropic-beta` needs no check: what a beta adds to a body is a field, and fields are refused by
-name. Errors have Anthropic's shape (`servers/http/errors.py`). Answers carry the request id in the
-header where its SDK looks for it.
+`anthropic-beta` needs no check: a beta adds fields to the body, and unknown fields are refused by
+name. Errors have Anthropic's format (`servers/http/errors.py`). Responses carry the request id in
+the header that Anthropic's SDK reads.
 """
 
 import secrets
@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import GenerationContext, ModelCard
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.anthropic.convert import Prompt, parse, sampling_body, template_options
-from engine.servers.anthropic.format import Answer, Envelope, MessageStream
+from engine.servers.anthropic.convert import AnthropicPrompt, parse, sampling_body, template_options
+from engine.servers.anthropic.format import MessageAnswer, MessageEnvelope, MessageStream
 from engine.servers.anthropic.schema import MessagesBody, PromptBody
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
@@ -38,7 +38,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def create_message(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """Answer a conversation, in Anthropic's form."""
+        """Answer a conversation, in Anthropic's format."""
         body, prompt = await _read(services, request, MessagesBody)
         card = chat_model(services, request, body.model, "messages")
         sampling = sampling_body(body)
@@ -46,7 +46,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         ask = _ask(services, request, body, prompt, card)
         message_id = f"msg_{secrets.token_hex(12)}"
         pump = await open_chat(services, request, ticket, ask, sampling, params, message_id)
-        envelope = Envelope(
+        envelope = MessageEnvelope(
             id=message_id,
             model=card.id,
             request_id=record_of(request.scope).request_id,
@@ -55,7 +55,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         if body.stream:
             response = await answer_streaming(pump, MessageStream(envelope))
         else:
-            answer = Answer(envelope)
+            answer = MessageAnswer(envelope)
             await pump.wait_whole(answer.add)
             response = json_bytes(answer.body(pump.usage))
         response.headers["request-id"] = envelope.request_id
@@ -65,7 +65,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def count_tokens(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """How many tokens a conversation is, without answering it."""
+        """Count a conversation's tokens without answering it."""
         body, prompt = await _read(services, request, PromptBody)
         card = chat_model(services, request, body.model, "messages")
         ask = _ask(services, request, body, prompt, card)
@@ -78,7 +78,9 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 
 
-async def _read(services: Services, request: Request, kind: type[Kind]) -> tuple[Kind, Prompt]:
+async def _read(
+    services: Services, request: Request, kind: type[Kind]
+) -> tuple[Kind, AnthropicPrompt]:
     if request.headers.get("anthropic-version", VERSION) != VERSION:
         services.warn(request, "anthropic-version", f"answered as {VERSION}")
     max_bytes = services.settings.server.body_limit_mb * 2**20
@@ -86,9 +88,9 @@ async def _read(services: Services, request: Request, kind: type[Kind]) -> tuple
 
 
 def _ask(
-    services: Services, request: Request, body: PromptBody, prompt: Prompt, card: ModelCard
+    services: Services, request: Request, body: PromptBody, prompt: AnthropicPrompt, card: ModelCard
 ) -> ChatAsk:
-    """The conversation, and warnings of what can't be done as asked."""
+    """The parsed conversation. Warns about unsupported features."""
     for param, message in prompt.warnings.items():
         services.warn(request, param, message)
     return prompt.ask(card, template_options(services, request, body, card))

@@ -1,7 +1,7 @@
-"""What `/v1/messages` and `/v1/messages/count_tokens` may be asked: every field and its bounds.
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`: every field and its bounds.
 
-Types are strict and null is the same as leaving a field out. What stands inside messages, system
-and tools is read by `blocks.py`: by the `BlockReader` that is the context of the validation.
+Types are strict and null equals a missing field. The `BlockReader` in the validation context parses
+messages, system and tools (see `blocks.py`).
 """
 
 from typing import Annotated, Any, Literal
@@ -21,9 +21,9 @@ from engine.servers.http.errors import problem
 from engine.servers.schema import fields
 from engine.servers.schema.messages import MAX_MESSAGES, MAX_TOOLS
 
-# Claude Code asks to keep all thinking, which is what happens anyway.
+# Claude Code asks to keep all thinking, which always happens.
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Parameters that this server can't act on -> the values, besides null, that ask for nothing.
+# Unsupported parameters -> their accepted no-op values, besides null.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "compaction": (),
     "container": (),
@@ -92,7 +92,7 @@ class JsonFormat(BaseModel):
     model_config = _STRICT
 
     type: Literal["json_schema"]
-    json_schema: Any = Field(alias="schema")  # read with the field's name
+    json_schema: Any = Field(alias="schema")  # named `schema` in JSON
 
 
 class OutputConfig(BaseModel):
@@ -111,7 +111,7 @@ class ToolChoiceBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """All that decides what the model reads; the body of `count_tokens` is nothing else."""
+    """Fields that determine the prompt: the whole body of `count_tokens`."""
 
     model_config = _STRICT
 
@@ -122,7 +122,7 @@ class PromptBody(BaseModel):
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None  # the older place of output_config.format
+    output_format: JsonFormat | None = None  # older name of output_config.format
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
 
@@ -134,7 +134,7 @@ class PromptBody(BaseModel):
 
     @property
     def json_format(self) -> tuple[str, JsonFormat] | None:
-        """The format that an answer must have, after the name of the field that asks for it."""
+        """The field name and the required output format, or None."""
         if self.output_config is not None and self.output_config.format is not None:
             return "output_config.format", self.output_config.format
         return None if self.output_format is None else ("output_format", self.output_format)
@@ -154,4 +154,5 @@ class MessagesBody(PromptBody):
     top_k: Annotated[int, Field(ge=0, le=2**24)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier
+    # accepted without effect: there is one tier
+    service_tier: Literal["auto", "standard_only"] | None = None

@@ -1,7 +1,7 @@
-"""Requests that the server makes to itself: the whole application answers them, in process.
+"""In-process requests of the server to its own application.
 
-So a batch's line is validated, admitted, measured and logged like anybody's request. Whom it is for
-is an object in its scope, a place that nothing a client sends can reach.
+So a batch's line is validated, admitted, measured and logged like any request. Its tenant is an
+object in the ASGI scope, where no client data can reach.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message
 
 from engine.servers.access.auth import Principal, act_for
 
-# What is left of an answer whose caller went away first.
+# Status of a request whose caller aborted it.
 ABANDONED = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -31,8 +31,10 @@ class Caller:
 
     async def post(
         self, path: str, body: bytes, principal: Principal, gone: asyncio.Event
-    ) -> Answer:
-        """The answer to a JSON body. Setting `gone` is what hanging up is for a client."""
+    ) -> LineAnswer:
+        """Post a JSON body and return the answer. Setting `gone` acts like a client's
+        disconnect.
+        """
         status, headers = ABANDONED, Headers()
         parts: list[bytes] = []
         is_sent = False
@@ -53,7 +55,7 @@ class Caller:
                 parts.append(message.get("body", b""))
 
         await self._app(_scope(path, len(body), principal), receive, send)
-        return Answer(status, headers, b"".join(parts))
+        return LineAnswer(status, headers, b"".join(parts))
 
 
 def _scope(path: str, num_bytes: int, principal: Principal) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The lines of a batch's input file: found, and checked as far as the file as a whole is concerned.
+"""Finds and checks the lines of a batch's input file.
 
-Whether a body is a good request is for its endpoint to say, when the line is run; a mistake there
-costs one line. A mistake that is found here stops the batch before any work is done.
+Only errors of the file as a whole are found here; they stop the batch before any work. Each line's
+body is validated by its endpoint when it runs, and an error there only costs that line.
 """
 
 import os
@@ -25,9 +25,9 @@ _KEYS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request, and where in the file it is."""
+    """One request, and its position in the file."""
 
-    number: int  # from 1
+    number: int  # line number, from 1
     custom_id: str
     start: int
     num_bytes: int
@@ -50,8 +50,8 @@ class _LineMistake(Exception):
 def scan(
     path: Path, endpoint: str, max_line_bytes: int, find_model: Callable[[str], object]
 ) -> Scan:
-    """All lines, and what is wrong with them; `find_model` raises for a model that is not served.
-    Takes its time: not for the event loop.
+    """All lines and their errors. `find_model` raises for an unknown model. Slow: run it off the
+    event loop.
     """
     found = Scan()
     custom_ids: set[str] = set()
@@ -78,7 +78,7 @@ def scan(
                         param=mistake.param,
                     )
                 )
-                # After either of these the rest tells nothing new.
+                # After either of these, further errors add nothing.
                 if mistake.code in ("line_too_long", "too_many_lines"):
                     break
                 if len(found.errors) == MAX_ERRORS:
@@ -90,7 +90,7 @@ def scan(
 
 
 def read_body(path: Path, line: Line) -> dict[str, Any]:
-    """A checked line's request body. Raises `OSError` when the file is gone."""
+    """The request body of a checked line. Raises `OSError` if the file is gone."""
     fd = os.open(path, os.O_RDONLY)
     try:
         raw = os.pread(fd, line.num_bytes, line.start)

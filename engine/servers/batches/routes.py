@@ -1,4 +1,4 @@
-"""/v1/batches: many requests as one file, answered when there is room. With them, /v1/files."""
+"""/v1/batches: many requests in one file, answered when there is capacity. Also adds /v1/files."""
 
 import secrets
 

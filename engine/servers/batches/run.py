@@ -1,8 +1,8 @@
-"""One batch, from wherever the last process left it to its end.
+"""Runs one batch, from where the last process left it to its end.
 
-Lines are run side by side, each in one of the slots that all batches share, as requests of the
-batch's owner. Being refused for lack of room is waited out; any other answer is the line's result.
-What the storage can't take now ends the run, not the batch: the runner tries again later.
+Lines run concurrently as requests of the batch's owner, each in one of the slots that all batches
+share. A refusal for lack of capacity is retried; any other answer is the line's result. If the
+storage is full or fails, the run ends but the batch does not: the runner tries again later.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ import msgspec
 
 from engine.core.errors import EngineError
 from engine.servers.access.auth import Principal
-from engine.servers.batches.caller import ABANDONED, Answer, Caller
+from engine.servers.batches.caller import ABANDONED, Caller, LineAnswer
 from engine.servers.batches.lines import Line, Scan, read_body, scan
 from engine.servers.batches.schema import Batch, LineError
-from engine.servers.batches.store import BatchStore, Outcome, Usage
+from engine.servers.batches.store import BatchStore, LineOutcome, LineUsage
 from engine.servers.files.draft import Draft
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore, StorageFullError, StoredFile, new_file_id
@@ -27,7 +27,7 @@ from engine.servers.serving.services import Services
 
 _encode = msgspec.json.encode
 
-# What is said of lines that were never answered, by how their batch ends.
+# Error of lines that were never answered, by their batch's final status.
 _UNANSWERED = {
     "expired": ("batch_expired", "The batch expired before this request was answered."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
@@ -35,8 +35,8 @@ _UNANSWERED = {
 }
 
 
-def answered_line(custom_id: str, answer: Answer) -> tuple[bytes, Usage]:
-    """The line of an answer, whatever its status, and what the answer cost."""
+def answered_line(custom_id: str, answer: LineAnswer) -> tuple[bytes, LineUsage]:
+    """The output line of an answer, whatever its status, and its token usage."""
     body = msgspec.json.decode(answer.body)
     response = {
         "status_code": answer.status,
@@ -47,7 +47,7 @@ def answered_line(custom_id: str, answer: Answer) -> tuple[bytes, Usage]:
 
 
 async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinished: int) -> None:
-    """End the batch: its lines become an output file, an error file, or both. Can be repeated."""
+    """End the batch: its lines become an output file, an error file, or both. Idempotent."""
     status = batch.ending(num_unfinished)
     output_path, error_id = files.path_of(batch.results_id), new_file_id()
     async with Draft(output_path) as output, Draft(files.path_of(error_id)) as errors:
@@ -66,7 +66,7 @@ async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinis
 
 
 async def _publish(draft: Draft, batch: Batch, file_id: str, kind: str) -> StoredFile | None:
-    """None for no lines: then there is no file."""
+    """Publish a result file. None if it has no lines."""
     if draft.num_bytes == 0:
         return None
     await draft.publish()
@@ -82,7 +82,7 @@ async def _publish(draft: Draft, batch: Batch, file_id: str, kind: str) -> Store
     )
 
 
-def _outcome_line(outcome: Outcome, status: str) -> bytes:
+def _outcome_line(outcome: LineOutcome, status: str) -> bytes:
     if outcome.result is not None:
         return outcome.result
     code, message = _UNANSWERED[status]
@@ -106,7 +106,7 @@ class _Details(msgspec.Struct):
 
 
 class _Counts(msgspec.Struct):
-    """The usage object of every endpoint: chat and completions say prompt, responses say input."""
+    """Any endpoint's usage object: chat and completions say prompt, responses say input."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -118,11 +118,11 @@ class _Counts(msgspec.Struct):
     output_tokens_details: _Details | None = None
 
 
-def _usage(body: dict[str, Any]) -> Usage:
+def _usage(body: dict[str, Any]) -> LineUsage:
     counts = msgspec.convert(body.get("usage") or {}, _Counts)
     read = counts.prompt_tokens_details or counts.input_tokens_details or _Details()
     written = counts.completion_tokens_details or counts.output_tokens_details or _Details()
-    return Usage(
+    return LineUsage(
         input_tokens=counts.prompt_tokens or counts.input_tokens,
         cached_tokens=read.cached_tokens or 0,
         output_tokens=counts.completion_tokens or counts.output_tokens,
@@ -130,9 +130,9 @@ def _usage(body: dict[str, Any]) -> Usage:
     )
 
 
-# The largest number, which runs last: whoever waits for an answer comes before a batch.
+# The max value, which runs last: interactive requests come before batches.
 LINE_PRIORITY = 100
-# A line during which the engine died this many times is taken to be the cause.
+# If the engine died this many times during a line, the line is taken to be the cause.
 MAX_LOST = 3
 CHECK_S = 1.0
 READY_CHECK_S = 0.2
@@ -143,7 +143,7 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs share."""
+    """State that all runs share."""
 
     services: Services
     store: BatchStore
@@ -157,15 +157,15 @@ class BatchRun:
         self._bench = bench
         self._batch_id = batch_id
         self._changed = asyncio.Event()
-        self._over = asyncio.Event()  # nothing more is to be run, and what runs is let go of
+        self._over = asyncio.Event()  # set when no more lines start and running ones are aborted
         self._failure: EngineError | None = None
 
     def notice(self) -> None:
-        """Something about the batch has changed in the store."""
+        """Signal that the batch changed in the store."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Returns when the batch has ended. Raises what the storage failed with."""
+        """Run the batch to its end. Raises storage errors."""
         batch = await self._bench.store.find(self._batch_id)
         if batch.has_ended:
             return
@@ -220,7 +220,7 @@ class BatchRun:
             self._fail(error)
 
     async def _watch(self, batch: Batch) -> None:
-        """Returns when the batch is over before its lines are: cancelled, overdue or failed."""
+        """Return when the batch must stop early: it was cancelled, expired or failed."""
         try:
             current = batch
             while self._failure is None and current.status == "in_progress":
@@ -236,7 +236,7 @@ class BatchRun:
         self._over.set()
 
     async def _take_slot(self, watching: asyncio.Task[None]) -> bool:
-        """Wait for a slot; False, and no slot, once the batch is over."""
+        """Wait for a slot. False, without a slot, once the batch is over."""
         taking = asyncio.create_task(self._bench.slots.acquire())
         try:
             await asyncio.wait({taking, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -253,7 +253,7 @@ class BatchRun:
             body = await asyncio.to_thread(read_body, path, line)
             answer = await self._answer(batch, body)
             if answer is not None:
-                # Vectors of many texts take long to read, and the event loop has others to serve.
+                # Parsing large embedding answers is slow, so it runs off the event loop.
                 result, usage = await asyncio.to_thread(answered_line, line.custom_id, answer)
                 is_good = answer.status == 200
                 await self._bench.store.record(batch, line.number, is_good, result, usage)
@@ -274,13 +274,13 @@ class BatchRun:
             self._fail(failure)
 
     def _fail(self, error: EngineError) -> None:
-        """The run can't go on, and will be repeated."""
+        """End this run with `error`. It will be repeated."""
         self._failure = error
         self._over.set()
         self.notice()
 
-    async def _answer(self, batch: Batch, body: dict[str, Any]) -> Answer | None:
-        """What the endpoint says to the line; None if the batch was over before that."""
+    async def _answer(self, batch: Batch, body: dict[str, Any]) -> LineAnswer | None:
+        """The endpoint's answer to the line; None if the batch was over first."""
         if body.get("priority") is None:
             body["priority"] = LINE_PRIORITY
         content = msgspec.json.encode(body)
@@ -293,14 +293,14 @@ class BatchRun:
                 num_lost += 1
             if answer.status not in (429, 503, ABANDONED) or num_lost == MAX_LOST:
                 return answer
-            # Jitter keeps lines that were refused together from coming back together.
+            # Jitter keeps lines that were refused together from retrying together.
             asked_s = float(answer.headers.get("retry-after", 0))
             await self._pause(max(asked_s, pause_s) * random.uniform(1.0, 1.5))
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
         return None
 
     async def _is_ready(self) -> bool:
-        """Wait until requests are taken; False once the batch is over."""
+        """Wait until the server admits requests. False once the batch is over."""
         services = self._bench.services
         while services.lifecycle.is_draining or not services.backend.health().ready:
             if self._over.is_set():

@@ -1,8 +1,8 @@
-"""Who runs batches, and when: the server that holds the lock, as long as it lives.
+"""Decides which server runs batches: the one that holds a file lock.
 
-Servers that share a storage directory share its batches too. Those with the same models form a
-pool; one of a pool runs, the others take batches in and show them, and one of those takes over
-when the lock is free. The kernel frees it with the process, however that ends.
+Servers that share a storage directory share its batches. Those with the same models form a pool.
+One of a pool runs batches; the others accept and show them, and one takes over when the lock is
+free. The kernel releases the lock when the process ends, however it ends.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ RETRY_S = 10.0
 
 
 def pool_of(cards: Sequence[ModelCard]) -> str:
-    """The same for servers that can answer the same requests."""
+    """An id that is equal for servers with the same models."""
     names = "\n".join(sorted(card.id for card in cards))
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
 def line_slots(services: Services) -> asyncio.Semaphore:
-    """How many lines run at once: never more than half of what the server admits."""
+    """Slots for concurrent lines: at most half of the requests that the server admits."""
     half = services.settings.server.max_concurrent_requests // 2
     return asyncio.Semaphore(max(1, min(MAX_RUNNING_LINES, half)))
 
@@ -49,7 +49,7 @@ class PoolLock:
         self._fd: int | None = None
 
     def acquire(self) -> bool:
-        """Whether this process has the lock now."""
+        """Try to take the lock. True if this process holds it now."""
         if self._fd is not None:
             return True
         fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -68,7 +68,9 @@ class PoolLock:
 
 
 class BatchRunner:
-    """A component of the server. It touches the disk only once something is stored there."""
+    """A server component that runs batches. It only uses the disk once something is stored
+    there.
+    """
 
     def __init__(self, bench: Bench, database: Database, directory: Path, db_path: Path) -> None:
         self._bench = bench
@@ -95,7 +97,7 @@ class BatchRunner:
         await self._database.close()
 
     def notice(self, batch_id: str) -> None:
-        """A batch was created or cancelled, here."""
+        """Signal that a batch was created or cancelled on this server."""
         self._awake.set()
         if batch_id in self._runs:
             self._runs[batch_id].notice()
@@ -141,7 +143,7 @@ class BatchRunner:
             logger.warning("batch %s goes on later: %s", batch_id, error)
             await asyncio.sleep(RETRY_S)
         except Exception:
-            # A bug. Running it for ever would be worse than what is lost with it.
+            # A bug. End the batch: retrying forever would be worse.
             logger.exception("batch %s failed unexpectedly", batch_id)
             await self._abandon(batch_id)
         finally:
@@ -156,7 +158,7 @@ class BatchRunner:
             await store.end(batch, "failed", None, None)
 
     async def _sweep(self) -> None:
-        """Let go of what is too old, also for pools of which no server runs any more."""
+        """Delete what has expired, also for pools that have no server any more."""
         settings = self._bench.services.settings.storage
         for batch in await self._bench.store.open_batches():
             if batch.id not in self._runs and unix_now() >= batch.expires_at:

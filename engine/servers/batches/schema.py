@@ -1,4 +1,4 @@
-"""What a client may ask of /v1/batches, and the batch object that it gets back."""
+"""The request bodies of /v1/batches, and the batch object."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from engine.servers.files.expiry import ExpiresAfter
 from engine.servers.http.listing import Cursor, Query
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-WINDOW_S = 86_400  # of the only completion_window there is, "24h"
+WINDOW_S = 86_400  # seconds in "24h", the only completion_window
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -36,7 +36,7 @@ class BatchQuery(Query):
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch was not run; `line` counts from 1, None for the batch as a whole."""
+    """Why a batch was not run. `line` counts from 1; None for the whole batch."""
 
     code: str
     message: str
@@ -46,19 +46,19 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A row of the table, whose columns have these names. Times are Unix seconds."""
+    """A table row, whose columns have these names. Times are Unix seconds."""
 
     id: str
     owner: str
-    pool: str  # of which servers this is: those with the same models
+    pool: str  # id of the servers that can run it: those with the same models
     endpoint: str
     input_file_id: str
-    results_id: str  # what its results are charged to, and the output file's id in the end
+    results_id: str  # the file that results are charged to; finally the output file's id
     output_life_s: int
-    metadata: str | None  # JSON
+    metadata: str | None  # JSON text
     model: str | None
     status: str
-    errors: str | None  # JSON
+    errors: str | None  # JSON text
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -83,7 +83,7 @@ class Batch:
         return self.status in ENDED
 
     def ending(self, num_unfinished: int) -> str:
-        """How it ends when it ends now."""
+        """The final status if it ended now."""
         if self.errors is not None:
             return "failed"
         if self.status == "cancelling":

@@ -1,8 +1,8 @@
-"""Batches and their lines in SQLite. Every step of a batch's life is one transaction here, so a
-process may be killed between any two of them and the next one goes on from there.
+"""Batches and their lines in SQLite. Every state change is one transaction, so a process may be
+killed at any time and the next one continues.
 
-A line's result is written once: only where there is none yet. Results wait in the table until all
-are there, charged to a file that is not ready; then they become that file and leave the table.
+A line's result is written only once. Results wait in the table, charged to a file that is not
+ready, until all are there. Then they become that file and leave the table.
 """
 
 import sqlite3
@@ -95,8 +95,8 @@ class NewBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What a line's answer says that it cost."""
+class LineUsage:
+    """Token usage in a line's answer."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -105,8 +105,8 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A line when its batch ends; `result` None: it was never answered."""
+class LineOutcome:
+    """A line's result at the batch's end; `result` is None if it was never answered."""
 
     number: int
     custom_id: str
@@ -148,11 +148,11 @@ class BatchStore:
         return await self._database.run(work)
 
     async def find(self, batch_id: str, owner: str | None = None) -> Batch:
-        """`owner` None: whoever's it is."""
+        """Find a batch; `owner` None matches any owner."""
         return await self._database.run(lambda db: _find(db, batch_id, owner))
 
     async def page(self, owner: str, after: str | None, limit: int) -> list[Batch]:
-        """At most `limit` batches, the latest first, from the one before `after`."""
+        """Up to `limit` batches older than `after`, newest first."""
 
         def work(db: sqlite3.Connection) -> list[Batch]:
             query = f"SELECT {_COLUMNS} FROM batches WHERE owner = ?"
@@ -167,7 +167,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def open_batches(self) -> list[Batch]:
-        """All that have not ended, in the order of their creation."""
+        """All batches that have not ended, in creation order."""
 
         def work(db: sqlite3.Connection) -> list[Batch]:
             rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE {_OPEN} ORDER BY seq")
@@ -176,7 +176,9 @@ class BatchStore:
         return await self._database.run(work)
 
     async def start(self, batch: Batch, model: str, lines: Sequence[Line]) -> None:
-        """From validating to in_progress, unless it was cancelled meanwhile."""
+        """Change the status from validating to in_progress, unless the batch was cancelled
+        meanwhile.
+        """
 
         def work(db: sqlite3.Connection) -> None:
             changed = db.execute(
@@ -197,7 +199,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """Lines without a result, from the one behind `after`."""
+        """Lines without a result after number `after`."""
 
         def work(db: sqlite3.Connection) -> list[Line]:
             rows = db.execute(
@@ -210,9 +212,9 @@ class BatchStore:
         return await self._database.run(work)
 
     async def record(
-        self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: Usage
+        self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: LineUsage
     ) -> None:
-        """A line's one result. Raises `StorageFullError`, and then there is none."""
+        """Store a line's only result. Raises `StorageFullError` and then stores nothing."""
 
         def work(db: sqlite3.Connection) -> None:
             changed = db.execute(
@@ -258,7 +260,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def note_errors(self, batch: Batch, errors: Sequence[LineError]) -> None:
-        """The batch is to end as failed."""
+        """Record errors; the batch will end as failed."""
         encoded = msgspec.json.encode(errors).decode()
         await self._database.run(
             lambda db: db.execute("UPDATE batches SET errors = ? WHERE id = ?", (encoded, batch.id))
@@ -275,20 +277,22 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    async def outcomes(self, batch_id: str, after: int) -> list[Outcome]:
-        """Lines behind `after`, as many as may be held at once: a result can be large."""
+    async def outcomes(self, batch_id: str, after: int) -> list[LineOutcome]:
+        """Results of lines after `after`, up to a size limit: a result can be large."""
 
-        def work(db: sqlite3.Connection) -> list[Outcome]:
+        def work(db: sqlite3.Connection) -> list[LineOutcome]:
             rows = db.execute(
                 "SELECT number, custom_id, succeeded, result FROM batch_lines"
                 " WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?",
                 (batch_id, after, OUTCOMES_PAGE),
             )
-            page: list[Outcome] = []
+            page: list[LineOutcome] = []
             num_bytes = 0
             for row in rows:
                 page.append(
-                    Outcome(row["number"], row["custom_id"], bool(row["succeeded"]), row["result"])
+                    LineOutcome(
+                        row["number"], row["custom_id"], bool(row["succeeded"]), row["result"]
+                    )
                 )
                 num_bytes += len(row["result"] or b"")
                 if num_bytes >= OUTCOMES_BYTES:
@@ -300,7 +304,7 @@ class BatchStore:
     async def end(
         self, batch: Batch, status: str, output: StoredFile | None, errors: StoredFile | None
     ) -> None:
-        """The last step: files appear, lines go, the input is let go of."""
+        """The final transaction: adds the files, deletes the lines, releases the input file."""
         assert status in ENDED
 
         def work(db: sqlite3.Connection) -> None:
@@ -320,7 +324,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def sweep(self, ttl_s: float) -> None:
-        """Forget batches that ended, when they are as old as files may become."""
+        """Delete ended batches that are older than `ttl_s`."""
         oldest = unix_now() - int(ttl_s)
         await self._database.run(
             lambda db: db.execute(
@@ -338,7 +342,7 @@ def _find(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Ba
 
 
 def _check_not_full(db: sqlite3.Connection) -> None:
-    """Room for one more batch: of those that ended the oldest go, those that run stay."""
+    """Make room for one more batch: delete the oldest ended ones, never running ones."""
     num_open = db.execute(f"SELECT COUNT(*) FROM batches WHERE {_OPEN}").fetchone()[0]
     if num_open >= MAX_OPEN_BATCHES:
         raise RateLimitError(

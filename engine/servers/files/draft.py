@@ -1,7 +1,7 @@
-"""A file on its way to the disk: written under another name, and moved to its own when complete.
+"""A file being written: it has a temporary name until it is complete.
 
-Whatever goes wrong before that, a full disk included, nothing of it is left behind; what a killed
-process leaves is found and removed by the store's sweep.
+If anything fails before that, even by a full disk, it is deleted. The store's sweep deletes what a
+killed process left behind.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from engine.core.errors import ResourceError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Fewer bytes than this are not worth waking a thread for.
+# Smaller writes are buffered: they are not worth waking a thread.
 _BUFFER_BYTES = 1 << 20
-# EFBIG is what a process meets that may not write files of this size.
+# EFBIG: the process may not write files of this size.
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextlib.contextmanager
 def storage_errors() -> Iterator[None]:
-    """Failures of the disk as what a client is told of them; paths stay in the log."""
+    """Convert disk errors to client errors; paths only go to the log."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def storage_errors() -> Iterator[None]:
 
 
 class Draft:
-    """Use as `async with`: on the way out it is removed, unless it was published and kept."""
+    """Use with `async with`. On exit the file is deleted unless it was published and kept."""
 
     def __init__(self, path: Path) -> None:
         self.num_bytes = 0
@@ -62,18 +62,18 @@ class Draft:
             await asyncio.to_thread(self._flush)
 
     async def publish(self) -> None:
-        """Everything is on the disk, under its own name, when this returns."""
+        """Flush the file to disk and move it to its final name."""
         await asyncio.to_thread(self._publish)
 
     def keep(self) -> None:
-        """The published file is somebody's now."""
+        """Keep the published file on exit: a table row refers to it now."""
         assert self._is_unclaimed
         self._is_unclaimed = False
 
     def _open(self) -> None:
         with storage_errors():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # What a killed process left under the same name was never complete.
+            # A leftover of a killed process under the same name was never complete.
             self._draft_path.unlink(missing_ok=True)
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
             self._fd = os.open(self._draft_path, flags, 0o600)

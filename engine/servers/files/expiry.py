@@ -1,5 +1,5 @@
-"""When stored things end. These are dates that clients read and that outlive the process, so they
-come from the wall clock, in whole seconds since 1970.
+"""Expiry of stored objects. Clients see these dates and they outlive the process, so they are
+wall-clock times in integer seconds since 1970.
 """
 
 import time
@@ -12,7 +12,7 @@ MAX_LIFE_S = 30 * 86_400
 
 
 class ExpiresAfter(BaseModel):
-    """How long a client wants a file to be kept."""
+    """How long a client wants to keep a file."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 

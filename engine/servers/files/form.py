@@ -1,8 +1,7 @@
-"""The upload form: multipart bytes to a few small fields, and one file that is passed on as it
-arrives.
+"""Parses the multipart upload form: a few small fields, and one file that is streamed on.
 
-Everything is bounded while it is read: the body, the parts, their headers, each field, the time.
-No part of a file is ever held as a whole.
+Everything is limited while it is read: the body, the parts, their headers, each field, the time.
+The file is never held in memory as a whole.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ MAX_FILE_BYTES = 200 * 2**20
 UPLOAD_TIMEOUT_S = 600.0
 IDLE_TIMEOUT_S = 30.0
 
-# Room for the fields, the parts' headers and the boundaries around the file.
+# Room for fields, part headers and boundaries around the file.
 _OVERHEAD_BYTES = 65_536
 _MAX_HEADERS = 8
 _MAX_HEADER_BYTES = 4_096
@@ -34,11 +33,11 @@ FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"
 
 
 class UploadForm:
-    """What was sent beside the file's bytes. The parser's callbacks fill it in."""
+    """The form without the file's bytes. The parser's callbacks fill it in."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
-        self.file_name: str | None = None  # as the client wrote it
+        self.file_name: str | None = None  # file name as the client wrote it
         self.is_complete = False
         self._file_bytes: list[bytes] = []
         self._num_file_bytes = 0
@@ -66,7 +65,7 @@ class UploadForm:
         )
 
     def take_file_bytes(self) -> bytes:
-        """What has arrived of the file since the last call."""
+        """The file's bytes that arrived since the last call."""
         taken, self._file_bytes = b"".join(self._file_bytes), []
         return taken
 
@@ -124,7 +123,9 @@ class UploadForm:
 
 
 async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> UploadForm:
-    """Pass the file's bytes to `write` as they come. Raises an `EngineError`."""
+    """Read the form, passing the file's bytes to `write` as they arrive. Raises an
+    `EngineError`.
+    """
     form = UploadForm()
     try:
         parser = form.parser(_boundary(request))

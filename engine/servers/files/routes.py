@@ -1,6 +1,6 @@
-"""/v1/files: what batches read and what they leave. Only the key that stored a file can see it.
+"""/v1/files: inputs and results of batches. Only the key that stored a file can see it.
 
-Of OpenAI's purposes only `batch` leads to anything here, so the others are refused by name.
+Of OpenAI's purposes only `batch` is supported; others are refused by name.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _UNNAMED = "upload.jsonl"
 
 
 def safe_name(given: str) -> str:
-    """The last part of a path, without control characters or marks that reorder what is shown."""
+    """The last part of a path, without control characters or bidirectional marks."""
     last = given.replace("\\", "/").rsplit("/", 1)[-1]
     kept = "".join(
         each for each in last if unicodedata.category(each)[0] not in "CZ" or each == " "
@@ -40,19 +40,19 @@ def safe_name(given: str) -> str:
 
 
 def content_disposition(name: str) -> str:
-    """A header value that makes a browser save the file under `name`, and never show it."""
+    """A header value that makes a browser save the file as `name` and never display it."""
     plain = "".join(each if each.isalnum() or each in "._- " else "_" for each in name)
     ascii_name = plain.encode("ascii", "replace").decode().replace("?", "_")
     return f"attachment; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
-# A client that takes nothing for this long does not want the rest.
+# A client that reads nothing for this long is disconnected.
 STALL_S = 60.0
 _CHUNK_BYTES = 1 << 18
 
 
 class UploadFields(BaseModel):
-    """What an upload says beside the file itself."""
+    """The upload's fields besides the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -106,7 +106,7 @@ def add_files_routes(app: FastAPI, services: Services, files: FileStore) -> None
 
 
 class FileContent(Response):
-    """A file in pieces, read away from the event loop. It closes the file that it was given."""
+    """Streams a file, read off the event loop. It closes the file that it was given."""
 
     media_type = "application/octet-stream"
 
@@ -134,7 +134,7 @@ class FileContent(Response):
                 if not more:
                     return
         except TimeoutError:
-            # Without a last piece the connection is closed.
+            # Without a final chunk the connection closes.
             record_of(scope).error_code = "CLIENT_STALLED"
         finally:
             self._content.close()
@@ -145,7 +145,7 @@ def _fields(form: UploadForm) -> UploadFields:
     for name, value in form.fields.items():
         outer, _, inner = name.partition("[")
         if inner:
-            # A form knows only text.
+            # Form values are text, so a number is recognized by its digits.
             is_number = inner == "seconds]" and value.isdecimal()
             given.setdefault(outer, {})[inner.removesuffix("]")] = (
                 int(value) if is_number else value
@@ -161,7 +161,7 @@ def _fields(form: UploadForm) -> UploadFields:
 def bounded_life_s(
     request: Request, services: Services, param: str, wanted: ExpiresAfter | None
 ) -> int:
-    """How long a file is kept: what was asked for, within what the server keeps at all."""
+    """How long a file is kept: the requested time, up to the server's limit."""
     longest = math.ceil(services.settings.storage.file_ttl_s)
     if wanted is None:
         return longest

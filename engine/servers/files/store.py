@@ -1,9 +1,9 @@
-"""Stored files: bytes in a private directory, everything else about them in SQLite.
+"""Stored files: bytes in a private directory, metadata in SQLite.
 
-A file's name on the disk is its id, which is made here. A row appears only after its bytes are
-complete, and goes before them; so bytes without a row are rubbish of a process that was killed, and
-the sweep removes them once they are old. The functions that take a connection are for callers that
-do more in the same transaction.
+A file's name on disk is its id, which is made here. A row is added after the bytes are complete and
+deleted before them. So bytes without a row were left by a killed process, and the sweep deletes
+them once they are old. The functions that take a connection are for callers that do more in the
+same transaction.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
 from engine.servers.serving.storage import Database
 
-# A file costs the disk at least this much, however small it is.
+# Min size charged for a file: it uses at least this much disk.
 MIN_CHARGE_BYTES = 4_096
-# Longer than any upload takes: bytes without a row that are older belong to nobody.
+# Longer than any upload takes. Older bytes without a row are orphans.
 ORPHAN_AGE_S = 3_600.0
 
-# `is_ready` 0: reserved for what is still being produced. `num_holds`: work that reads the file.
+# `is_ready` 0: reserved for results still being produced. `num_holds`: batches that read the file.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -72,7 +72,7 @@ class StoredFile:
 
 
 class StorageFullError(PayloadTooLargeError):
-    """The limit that the operator set, not the disk's own."""
+    """The operator's storage limit is reached; the disk itself may have room."""
 
     code = "STORAGE_FULL"
 
@@ -93,7 +93,7 @@ def find_file(connection: sqlite3.Connection, owner: str, file_id: str) -> Store
 
 
 def hold_file(connection: sqlite3.Connection, file_id: str, change: Literal[1, -1]) -> None:
-    """While anybody holds a file it is neither deleted nor swept."""
+    """Add `change` to the file's hold count. A held file is neither deleted nor swept."""
     connection.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
 
 
@@ -122,15 +122,15 @@ class FileStore:
         self._directory = directory
         self._database = database
         self._max_bytes = max_bytes
-        self.num_arriving = 0  # bytes of uploads that have no row yet
+        self.num_arriving = 0  # bytes of uploads without a row
 
     def path_of(self, file_id: str) -> Path:
-        """`file_id` is one that `new_file_id` made, never a client's."""
+        """The path of a file. `file_id` comes from `new_file_id`, never from a client."""
         return self._directory / file_id
 
     @asynccontextmanager
     async def upload(self) -> AsyncIterator["Upload"]:
-        """Room for one more file; whatever was not kept in the block is forgotten."""
+        """Reserve room for one upload. What was not kept inside the block is deleted."""
         num_used = await self._database.run(_num_used)
         file_id = new_file_id()
         async with Draft(self.path_of(file_id)) as draft:
@@ -154,7 +154,7 @@ class FileStore:
     async def page(
         self, owner: str, purpose: str | None, after: str | None, order: str, limit: int
     ) -> list[StoredFile]:
-        """At most `limit` files that follow the file `after` in the order of their creation."""
+        """Up to `limit` files after the file `after`, in creation order."""
 
         def work(db: sqlite3.Connection) -> list[StoredFile]:
             compare, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
@@ -187,7 +187,7 @@ class FileStore:
         await self._remove([await self._database.run(work)])
 
     async def sweep(self) -> None:
-        """Remove what has expired, and bytes that belong to no row."""
+        """Delete expired files, and old bytes without a row."""
 
         def work(db: sqlite3.Connection) -> list[str]:
             rows = db.execute(
@@ -234,7 +234,7 @@ class FileStore:
 
 
 class Upload:
-    """One file that arrives. Its bytes count as used from the moment they are written."""
+    """One arriving file. Its bytes count against the limit as soon as they are written."""
 
     def __init__(
         self, store: FileStore, database: Database, file_id: str, draft: Draft, num_used: int

@@ -1,3 +1,3 @@
-"""What every HTTP request passes: connection limits, the log, the browser guard, bodies, errors,
+"""HTTP layers that every request passes: connection limits, log, browser guard, bodies, errors,
 SSE.
 """

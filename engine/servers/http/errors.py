@@ -1,9 +1,9 @@
-"""Failures as HTTP answers: the OpenAI error body, or Anthropic's on its own routes; never an input
-echoed back or an internal detail.
+"""Maps failures to HTTP errors: OpenAI's error body, or Anthropic's on its own routes. Never echoes
+input or internal details.
 
-`x-should-retry` is what stops an OpenAI client from sending a hopeless request three times;
-`retry-after` tells it when a retry makes sense. What is not an `EngineError` is a bug and is
-answered without its text.
+`x-should-retry` stops an OpenAI client from repeating a hopeless request three times. `retry-after`
+says when a retry makes sense. An exception that is not an `EngineError` is a bug and is answered
+without its text.
 """
 
 import math
@@ -33,7 +33,7 @@ from engine.servers.http.request_log import record_of
 MAX_ERRORS = 10
 MAX_MESSAGE = 2_000
 _MAX_SHOWN = 40
-# Whatever fails below this path, found or not, is told in Anthropic's way.
+# Errors below this path use Anthropic's format, even for an unknown route.
 ANTHROPIC_PATH = "/v1/messages/"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -48,14 +48,14 @@ _encode = msgspec.json.encode
 
 
 class AbortedError(EngineError):
-    """Ended by its own client, before there was an answer: nothing went wrong here."""
+    """The client aborted its own request before there was an answer. Not a server error."""
 
     category = "abort"
     status = 499
 
 
 class ClientDisconnectedError(AbortedError):
-    """The peer has gone. Nobody reads the answer: it exists for the log."""
+    """The client disconnected. No client reads this error; it exists for the log."""
 
     code = "CLIENT_DISCONNECTED"
 
@@ -91,13 +91,13 @@ def error_headers(error: EngineError) -> dict[str, str]:
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, PayloadTooLargeError | RequestTimeoutError):
-        # The rest of the body is still on its way; a closed connection ends it.
+        # The rest of the body is still arriving; closing the connection discards it.
         headers["connection"] = "close"
     return headers
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether failures at `path` are told in Anthropic's way."""
+    """Whether errors at `path` use Anthropic's format."""
     return f"{path}/".startswith(ANTHROPIC_PATH)
 
 
@@ -112,12 +112,12 @@ def error_response(error: EngineError, scope: Scope) -> Response:
 
 
 def opaque_error() -> EngineError:
-    """What a client learns of a bug; the log has the rest, under the same request id."""
+    """The error that a client gets for a bug. The log has the details under the same request id."""
     return EngineError("The server failed to answer this request. Its log says why.")
 
 
 def describe(value: Any) -> str:
-    """A value short enough for an error message."""
+    """Shorten a value for an error message."""
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -130,12 +130,12 @@ def describe(value: Any) -> str:
 
 
 def problem(param: str, rule: str) -> InvalidRequestError:
-    """A complaint about one place, which may be deep inside a field."""
+    """An error about one field, which may be nested deep inside the body."""
     return InvalidRequestError(f"{param}: {rule}.", param=param)
 
 
 def short_text(value: Any, where: str, max_length: int) -> str:
-    """`value`, if it is text of a length that names and ids have."""
+    """Return `value` if it is text of at most `max_length`, as names and ids are."""
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         rule = f"should be a string of 1 to {max_length} characters"
         raise problem(where, f"{rule}, got {describe(value)}")
@@ -149,7 +149,7 @@ def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> N
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """All that pydantic found, as one error whose `param` is the first field."""
+    """Merge all of pydantic's errors into one, whose `param` is the first field."""
     found = error.errors(include_url=False)
     sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
     if len(found) > MAX_ERRORS:
@@ -158,7 +158,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _param(item: Mapping[str, Any]) -> str:
-    # A dictionary's key is the client's text and may be long.
+    # A dictionary's key is client text and may be long.
     return ".".join(str(part)[:64] for part in item["loc"]) or "body"
 
 

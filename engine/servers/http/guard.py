@@ -1,8 +1,7 @@
-"""Protection from web pages: a page can make a browser send requests here, even to a loopback
-address.
+"""Protection against web pages that make a browser send requests here, even to a loopback address.
 
-A page that points its own name at this machine is stopped by the list of accepted `Host` names; a
-page that posts here from its own site is stopped by the `Origin` that browsers attach.
+DNS rebinding is stopped by the list of accepted `Host` names. CSRF is stopped by the `Origin`
+header that browsers attach.
 """
 
 import ipaddress
@@ -18,13 +17,13 @@ from engine.servers.http.errors import error_response
 from engine.servers.http.request_log import record_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-# Orchestrators probe by address, whatever the server calls itself.
+# Orchestrators probe by IP address, whatever the server's host name is.
 _ANY_HOST_PATHS = frozenset({"/livez", "/readyz"})
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class BrowserGuard:
-    """Refuses foreign hosts, and state-changing methods from foreign origins."""
+    """Refuses unknown `Host` names, and state-changing methods from foreign origins."""
 
     def __init__(self, app: ASGIApp, server: ServerSettings) -> None:
         self._app = app
@@ -34,7 +33,7 @@ class BrowserGuard:
             bound,
             *(_bracketed(h.lower()) for h in server.allowed_hosts),
         }
-        # A name can be pointed at any machine; an address can't, so none of ours is a trick.
+        # DNS rebinding needs a name. A numeric address can't be rebound, so all are accepted.
         self._any_address = bound in ("0.0.0.0", "[::]")
         self._origins = frozenset(server.allowed_origins)
 
@@ -87,7 +86,7 @@ def _bracketed(host: str) -> str:
 
 
 def _host_name(host: str) -> str:
-    """The name without its port; anything malformed stays whole, and so matches nothing."""
+    """The host without its port. A malformed host stays as it is, and so matches nothing."""
     name, colon, port = host.lower().rpartition(":")
     if colon and port.isdecimal() and (":" not in name or name.startswith("[")):
         return name

@@ -1,8 +1,7 @@
-"""From request bytes to a JSON object, under limits that hold before anything is built from the
-bytes.
+"""Reads a request body as a JSON object, with limits checked before any object is built.
 
-Bytes are counted as they arrive (a chunked body announces no length), nesting is measured without
-recursion, and a large body is decoded away from the event loop.
+Bytes are counted as they arrive, since a chunked body announces no length. Nesting is measured
+without recursion. Large bodies are parsed in a thread, off the event loop.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from engine.servers.http.request_log import record_of
 
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 60.0
-# Below this many bytes a body decodes faster than a thread is woken.
+# A smaller body is parsed faster than a thread wakes up.
 INLINE_BYTES = 32_768
 
 _OPENING = frozenset(b"[{")
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 async def read_parsed(request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T]) -> T:
-    """The body as `parse` makes it from the decoded object. Raises an `EngineError`."""
+    """Read and parse the body, then pass the JSON object to `parse`. Raises an `EngineError`."""
     _check_headers(request)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -58,13 +57,14 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         decoded = msgspec.json.decode(raw)
     except UnicodeDecodeError as error:
-        # Where it is, is counted from the beginning of a string within the body: no help.
+        # error.start counts from the start of a JSON string, not of the body, so it is not
+        # reported.
         byte = error.object[error.start]
         raise InvalidRequestError(
             f"The request body is not UTF-8: {error.reason} (0x{byte:02x})."
         ) from None
     except (msgspec.MsgspecError, ValueError) as error:
-        # Lone surrogates, NaN, numbers that no type holds and plain syntax errors all end here.
+        # Covers lone surrogates, NaN, numbers out of range and plain syntax errors.
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(decoded, dict):
         raise InvalidRequestError("The request body must be a JSON object.")
@@ -74,7 +74,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def check_depth(raw: bytes) -> None:
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
-    # Escape pairs go first, so that every quote left opens or closes a string.
+    # Escape pairs are removed first, so every remaining quote opens or closes a string.
     parts = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     depth = 0
     for bracket in b"".join(parts[::2]).translate(None, _NOT_BRACKETS):

@@ -1,4 +1,4 @@
-"""What comes after the question mark, and pages of a list in OpenAI's shape."""
+"""Query parameters, and list pages in OpenAI's format."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -8,11 +8,11 @@ from starlette.requests import Request
 from engine.servers.http.errors import invalid_request
 
 Order = Literal["asc", "desc"]
-Cursor = Annotated[str, Field(max_length=512)]  # the id of the last item that a client has
+Cursor = Annotated[str, Field(max_length=512)]  # id of the last item that the client has
 
 
 class Query(BaseModel):
-    """All values are text on the wire, so types are not strict here."""
+    """Query values arrive as text, so types are not strict here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -21,7 +21,7 @@ Kind = TypeVar("Kind", bound=Query)
 
 
 def parse_query(kind: type[Kind], request: Request) -> Kind:
-    """A name that is there twice, or has `[]` behind it as SDKs write it, is one of a list."""
+    """Parse the query. A repeated name, or one with SDKs' `[]` suffix, becomes a list."""
     collected: dict[str, list[str]] = {}
     given: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
@@ -36,7 +36,7 @@ def parse_query(kind: type[Kind], request: Request) -> Kind:
 
 
 def list_body(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """The first `limit` of `items`, which has more than that where there are more."""
+    """A page of the first `limit` items. `items` has one more if there are further pages."""
     page = items[:limit]
     return {
         "object": "list",

@@ -1,10 +1,8 @@
-"""uvicorn's HTTP protocol with the limits that it lacks: on the head of a request, and on idle
-connections.
+"""uvicorn's HTTP protocol plus limits that it lacks: on request heads and on idle connections.
 
-Without these a client may send its headers for ever, one byte at a time or megabytes of them, and
-any number of silent connections pile up. A body has its deadline where it is read (`limits.py`).
-A server without a file left to open could not even import a module, so connections never take all
-that it may have open.
+Without them a client could send headers forever, byte by byte or in megabytes, and silent
+connections could pile up without bound. `limits.py` has the deadline for bodies. Connections never
+use up all file descriptors: without a free one the server could not even import a module.
 """
 
 import asyncio
@@ -22,23 +20,24 @@ MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8_192
 MAX_CONNECTIONS = 1_024
-# Connections to other servers, the storage, the engine, and whatever is imported late.
+# File descriptors kept for upstream connections, storage, the engine and late imports.
 RESERVED_FILES = 512
 
 
 def raise_file_limit() -> None:
-    """Most systems let a program open 1,024 files unless it asks for more."""
+    """Raise the soft limit on open files, which is 1,024 on most systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # then there will be fewer connections
+        # on failure there are just fewer connections
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def max_connections() -> int:
-    """What the files that may be open leave for them: a quarter at least."""
+    """Connections that the file limit allows after the reserve, at least a quarter of the limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -46,7 +45,7 @@ def max_connections() -> int:
 
 
 class HeadTooLargeError(Exception):
-    """Raised inside a parser callback, which turns it into a 400."""
+    """Raised inside a parser callback; the parser answers 400."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -100,24 +99,28 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing is being answered, or the answer was given up and its client reads nothing."""
+        """Whether no response is in progress, or the connection is closing and its client reads
+        nothing.
+        """
         finished = self.cycle is None or self.cycle.response_complete
         return finished or self.transport.is_closing()
 
     def _oldest_idle(self) -> "LimitedProtocol":
-        """This very connection when all others are busy."""
+        """The connection that has been idle longest; this one if all others are busy."""
         idle = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         return min((each for each in idle if each._is_idle), key=lambda each: each._opened)
 
 
 class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        """`HttpServer.handle_signal` decides; uvicorn would raise the signal again at the end."""
+        """Disabled: `HttpServer.handle_signal` handles signals. uvicorn would re-raise them at the
+        end.
+        """
         return contextlib.nullcontext()
 
 
 def http_server(app: ASGIApp, close_timeout_s: int) -> uvicorn.Server:
-    """Speaks HTTP within these limits, and nothing else."""
+    """A uvicorn server that speaks only HTTP, within these limits."""
     return _Uvicorn(
         uvicorn.Config(
             app,

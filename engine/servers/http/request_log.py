@@ -1,9 +1,8 @@
-"""The outermost layer: each request's id, its log line, its HTTP metrics, and the last resort for
-bugs.
+"""The outermost layer: request ids, the request log, HTTP metrics, and the last handler for bugs.
 
-A `RequestRecord` is what is remembered of a request, from its first byte to its log line. The layer
-is plain ASGI, so a disconnect reaches the handler as it happens. The log line has counts and times,
-and the labels that a client attached for it (`metadata`); never a prompt or an answer.
+A `RequestRecord` collects facts about a request until its log line is written. The layer is plain
+ASGI, so a disconnect reaches the handler immediately. The log line has counts, times and the
+client's `metadata` labels, never a prompt or an answer.
 """
 
 import logging
@@ -24,7 +23,7 @@ from engine.core.observability.metrics import Metrics
 
 logger = logging.getLogger("engine.request")
 
-# Asked for every few seconds by machines, as metrics are; a line each would bury the rest.
+# Machines poll these every few seconds, and metrics too; logging each would bury the rest.
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 
 
@@ -33,25 +32,25 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled in by whoever learns each fact; read once, when the answer has ended."""
+    """Facts about one request. Each layer fills in what it learns; the log reads it at the end."""
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
-    num_body_bytes: int = 0  # of the request, as far as it has arrived whole
+    num_body_bytes: int = 0  # size of the request body, once it has fully arrived
     status: int = 0
     error_code: str | None = None
-    completion_id: str | None = None  # what the backend knows the request as
-    backends: tuple[str, ...] = ()  # who answered, where there are several who could
+    completion_id: str | None = None  # the request's id in the backend
+    backends: tuple[str, ...] = ()  # replicas that answered, if there are several
     user_hash: str | None = None
     ttft_s: float | None = None
-    usage: UsageEvent | None = None  # of an answer that was finished
+    usage: UsageEvent | None = None  # set when the answer is complete
     warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
-    metadata: dict[str, str] | None = None  # what the client attached
-    limit_headers: dict[str, str] = field(default_factory=dict)  # what its key has left
-    send: Send | None = None  # the HTTP server's own, for what no layer has to see
+    metadata: dict[str, str] | None = None  # labels that the client attached
+    limit_headers: dict[str, str] = field(default_factory=dict)  # remaining quota of the key
+    send: Send | None = None  # the HTTP server's own send, bypassing the layers
 
     def work_fields(self) -> dict[str, Any]:
-        """What the log says of the generation, as far as it is known."""
+        """Log fields about the generation, as far as they are known."""
         fields: dict[str, Any] = {
             "completion_id": self.completion_id,
             "backend": ", ".join(self.backends) or None,
@@ -74,7 +73,7 @@ class RequestRecord:
 
 
 def new_request_id(supplied: str | None) -> str:
-    """The client's own id where it is harmless in a log and a header, else a fresh one."""
+    """The client's own id if it is safe in a log and a header, else a new one."""
     if supplied is not None and _SAFE_ID.fullmatch(supplied):
         return supplied
     return f"req-{secrets.token_hex(16)}"

@@ -1,10 +1,10 @@
-"""Server-sent events: the one place where a stream of events becomes bytes on a socket.
+"""Server-sent events: writes a stream of events to the socket.
 
-A request that the backend refuses must be an HTTP error, yet headers must not wait for a long
-prompt to be computed. So the first event (or the refusal) is awaited for `ACCEPT_WAIT_S`; after
-that the headers go out and comments keep the connection alive. One token is one chunk, unless the
-client is slow: only then do events arrive during a write, and those are joined before the next one.
-A stream ends with its format's closing or with an error event, never with both.
+A refusal by the backend must become an HTTP error, yet headers must not wait for a long prefill. So
+the first event (or refusal) is awaited for `ACCEPT_WAIT_S`; then the headers go out, and comments
+keep the connection alive. One token is one chunk unless the client is slow. Events that arrive
+during a blocked write are merged before the next one. A stream ends with its format's closing or
+with an error event, never both.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_WAIT_S = 1.0
 KEEP_ALIVE_S = 15.0
-# A client that takes nothing for this long is given up.
+# A client that reads nothing for this long is disconnected.
 STALL_S = 60.0
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -34,29 +34,29 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamFormat(Protocol):
-    """One API's chunks, as complete events."""
+    """Encodes events as one API's complete SSE events."""
 
     def opening(self) -> bytes: ...
 
     def chunk(self, event: OutputEvent) -> bytes: ...
 
     def closing(self, usage: UsageEvent) -> bytes:
-        """The end of a stream that went well, with whatever terminates it."""
+        """The last bytes of a successful stream, with its terminator."""
         ...
 
     def failure(self, error: EngineError) -> bytes:
-        """The end of one that did not."""
+        """The last bytes of a failed stream."""
         ...
 
 
 class StalledClientError(ClientDisconnectedError):
-    """The client stopped reading. It can't be told; the log can."""
+    """The client stopped reading. Only the log reports it; the client can't be told."""
 
     code = "CLIENT_STALLED"
 
 
 class _SilenceTimer:
-    """Calls back whenever nothing was written for `seconds`."""
+    """Calls back whenever nothing has been written for `seconds`."""
 
     def __init__(self, writer: "_Writer", seconds: float, callback: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class _SilenceTimer:
 
 
 class EventStream(Response):
-    """The response of a streaming request; it closes the `EventPump` that it was given."""
+    """A streaming response. It closes the `EventPump` that it was given."""
 
     media_type = "text/event-stream"
 
@@ -92,8 +92,8 @@ class EventStream(Response):
         self._format = format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A task is resumed through everything that awaits in it: for each token, better not through
-        # all the layers of the application.
+        # Resuming a task walks its whole await chain. In a task of its own, each token skips the
+        # application's layers.
         await asyncio.create_task(self._run(scope, send))
 
     async def _run(self, scope: Scope, send: Send) -> None:
@@ -101,19 +101,19 @@ class EventStream(Response):
         try:
             await self._respond(writer)
         except EngineError as error:
-            self._pump.fail(error)  # if it was not the pump that failed
+            self._pump.fail(error)  # no effect if the pump itself failed
             record_of(scope).error_code = error.error_code
         finally:
             writer.close()
             await self._pump.close()
 
     async def _respond(self, writer: "_Writer") -> None:
-        """Raises the failure that ended the stream, after telling the client if it still reads."""
+        """Write the whole stream. On failure, tell the client if it still reads, then raise."""
         await writer.start(self.raw_headers)
         try:
             await self._stream(writer)
         except ClientDisconnectedError:
-            raise  # without a last chunk, which closes the connection
+            raise  # no final chunk, so the connection closes
         except EngineError as error:
             await writer.write(self._format.failure(error), more=False)
             raise
@@ -139,15 +139,17 @@ class EventStream(Response):
                 events = coalesce(events)
             await writer.write(head + b"".join([chunk(event) for event in events]))
             head = b""
-            # An unhindered write does not yield to the event loop, so nothing can have arrived.
+            # A write that does not block never yields to the event loop, so no event can have
+            # arrived.
             is_slow = pump.has_pending
         await writer.write(format.closing(pump.usage), more=False)
 
 
 class _Writer:
-    """Writes, asks for a comment when there was nothing to write, and notices a stuck client.
+    """Writes chunks, requests a comment after silence, and detects a client that stopped reading.
 
-    `send_chunk` is for all but the head of the answer: the layers in between look at nothing else.
+    `send_chunk` is for everything after the response head. It bypasses the layers, which only look
+    at the head.
     """
 
     def __init__(self, send: Send, send_chunk: Send, pump: EventPump) -> None:
@@ -155,10 +157,10 @@ class _Writer:
         self._send_chunk = send_chunk
         self._task = asyncio.current_task()
         self._is_stuck = False
-        self.written_at = 0.0  # when the last write began, by the event loop's clock
+        self.written_at = 0.0  # start of the last write, event-loop clock
         self._time = asyncio.get_running_loop().time
         self._silence = _SilenceTimer(self, KEEP_ALIVE_S, pump.nudge)
-        # Comments make a write begin often enough; when none does, one has been waiting all along.
+        # Comments start writes regularly. If no write starts for STALL_S, the last one is blocked.
         self._stall = _SilenceTimer(self, STALL_S, self._give_up)
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:

@@ -1,3 +1,1 @@
-"""OpenAI's chat, completions, embeddings and models, with the routes that vLLM and TGI add to
-them.
-"""
+"""OpenAI's chat, completions, embeddings and models APIs, plus routes that vLLM and TGI add."""

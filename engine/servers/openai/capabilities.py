@@ -1,5 +1,5 @@
-"""GET /v1/capabilities: what this server and its models can do, read from the tables that decide
-it.
+"""GET /v1/capabilities: features of this server and its models, read from the tables that define
+them.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ LIMITS = {
 def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
     async def capabilities() -> Response:
-        """What this server and its models can do."""
+        """List the features of this server and its models."""
         server = services.settings.server
         body = {
             "object": "capabilities",
@@ -71,8 +71,8 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
 
 
 def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
-    """`refused_unless` are those that clients may know from elsewhere, with the values that ask for
-    nothing and are taken.
+    """A body's parameters. `refused_unless` lists unsupported ones with their accepted no-op
+    values.
     """
     refused = off_values(kind)
     others = NO_EFFECT

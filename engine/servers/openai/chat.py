@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: OpenAI's chat API, whole or streamed."""
 
 from typing import Annotated, Any
 
@@ -75,7 +75,7 @@ def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCa
 def check_structure(
     services: Services, request: Request, body: OpenAIBody, card: ModelCard
 ) -> None:
-    """Of chats and completions alike: what the output must match, and hints without effect."""
+    """Checks for chats and completions: the output grammar, and hints without effect."""
     require_grammar(services, card, body.grammar)
     if body.has_format_description:
         param = "response_format.json_schema.description"
@@ -86,7 +86,7 @@ def check_structure(
 def template_options(
     services: Services, request: Request, body: ChatBody, card: ModelCard
 ) -> dict[str, Any]:
-    """What was asked for by the template's own names comes before the API's words for it."""
+    """Template options. A name in chat_template_kwargs overrides the API's own field."""
     given = known_options(services, request, card, body.chat_template_kwargs)
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")

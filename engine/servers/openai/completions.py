@@ -1,8 +1,8 @@
-"""POST /v1/completions. Each prompt is a request of its own to the backend; choice
-`prompt * n + i` is the i-th of that prompt.
+"""POST /v1/completions. Each prompt is a separate backend request; choice `prompt * n + i` is the
+i-th choice of that prompt.
 
-`best_of` asks the backend for more candidates than the `n` of which the answer consists: those of
-the highest mean log-probability per token. Usage counts all of them.
+`best_of` samples more candidates than the `n` returned: the ones with the highest mean
+log-probability per token. Usage counts all candidates.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -82,13 +82,13 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
 def completion_requests(
     body: CompletionBody, context: GenerationContext
 ) -> list[CompletionRequest]:
-    """One for each prompt."""
+    """One backend request for each prompt."""
     return [
         CompletionRequest(
             context=msgspec.structs.replace(
                 context,
                 request_id=f"{context.request_id}-{index}",
-                # The others may wait for the first.
+                # Only the first prompt has a queue timeout; the others may wait for it.
                 queue_timeout_s=context.queue_timeout_s if index == 0 else None,
             ),
             prompt=prompt,
@@ -100,19 +100,19 @@ def completion_requests(
 
 
 def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:
-    """What the backend is asked for, which can be more than the answer has."""
+    """Backend sampling parameters; with `best_of` they ask for more choices than are returned."""
     params = body.params(card)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, score_prompt=True)
     num_candidates = body.best_of or params.n
     if num_candidates > params.n:
-        logprobs = params.logprobs or 0  # to compare them by
+        logprobs = params.logprobs or 0  # needed to rank the candidates
         params = msgspec.structs.replace(params, n=num_candidates, logprobs=logprobs)
     return params
 
 
 def best_choices(collected: Collected, num_candidates: int, num_wanted: int) -> Sequence[Choice]:
-    """The best of each prompt's candidates, best first; as they are, if all are wanted."""
+    """Each prompt's `num_wanted` best candidates, best first. Order is kept if all are wanted."""
     if num_candidates == num_wanted:
         return collected.choices
     chosen: list[Choice] = []
@@ -123,7 +123,7 @@ def best_choices(collected: Collected, num_candidates: int, num_wanted: int) -> 
 
 
 async def _prompt_only(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The echoed prompt, without the token that the backend had to add to it."""
+    """The echoed prompt only. The one token that the backend must generate is dropped."""
     echoed: set[int] = set()
     async for event in source:
         if isinstance(event, TextEvent):

@@ -1,7 +1,7 @@
-"""POST /v1/embeddings, and what every route that compares texts does to get their vectors.
+"""POST /v1/embeddings, and the embedding helper that rerank and score share.
 
-A request's vectors are awaited as a stream of one event, so that admission, deadlines, drains,
-disconnects and metrics are those of all other requests.
+The vectors arrive as a stream of one event, so admission, deadlines, drains, disconnects and
+metrics work as for all other requests.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ _INPUTS_SCHEMA = {
 
 
 class VectorsBody(BaseModel):
-    """What every way of asking for vectors has in common."""
+    """Fields that every embedding request shares."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -120,7 +120,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
             made = await embed(services, request, ticket, card, body, "embd", body.input)
         except InvalidRequestError as error:
             raise _with_advice(error, body.input) from None
-        # Many vectors take long to write, and the event loop has others to serve.
+        # Encoding many vectors is slow, so it runs off the event loop.
         content = await asyncio.to_thread(_content, card, made, body)
         return Response(content, media_type="application/json")
 
@@ -134,7 +134,7 @@ async def embed(
     kind: str,
     inputs: Sequence[fields.Prompt],
 ) -> Embeddings:
-    """The vectors of `inputs`, in order. Raises what the backend refused with."""
+    """The vectors of `inputs`, in order. Raises if the backend refuses."""
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
@@ -194,7 +194,7 @@ def _check_dimensions(
 def _with_advice(
     error: InvalidRequestError, inputs: Sequence[fields.Prompt]
 ) -> InvalidRequestError:
-    """Ids that a model refuses are most often those of another model's tokenizer."""
+    """Add a hint to the error: refused token ids usually come from another model's tokenizer."""
     are_ids = any(not isinstance(each, str) for each in inputs)
     if not are_ids or error.error_code == "context_length_exceeded":
         return error
@@ -210,7 +210,7 @@ def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
     vectors = made.vectors
     if body.dimensions is not None and body.dimensions < vectors.shape[1]:
         vectors = unit_rows(vectors[:, : body.dimensions])
-    # One by one, so that other threads get their turn in between.
+    # One at a time, so that other threads can take the GIL in between.
     items = [_item(i, row, body.encoding_format) for i, row in enumerate(vectors)]
     rest = {"model": card.id, "usage": usage_body(made)}
     opening, closing = b'{"object":"list","data":[', b"]," + msgspec.json.encode(rest)[1:]

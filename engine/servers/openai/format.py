@@ -1,7 +1,7 @@
-"""Events as OpenAI's JSON: whole answers, and the chunks of a stream.
+"""Formats events as OpenAI's JSON: whole answers, and the chunks of a stream.
 
-A chunk is one per token, so everything that a stream repeats (id, model, braces) is encoded once
-and each chunk is a few bytes joined around its text.
+There is one chunk per token. The parts that a stream repeats (id, model, braces) are encoded once,
+and each chunk is joined around its text.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from engine.servers.http.sse import DONE, error_event
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
-# JSON has no infinity; clients know this number as "impossible".
+# JSON has no infinity; OpenAI clients treat this number as "impossible".
 _MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What the answer and all of its chunks say alike."""
+    """Fields that an answer shares with all of its chunks."""
 
     id: str
     created: int
@@ -56,7 +56,9 @@ def new_envelope(completion_id: str, card: ModelCard) -> Envelope:
 
 
 def fingerprint(card: ModelCard) -> str:
-    """Changes when the same seed might answer otherwise: other weights, another backend."""
+    """Changes whenever the same seed might give another answer: other weights or another
+    backend.
+    """
     return "fp_" + hashlib.sha256(_encode(card)).hexdigest()[:12]
 
 
@@ -91,7 +93,7 @@ def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
 
 
 def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
-    """The parallel lists of `/v1/completions`; `offset` is where the first token's text begins."""
+    """The parallel lists of `/v1/completions`. `offset` is the text position of the first token."""
     offsets: list[int] = []
     for token in tokens:
         offsets.append(offset)
@@ -107,8 +109,8 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
 
 
 def _ranked(token: TokenText) -> dict[str, float] | None:
-    """The chosen token is always among them, even when it was not one of the likeliest. A prompt's
-    first token follows nothing, so that it has no probability.
+    """Top log-probabilities by token text, always with the chosen token. None for a prompt's first
+    token, which has no probability.
     """
     if math.isnan(token.logprob):
         return None
@@ -119,20 +121,20 @@ def _ranked(token: TokenText) -> dict[str, float] | None:
 
 @dataclass(slots=True)
 class Call:
-    """A tool call as far as it has arrived."""
+    """A tool call, as far as it has arrived."""
 
     call_id: str
     name: str
     arguments: list[str]
 
     def body(self) -> dict[str, Any]:
-        # No arguments are an empty object: clients parse them as JSON.
+        # Clients parse arguments as JSON, so missing ones become an empty object.
         function = {"name": self.name, "arguments": "".join(self.arguments) or "{}"}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
 class Choice:
-    """One choice of an answer that is sent whole."""
+    """One choice of a non-streaming answer."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -147,7 +149,7 @@ class Choice:
             self.texts.append(event.text)
             if event.logprobs is not None:
                 self.tokens.extend(event.logprobs)
-                if event.num_tokens:  # an echoed prompt's are not the answer's
+                if event.num_tokens:  # an echoed prompt has none and is not counted
                     self._scores.extend(token.logprob for token in event.logprobs)
         elif isinstance(event, ReasoningEvent):
             self.reasoning.append(event.text)
@@ -171,7 +173,7 @@ class Choice:
 
 
 class Collected:
-    """The choices of an answer that is sent whole."""
+    """The choices of a non-streaming answer."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [Choice() for _ in range(num_choices)]
@@ -182,7 +184,7 @@ class Collected:
 
 
 async def collect(pump: EventPump, num_choices: int) -> Collected:
-    """The whole answer, once it has ended. Raises what ended it early."""
+    """Collect the whole answer. Raises if it ended early."""
     collected = Collected(num_choices)
     await pump.wait_whole(collected.add)
     return collected
@@ -191,8 +193,8 @@ async def collect(pump: EventPump, num_choices: int) -> Collected:
 def _ending(
     finish: FinishEvent | None, has_calls: bool = False, named_tool: bool = False
 ) -> dict[str, Any]:
-    """Calls end a choice with `tool_calls`, except the one call that the client itself named: that
-    is `stop`, as OpenAI has it.
+    """The finish reason. It is `tool_calls` if there are any, but `stop` for a call that the client
+    forced by name, as at OpenAI.
     """
     if finish is None:
         return {"finish_reason": None}
@@ -222,7 +224,9 @@ def chat_body(
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
-    """Optional fields are left out, as clients expect; two names of reasoning are in use."""
+    """The message object. Empty optional fields are omitted; reasoning is sent under both common
+    names.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
         message["content"] = choice.text or None
@@ -261,7 +265,7 @@ def _whole(
 
 
 class _ChunkStream:
-    """Bytes before and after the one choice that each chunk has."""
+    """Pre-encoded bytes before and after each chunk's one choice."""
 
     def __init__(self, envelope: Envelope, kind: str, include_usage: bool) -> None:
         self.head = b"data: " + _encode(envelope.fields(kind))[:-1] + b',"choices":['
@@ -278,7 +282,7 @@ class _ChunkStream:
 
 
 class ChatStream(_ChunkStream):
-    """Chunks of `/v1/chat/completions`: each choice begins with its role."""
+    """Chunks of `/v1/chat/completions`. Each choice starts with its role."""
 
     def __init__(
         self, envelope: Envelope, num_choices: int, include_usage: bool, named_tool: bool = False
@@ -289,7 +293,7 @@ class ChatStream(_ChunkStream):
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}' + self.tail
         self._named_tool = named_tool
-        # For each choice: its calls by index, and whether they have arguments yet.
+        # For each choice: tool call index -> whether the call has arguments yet.
         self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
 
     def opening(self) -> bytes:
@@ -335,7 +339,7 @@ class ChatStream(_ChunkStream):
         return ended + self._call_delta(event.choice, delta)
 
     def _end_call(self, choice: int) -> bytes:
-        """An empty object for the call before, if it had no arguments at all."""
+        """Send `{}` as the previous call's arguments if it had none."""
         calls = self._calls[choice]
         last = next(reversed(calls), None)
         if last is None or calls[last]:
@@ -364,7 +368,7 @@ class CompletionStream(_ChunkStream):
         if isinstance(event, FinishEvent):
             return before + b'"","logprobs":null,' + _encode(_ending(event))[1:] + self.tail
         if not isinstance(event, TextEvent):
-            return b""  # a completion is plain text
+            return b""  # completions only have text
         if event.logprobs:
             return before + _encode(event.text) + self._logprobs(event)
         if not event.text:

@@ -1,8 +1,9 @@
-"""/generate: hand in a prompt now, read its stream later, from anywhere and as often as wanted.
+"""/generate: submit a prompt now, read its stream later, from any connection and as often as
+wanted.
 
-A submission runs whether or not somebody listens, until it ends or is deleted; its result is kept
-for a while after that. Only the key that handed it in can see it. `stream: true` does both steps in
-one call, and then the work ends when its connection does.
+A submission runs whether or not a client listens, until it ends or is deleted. Its result is kept
+for a while. Only the key that submitted it can see it. `stream: true` submits and streams in one
+call; then the work ends with its connection.
 """
 
 import asyncio
@@ -41,14 +42,15 @@ from engine.servers.serving.services import (
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
-# A refusal comes within this time or is told by the stream; a request id should not be waited for.
+# Wait this long for a refusal; a later one is reported in the stream. The client should get its
+# request id soon.
 SUBMIT_WAIT_S = 0.1
 
 _encode = msgspec.json.Encoder().encode
 
 
 class CancelledSubmissionError(AbortedError):
-    """Deleted by its owner."""
+    """The owner deleted the submission."""
 
     status = 409
     type = "invalid_request_error"
@@ -83,7 +85,7 @@ class GenerateStream:
 
 
 class Submission:
-    """One handed-in prompt: everything it has produced so far, and whether it has ended."""
+    """One submitted prompt: all events so far, and its end."""
 
     def __init__(
         self, request_id: str, owner: str, num_choices: int, pump: EventPump, ticket: Ticket
@@ -91,7 +93,7 @@ class Submission:
         self.request_id = request_id
         self.owner = owner
         self.num_choices = num_choices
-        self.ended_at: float | None = None  # time.monotonic()
+        self.ended_at: float | None = None  # end of the generation, time.monotonic()
         self._pump = pump
         self._ticket = ticket
         self._events: list[OutputEvent] = []
@@ -100,12 +102,12 @@ class Submission:
         self._task = asyncio.create_task(self._run())
 
     async def cancel(self) -> None:
-        """End it if it has not ended; returns when the backend has let go of it."""
+        """Abort it if it is still running. Returns once the backend has released it."""
         self._pump.fail(CancelledSubmissionError("The request was deleted."))
         await asyncio.shield(self._task)
 
     def state(self) -> dict[str, Any]:
-        """What GET answers: the text so far, and how it ended if it did."""
+        """The body of GET: the text so far, and how it ended."""
         collected = Collected(self.num_choices)
         collected.add(self._events)
         choices = [
@@ -124,7 +126,7 @@ class Submission:
         return body
 
     async def follow(self) -> AsyncIterator[Event]:
-        """All events from the first, as a backend's iterator would give them."""
+        """Replay all events from the first, then follow live ones."""
         position = 0
         self._num_readers += 1
         try:
@@ -147,7 +149,7 @@ class Submission:
                 self._events.extend(events)
                 self._announce()
         except EngineError:
-            pass  # it stays in `failure`, for whoever asks
+            pass  # kept in `failure`, for later readers
         finally:
             await self._ticket.close()
             if self._num_readers == 0:
@@ -169,13 +171,13 @@ class Submission:
 
 
 class Submissions:
-    """The submissions that can still be asked about; bounded in number and, once ended, in time."""
+    """Submissions that clients can still read. Limited in number and, once ended, in age."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Submission] = {}
 
     def make_room(self) -> None:
-        """Forget what is old; raises when everything kept is still running."""
+        """Drop expired submissions, and one ended one if still full. Raises if all are running."""
         now = time.monotonic()
         ended = [each for each in self._by_id.values() if each.ended_at is not None]
         for each in ended:
@@ -187,7 +189,7 @@ class Submissions:
         remaining = [each for each in ended if each.request_id in self._by_id]
         if not remaining:
             raise RateLimitError("Too many submissions are running; retry later.", retry_after=1)
-        # Of whoever has the most, so that nobody's results go because of another's.
+        # Drop from the tenant with the most results, so no tenant's results go because of another.
         owner = Counter(each.owner for each in remaining).most_common(1)[0][0]
         del self._by_id[next(each.request_id for each in remaining if each.owner == owner)]
 
@@ -260,4 +262,4 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
 
 
 def _uncounted(seconds: float, num_tokens: int) -> None:
-    """Tokens of a submission are timed where they are made, not where they are read."""
+    """No-op: a submission's tokens are timed when generated, not when read."""

@@ -1,5 +1,5 @@
-"""GET /v1/models and its deprecated alias /v1/engines. Model ids contain slashes, so they are
-matched as paths.
+"""GET /v1/models and its deprecated alias /v1/engines. Model ids contain slashes, so routes match
+paths.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def model_body(card: ModelCard, health: Health) -> dict[str, Any]:
 
 def _state(health: Health) -> str:
     if not health.loaded:
-        return "unloaded"  # until somebody asks for it
+        return "unloaded"  # loaded on the first request
     return "loaded" if health.ready else "loading"
 
 

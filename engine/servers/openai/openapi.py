@@ -1,8 +1,7 @@
-"""GET /openapi.json: the routes as they are registered, the bodies as they are validated.
+"""GET /openapi.json: built from the registered routes and the body models.
 
-FastAPI lists the routes and what they answer with; it can't see the bodies, which routes read
-themselves (under limits, and from the event loop only when small), so those come from the tables
-below.
+FastAPI knows the routes and their responses. It can't see the bodies, because routes read them on
+their own, under limits and partly off the event loop. Those come from the tables below.
 """
 
 from collections.abc import Iterable
@@ -32,7 +31,7 @@ from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
 from engine.servers.serving.services import Services
 
-# What a POST to each path reads, as JSON.
+# JSON body of a POST to each path.
 BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
@@ -62,9 +61,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
 }
-# What a POST reads as a form: a file, with these fields beside it.
+# Form fields of a POST that uploads a file, by path.
 FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
-# What a GET takes after the question mark.
+# Query parameters of a GET, by path.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,
@@ -102,7 +101,7 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
-# An event stream is no single value that a schema could describe.
+# Event streams have no JSON schema.
 _ANSWERS: dict[str, dict[str, Any]] = {
     "application/json": {"schema": {"type": "object"}},
     EventStream.media_type: {},
@@ -117,13 +116,13 @@ _HEADERS = {
 
 
 def add_openapi_routes(app: FastAPI, services: Services) -> None:
-    @cache  # made when it is first asked for, and all routes are there
+    @cache  # built on first use, when all routes are registered
     def encoded() -> bytes:
         return msgspec.json.encode(document(app))
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        """This document."""
+        """Return this OpenAPI document."""
         return Response(encoded(), media_type="application/json")
 
 
@@ -171,7 +170,7 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The fields of `model`, whose own schema allows no others, and the file."""
+    """The schema of `model`, which allows no other fields, plus the file."""
     schema = model.model_json_schema(ref_template=_REFS)
     schema.pop("$defs", None)
     file = {"file": {"type": "string", "format": "binary"}}
@@ -185,7 +184,7 @@ def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 def api_routes(app: FastAPI) -> list[tuple[str, str]]:
-    """Method and path of everything that can be asked for."""
+    """Method and path of every route."""
     return sorted(
         (method, route.path_format)
         for route in app.routes

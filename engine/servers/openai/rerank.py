@@ -1,7 +1,7 @@
-"""POST /v1/rerank (also as /rerank) and /v1/score: how near texts are to each other.
+"""POST /v1/rerank (also /rerank) and /v1/score: similarity of texts.
 
-A score is the cosine of two texts' vectors, from -1 to 1. Only a model that was trained to place
-like texts near each other is asked; the vectors of others would rank by chance.
+A score is the cosine of two embedding vectors, from -1 to 1. Only models trained for embeddings are
+accepted; hidden states of other models would rank at random.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class RerankBody(VectorsBody):
     documents: Annotated[
         tuple[str, ...], PlainValidator(_parse_documents), WithJsonSchema(_DOCUMENTS_SCHEMA)
     ]
-    top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0, as vLLM has it: all
+    top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 means all, as in vLLM
     return_documents: bool | None = None
 
 
@@ -113,9 +113,9 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         card = _comparing_model(services, request, body)
         texts = (body.query, *body.documents)
         made = await embed(services, request, ticket, card, body, "rerank", texts)
-        # Thousands of vectors take long enough for the event loop's other requests to notice.
+        # Thousands of vectors would block the event loop noticeably.
         scores = await asyncio.to_thread(_similarities, made.vectors, 1)
-        # Of equals, the one that came first stays first.
+        # The sort is stable: equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = [
             {"index": index, "relevance_score": scores[index]}
@@ -154,7 +154,9 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
 
 
 def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
-    """Cosines of the first `num_left` with the rest, pair by pair; a single one with them all."""
+    """Cosines of the first `num_left` vectors with the rest, pairwise; a single one with all
+    others.
+    """
     left, right = np.split(unit_rows(vectors), [num_left])
     scores: list[float] = (left * right).sum(axis=1).tolist()
     return scores

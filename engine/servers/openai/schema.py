@@ -1,8 +1,8 @@
-"""What clients may ask for: every field, its type and its bounds.
+"""OpenAI's request bodies: every field with its type and bounds.
 
-Types are strict (`"1"` and `true` are no numbers) and every number has both bounds, written so that
-NaN fails them. null is the same as leaving a field out. Names and defaults are those of the OpenAI
-API; the fields that it lacks have the names that vLLM gave them.
+Types are strict (`"1"` and `true` are not numbers). Every number has min and max, written so that
+NaN fails. null equals a missing field. Names and defaults are OpenAI's; fields that OpenAI lacks
+have vLLM's names.
 """
 
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # chunks are never padded
+    include_obfuscation: Literal[False] | None = None  # padding of chunks is not supported
 
 
 class OpenAIBody(SamplingBody):
@@ -40,7 +40,7 @@ class OpenAIBody(SamplingBody):
     guided_choice: fields.GuidedChoice = None
     guided_grammar: fields.GuidedGrammar = None
     structured_outputs: fields.StructuredOutputs = None
-    # What `user` is called since it was split in two, and the other half.
+    # `user` was split into these two fields.
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
 
@@ -87,7 +87,7 @@ class OpenAIBody(SamplingBody):
 
 
 class EndOfPrompt(BaseModel):
-    """How the prompt of a conversation ends: with an opened answer, or in the last message."""
+    """How a rendered conversation ends: with a generation prompt, or inside the last message."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -97,7 +97,7 @@ class EndOfPrompt(BaseModel):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """By default, unless the last message is to be continued."""
+        """True by default, unless the last message is to be continued."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -173,7 +173,7 @@ class CompletionBody(OpenAIBody):
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        """With `max_tokens` 0 one token is asked for, which the answer leaves out."""
+        """Sampling parameters. `max_tokens` 0 asks for one token, which the answer drops."""
         limit = 1 if self.only_echoes else self.max_tokens or DEFAULT_COMPLETION_TOKENS
         return self.sampling(card, limit, self.logprobs)
 

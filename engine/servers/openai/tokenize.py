@@ -1,8 +1,7 @@
-"""POST /tokenize and /detokenize, in the shapes of vLLM: what a text or a conversation becomes, and
-back.
+"""POST /tokenize and /detokenize, in vLLM's format.
 
-A conversation is rendered exactly as `/v1/chat/completions` would. Text stays text: what spells a
-control token in a prompt is encoded letter by letter.
+A conversation is rendered exactly as `/v1/chat/completions` renders it. Text stays text: a special
+token's name inside a prompt is tokenized as plain characters.
 """
 
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from engine.servers.serving.chat import check_tools, known_options
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
-# Each distinct token is one call of the backend.
+# Each distinct token id costs one backend call.
 MAX_TOKEN_STRS = 65_536
 
 
@@ -46,7 +45,7 @@ _IDS_SCHEMA = {
 
 
 class TokenizeBody(EndOfPrompt):
-    """A `prompt`, or `messages` with what goes with them."""
+    """A `prompt`, or `messages` with their options."""
 
     model: fields.ModelName | None = None
     prompt: str | None = None
@@ -87,7 +86,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     async def tokenize(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         body = await services.read(request, TokenizeBody)
         card = services.choose_model(request, body.model)
         if body.prompt is not None:
@@ -112,7 +111,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     async def detokenize(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body = await services.read(request, DetokenizeBody)
         card = services.choose_model(request, body.model)
         text = await services.backend.detokenize(body.tokens, model=card.id)

@@ -1,1 +1,1 @@
-"""Operating a server: probes, metrics, administration, settings read again."""
+"""Operation: probes, metrics, administration, reloading settings."""

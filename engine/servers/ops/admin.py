@@ -1,5 +1,5 @@
-"""GET /v1/admin/routes: which backends answer for which model, how they do, and why each of the
-last requests went where it went.
+"""GET /v1/admin/routes: each model's backends, their state, and why each recent request went where
+it did.
 """
 
 from typing import Any
@@ -43,14 +43,14 @@ def add_admin_routes(app: FastAPI, services: Services) -> None:
 
 
 def who_is(request: Request) -> str:
-    """For the audit log: the key's name and the address; never the key."""
+    """The key's name and the client's address, for the audit log; never the key itself."""
     principal = principal_of(request)
     address = request.client.host if request.client else "this process"
     return f"{principal.key or principal.name or 'anyone'}@{address}"
 
 
 def _only_backend(services: Services) -> list[dict[str, Any]]:
-    """A server without a router, in the same form."""
+    """The same report for a server without a router."""
     health = services.backend.health()
     stats = services.backend.stats()
     hit_rate = None

@@ -1,4 +1,4 @@
-"""/v1/admin: draining, the log level, limits, keys, and what was changed by whom."""
+"""/v1/admin: draining, the log level, limits, keys, and the audit log."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class LevelBody(AdminBody):
 
 
 class LimitsBody(AdminBody):
-    """What is not named stays as it is; null takes a limit away."""
+    """Limits that are not given stay; null removes a limit."""
 
     requests_per_minute: Rate = None
     tokens_per_minute: Tokens = None
@@ -114,7 +114,7 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
     lock = asyncio.Lock()
 
     async def changed(change: Callable[[Path], T]) -> T:
-        """The file first, then what is accepted: so both say the same after a restart."""
+        """Apply `change` to the keys file, then reload the keys. So both agree after a restart."""
         path = services.settings.server.keys_file
         if path is None:
             raise ConflictError(
@@ -158,7 +158,7 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
 
 
 def _remove(services: Services, path: Path, name: str) -> KeyEntry:
-    """The last one stays: without any, everybody would be let in."""
+    """Remove a key. The last one stays: without any key the server would be open to all."""
     users = [key for key in key_file.read_keys(path) if key.role == "user"]
     is_last = [key.name for key in users] == [name]
     if is_last and services.settings.server.api_key is None:

@@ -26,7 +26,7 @@ class AdminBody(BaseModel):
 
 
 class LoadBody(AdminBody):
-    """A `model` that `engine list` shows, under an `id` of its own if need be."""
+    """A `model` from `engine list`, optionally under its own `id`."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     id: ModelId | None = None
@@ -36,7 +36,8 @@ class LoadBody(AdminBody):
 
 class NamedBody(AdminBody):
     id: ModelId
-    wait_s: Annotated[float, Field(ge=0, le=3600)] | None = None  # for requests that are running
+    # time for running requests to finish
+    wait_s: Annotated[float, Field(ge=0, le=3600)] | None = None
 
 
 class FlushBody(AdminBody):
@@ -108,7 +109,7 @@ def _patience(services: Services, body: NamedBody) -> float:
 
 
 def _check_origin(request: Request, body: LoadBody) -> None:
-    """Without an administrator's key, only what this server's owner has pulled, on our engines."""
+    """Without an admin key, only allow pulled models on our own backends."""
     try:
         refuse_secrets(body.options)
     except ValueError as error:

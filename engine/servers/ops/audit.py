@@ -1,7 +1,8 @@
-"""Who changed what, and when: one JSON line for every change made while the server runs.
+"""The audit log: one JSON line for every administrative change, with its author and time.
 
-The file is in the storage directory, private to the account, and only ever appended to; at a bound
-it becomes `audit.jsonl.1`, in place of the one before. Nothing secret is in it: keys go by name.
+The file is in the storage directory, readable only by the account, and append-only. At a size limit
+it is renamed to `audit.jsonl.1`, replacing the previous one. It has no secrets: keys are listed by
+name.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ class AuditLog:
     async def change(
         self, who: str, action: str, target: str = "", **detail: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Around a change: it is written down whether it succeeded or not. What is put into the
-        yielded dictionary goes into the line.
+        """Wrap a change; it is logged whether it succeeds or fails. Entries added to the yielded
+        dictionary go into the line.
         """
         result = "ok"
         try:
@@ -51,7 +52,9 @@ class AuditLog:
     async def write(
         self, who: str, action: str, target: str, result: str, detail: dict[str, Any]
     ) -> None:
-        """A disk that fails is told of in the log; the change has been made by then."""
+        """Append a line. A disk error only goes to the server log, because the change is already
+        made.
+        """
         entry = {
             "ts": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "who": who,
@@ -69,7 +72,7 @@ class AuditLog:
                 logger.error("the audit log %s can't be written: %s", self.path, error)
 
     async def newest(self, count: int) -> list[dict[str, Any]]:
-        """Of the current file, newest first."""
+        """The newest entries of the current file, newest first."""
         return await asyncio.to_thread(self._read, count)
 
     def _append(self, line: bytes) -> None:
@@ -93,7 +96,7 @@ class AuditLog:
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """None for what a machine that went down has left of a line."""
+    """The parsed line; None for a line cut off by a crash."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -1,8 +1,8 @@
-"""The probes on a port of their own, answered by a thread with a loop of its own: whoever restarts
-servers by their probes must not take a busy one for a dead one.
+"""Serves probes on their own port, from a thread with its own event loop. A busy server must not be
+restarted as a dead one.
 
-The server's loop leaves its state here a few times a second. The thread only reads it, so no object
-of the server is touched by two threads, and a loop that no longer turns is seen by its silence.
+The main loop writes its state here a few times a second and the thread only reads it. So no server
+object is shared between threads, and a stuck main loop is noticed because its updates stop.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def add_metrics_routes(app: FastAPI, services: Services) -> None:
     @app.get(services.settings.metrics.endpoint, response_class=PlainTextResponse)
     async def metrics() -> Response:
         services.watcher.observe()
-        # Walks the process tree and formats some hundred series: milliseconds.
+        # Walks the process tree and formats hundreds of series, which takes milliseconds.
         content, content_type = await asyncio.to_thread(services.metrics.render)
         return Response(content, headers={"content-type": content_type})
 
@@ -84,7 +84,7 @@ def status_response(status: str, *, ok: bool, figures: dict[str, Any] | None = N
 
 
 NOTE_EVERY_S = 0.25
-# Longer than any request keeps the loop busy, by far.
+# Far longer than any request blocks the event loop.
 STUCK_AFTER_S = 30.0
 CLOSE_TIMEOUT_S = 1
 
@@ -97,7 +97,7 @@ class Noted:
 
 
 class ProbeServer:
-    """A component of the server."""
+    """A server component that runs the probe thread."""
 
     def __init__(self, services: Services, sock: socket.socket) -> None:
         self._services = services

@@ -1,7 +1,7 @@
-"""Settings that change while the server runs: keys, limits and the log level.
+"""Reloads settings while the server runs: keys, limits and the log level.
 
-They are read again from where they came from, all or nothing: a mistake in them is told, and the
-server goes on with what it has. Whatever else has changed there waits for the next start.
+They are read from their original sources, all or nothing: on an error the server keeps what it has.
+Other changed settings wait for the next start.
 """
 
 import asyncio
@@ -29,14 +29,16 @@ def audit_of(services: Services) -> AuditLog:
 
 
 async def set_log_level(services: Services, level: str) -> dict[str, Any]:
-    """Of this process and of those of its engines: what it was here, and who could not be told."""
+    """Set the level in this process and its engines. Returns the previous level, and the engines
+    that could not be changed.
+    """
     before = set_level(level)
     untold = await services.backend.set_log_level(level)
     return {"before": before} | ({"untold": list(untold)} if untold else {})
 
 
 async def reload_settings(services: Services, who: str) -> None:
-    """As a signal does it: what goes wrong is in the log."""
+    """Reload on a signal; errors only go to the log."""
     try:
         await reread(services, who)
     except EngineError as error:
@@ -44,7 +46,7 @@ async def reload_settings(services: Services, who: str) -> None:
 
 
 async def reread(services: Services, who: str) -> dict[str, Any]:
-    """What is in force now. Raises `ConfigError`."""
+    """Reload and return the settings now in force. Raises `ConfigError`."""
     async with audit_of(services).change(who, "reload") as detail:
         new = await _settings(services)
         await asyncio.to_thread(services.keys.load, new.server)

@@ -1,8 +1,8 @@
-"""Prompts computed before anybody asks, so that what begins like them is in the prefix cache.
+"""Prefills prompts in advance, so that later requests with the same prefix hit the prefix cache.
 
-A file of prompts has one on each line: JSON, either a string or an object with `messages` or
-`prompt`, or plain text. Caches are divided by tenant, so each prompt is computed for every tenant
-that has a key, or for the one that is named.
+The file has one prompt per line: JSON (a string, or an object with `messages` or `prompt`) or plain
+text. Caches are separate per tenant, so each prompt is computed for every tenant that has a key, or
+only for the given one.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_PROMPTS = 1_000
 MAX_FILE_BYTES = 64 * 2**20
 AT_ONCE = 4
-# Behind everybody who waits for an answer.
+# Lowest priority: behind all interactive requests.
 PRIORITY = 100
 READY_POLL_S = 0.05
 
@@ -39,7 +39,7 @@ Prompt = str | dict[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Raises `ConfigError` that names the line."""
+    """Read the file. Raises `ConfigError` naming the line."""
     try:
         with path.expanduser().open("rb") as file:
             text = file.read(MAX_FILE_BYTES).decode()
@@ -52,7 +52,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def tenants_of(services: Services, name: str | None = None) -> list[str]:
-    """Those whose caches can be warmed; without keys there is one, without a name."""
+    """Tenants whose caches can be warmed. Without keys there is one, with an empty name."""
     known = {
         each.principal.name: services.keys.label(each.principal)
         for each in services.keys.credentials
@@ -69,7 +69,7 @@ def tenants_of(services: Services, name: str | None = None) -> list[str]:
 async def warm(
     services: Services, prompts: Sequence[Prompt], tenants: Sequence[str], model: str | None = None
 ) -> dict[str, Any]:
-    """What it came to. A prompt that is refused does not keep the others from being computed."""
+    """Prefill the prompts and return the counts. A refused prompt does not stop the others."""
     resolved = services.find_model(model)
     requests = [_request(prompt, resolved.id) for prompt in prompts]
     began, places = time.monotonic(), asyncio.Semaphore(AT_ONCE)
@@ -104,7 +104,9 @@ async def warm(
 
 
 class WarmStart:
-    """A component: the prompts of a file, as soon as the model is ready; nobody waits for it."""
+    """A server component that warms the cache from a file, in the background, once the model is
+    ready.
+    """
 
     def __init__(self, services: Services, path: Path) -> None:
         self._services = services

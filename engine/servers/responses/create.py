@@ -1,10 +1,10 @@
-"""From a request to a response: the conversation so far, the backend's events, and storing it all.
+"""Creates a response: builds the conversation, reads the backend's events, stores the result.
 
-A response is stored once, when it has ended well (complete, or cut off by its length) and before
-the client is told so, hence a client that has read the end can continue from it. One that failed or
-whose client left is not stored. Storing is the default but few clients depend on it: if the storage
-fails, only a request that says `store: true` fails with it; any other gets its answer, in which
-`store` is false, and a warning.
+A response is stored once, when it has ended well (complete or cut off by its length) and before the
+client is told. So a client that has read the end can continue from it. A response that failed or
+whose client disconnected is not stored. Storing is the default, but few clients depend on it: if
+the storage fails, only a request with `store: true` fails. Any other gets its answer with `store`
+false, and a warning.
 """
 
 import asyncio
@@ -40,21 +40,23 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
-# So few are made into messages faster than a thread is woken.
+# Fewer items are converted faster than a thread wakes up.
 INLINE_ITEMS = 64
 
 Messages = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ResponsePrompt:
     messages: Messages
-    input: Sequence[Item]  # this request's own, with references resolved
-    ancestors: Sequence[str]  # the responses that it continues, oldest first
+    input: Sequence[Item]  # this request's own items, with references resolved
+    ancestors: Sequence[str]  # earlier responses of the conversation, oldest first
 
 
 class Recorder:
-    """Hands a backend's events on and makes the response of them; `save` gives what is told."""
+    """Passes a backend's events on and builds the response from them. `save` stores the response
+    and returns what is sent.
+    """
 
     def __init__(self, begun: Item, save: Callable[[Item], Awaitable[Item]] | None) -> None:
         self._begun = begun
@@ -117,7 +119,7 @@ class ResponseMaker:
         )
         return begun, recorder, pump
 
-    async def prompt(self, body: PromptBody, owner: str) -> Prompt:
+    async def prompt(self, body: PromptBody, owner: str) -> ResponsePrompt:
         """The whole conversation. Instructions of earlier turns are not part of it."""
         turns = []
         if body.previous_response_id is not None:
@@ -128,7 +130,7 @@ class ResponseMaker:
             messages = to_messages(body.instructions, earlier, own)
         else:
             messages = await asyncio.to_thread(to_messages, body.instructions, earlier, own)
-        return Prompt(messages, own, [turn.id for turn in turns])
+        return ResponsePrompt(messages, own, [turn.id for turn in turns])
 
     def chat_ask(
         self, request: Request, body: PromptBody, card: ModelCard, messages: Messages
@@ -150,7 +152,7 @@ class ResponseMaker:
     def _template_options(
         self, request: Request, body: PromptBody, card: ModelCard
     ) -> dict[str, Any]:
-        """`reasoning`, as far as the model's template knows of it."""
+        """Template options for `reasoning`, as far as the model's template has them."""
         services, reasoning = self._services, body.reasoning
         if body.text is not None and body.text.verbosity is not None:
             services.warn(request, "text.verbosity", "can't be set for this model")
@@ -163,7 +165,7 @@ class ResponseMaker:
         return effort_options(services, request, card, reasoning.effort, "reasoning.effort")
 
     async def _resolved(self, items: Sequence[Item], owner: str) -> list[Item]:
-        """`items` with those that references stand for."""
+        """Replace item references by the stored items."""
         wanted = {response_of(item["id"]) for item in items if item["type"] == "item_reference"}
         if not wanted:
             return list(items)
@@ -192,7 +194,7 @@ class ResponseMaker:
         return True
 
     def _not_stored(self, request: Request, body: ResponseBody, error: EngineError) -> None:
-        """Raises if the client counts on it."""
+        """Warn that the response was not stored. Raises if the client set `store: true`."""
         if body.store or self._services.settings.server.strict:
             raise error
         record_of(request.scope).warnings.append("store: the response could not be stored")

@@ -1,4 +1,4 @@
-"""The `response` object: what it says from its first event on, and how it ends."""
+"""The `response` object: its initial state, and how it ends."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ from engine.servers.responses.tools import echo_tools
 
 
 def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bool) -> Item:
-    """A response that has just begun: everything but its output, with the request's parameters."""
+    """A response that has just started: the request's parameters, and no output yet."""
     reasoning = body.reasoning or ReasoningConfig()
     return {
         "id": response_id,
@@ -53,7 +53,7 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
 
 
 def finished(begun: Item, output: Output, usage: UsageEvent) -> Item:
-    """`begun` with its answer, which is incomplete when there was no room for more."""
+    """`begun` with its output. It is incomplete if the length limit was reached."""
     ending: Item
     if output.finish is not None and output.finish.reason == "length":
         ending = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -63,7 +63,7 @@ def finished(begun: Item, output: Output, usage: UsageEvent) -> Item:
 
 
 def failed(begun: Item, output: Output, error: EngineError) -> Item:
-    """`begun` with what there was of its answer."""
+    """`begun` with the partial output and the error."""
     code = "server_error"
     if isinstance(error, RateLimitError):
         code = "rate_limit_exceeded"
@@ -76,7 +76,7 @@ def failed(begun: Item, output: Output, error: EngineError) -> Item:
 def usage_body(usage: UsageEvent) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        # Writing to the cache is not counted: it costs a client nothing.
+        # Cache writes are reported as 0: they cost a client nothing.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},

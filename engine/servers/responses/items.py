@@ -1,8 +1,8 @@
-"""Input items: from the forms that clients send to one form, which is also what is stored.
+"""Parses input items into one normalized form, which is also stored.
 
-Answers are often sent back whole, so everything that an output item has is understood here, and
-what says nothing (null, an empty list) is passed over. Only text is taken. Errors name the place;
-the first one ends it.
+Clients often send answers back whole, so every field of an output item is accepted; empty ones
+(null, an empty list) are ignored. Only text is supported. An error names its place, and parsing
+stops at the first one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = ("in_progress", "completed", "incomplete")
-# Where each kind of text part keeps its text.
+# Each kind of text part, and its field with the text.
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-# What an answer's text carries for its reader, and SDKs add to it; prompts have no place for it.
+# Fields of output text that a prompt can't use. Ignored.
 _PART_NOTES = ("annotations", "logprobs", "parsed")
-# Of an item that OpenAI's own tools made; accepted only where it says nothing.
+# Fields that OpenAI's built-in tools set; accepted only if empty.
 _EMPTY_ONLY = ("phase", "caller", "namespace", "created_by", "encrypted_content")
 
 
@@ -38,7 +38,7 @@ def parse_input(value: Any) -> tuple[Item, ...]:
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Every item under an id: the client's own, or one made from its place in this request."""
+    """Give every item an id: the client's own, or one made from its index in this request."""
     return [
         {"id": item_id(item["type"], response_id, index, is_input=True)} | item
         for index, item in enumerate(items)
@@ -57,13 +57,13 @@ _INDEX_DIGITS = 4
 
 
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
-    """The response's own id and the item's place in it, so that an id alone leads to the item."""
+    """An id made of the response's id and the item's index, so the item can be found by it."""
     place = index | _INPUT_MARK if is_input else index
     return f"{_PREFIXES[kind]}{response_id.removeprefix(_RESPONSE)}{place:0{_INDEX_DIGITS}x}"
 
 
 def response_of(item_id: str) -> str:
-    """Of which response an item of that id would be, if the id is one of ours."""
+    """The id of the response that an item id belongs to, if the id is one of ours."""
     return _RESPONSE + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 
@@ -192,7 +192,7 @@ def _reference(item: Item, where: str) -> Item:
     return {"id": short_text(item.get("id"), f"{where}.id", MAX_ID)}
 
 
-# Each kind of item with its parser and its own fields.
+# Item type -> parser and allowed fields.
 _PARSERS: dict[str, tuple[Callable[[Item, str], Item], tuple[str, ...]]] = {
     "message": (_message, ("role", "content")),
     "function_call": (_function_call, ("call_id", "name", "arguments")),

@@ -1,8 +1,7 @@
-"""Items as the messages of a chat.
+"""Converts items to chat messages.
 
-The items of one answer (its reasoning, its text, its calls) become one assistant message again, as
-the model wrote them, so that a conversation's prompt begins with exactly the tokens of the turn
-before and continues from its cached blocks.
+The items of one answer (reasoning, text, calls) become one assistant message again. So the prompt
+starts with exactly the previous turn's tokens and reuses its cached blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,9 @@ Item = dict[str, Any]
 def to_messages(
     instructions: str | None, earlier: Iterable[Item], own: Sequence[Item]
 ) -> tuple[dict[str, Any], ...]:
-    """`earlier` are stored items; what is wrong with one of `own` is said of `input`."""
+    """Convert items to chat messages. Errors name `previous_response_id` for an `earlier` (stored)
+    item, and `input` for one of `own`.
+    """
     conversation = _Conversation()
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
@@ -32,7 +33,7 @@ def to_messages(
 class _Conversation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}  # id of each call so far -> the function's name
+        self._called: dict[str, str] = {}  # tool call id -> function name
 
     def add(self, item: Item, where: str) -> None:
         kind = item["type"]
@@ -45,7 +46,7 @@ class _Conversation:
         elif item["role"] == "assistant":
             self._add_answer("".join(_texts(item["content"])))
         else:
-            # `developer` is the newer name of `system`; chat templates know only that one.
+            # `developer` is the newer name of `system`; chat templates only know `system`.
             role = "user" if item["role"] == "user" else "system"
             self.messages.append({"role": role, "content": "\n".join(_texts(item["content"]))})
 
@@ -56,7 +57,7 @@ class _Conversation:
 
     def _add_answer(self, text: str) -> None:
         last = self._last_of_assistant()
-        # Reasoning so far only: this is what it led to.
+        # The open message only has reasoning so far; this text or call belongs to it.
         if last is not None and not last["content"] and "tool_calls" not in last:
             last["content"] = text
         else:
@@ -67,7 +68,7 @@ class _Conversation:
             arguments = parse_arguments(item["arguments"], f"{where}.arguments")
         except InvalidRequestError:
             if item["status"] == "incomplete":
-                return  # cut off in the middle, so nobody can have answered it
+                return  # the call was cut off, so it has no result
             raise
         message = self._last_of_assistant()
         if message is None:

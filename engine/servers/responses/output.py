@@ -1,8 +1,8 @@
-"""Events as output items: a reasoning item, a message, function calls, in the order they were made.
+"""Converts events to output items: reasoning, a message, function calls, in order.
 
-One item is open at a time; an event of another kind closes it. `Output` is used twice for a stream:
-where events arrive, for the finished response, and where they are sent, for the steps on the way.
-Ids follow from the response and the place in it, so both come to the same items.
+One item is open at a time; an event of another kind closes it. A stream uses two `Output` objects:
+one builds the finished response as events arrive, the other emits the changes as they are sent. Ids
+are derived from the response and the index, so both give the same items.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ Kind = Literal["reasoning", "message", "function_call"]
 
 
 class Change(NamedTuple):
-    """One step in the making of an item, which is given as it is after that step."""
+    """One change of an item, with the item's state after it."""
 
     step: Literal["added", "delta", "done"]
     output_index: int
     item: Item
     delta: str = ""
-    logprobs: Sequence[TokenText] = ()  # of the delta
+    logprobs: Sequence[TokenText] = ()  # logprobs of the delta's tokens
 
 
 class _OpenItem:
-    """The item that is being written; `key` tells the calls of one turn apart."""
+    """The item being written. `key` tells the calls of one turn apart."""
 
     def __init__(self, kind: Kind, key: int, item: Item) -> None:
         self.kind = kind
@@ -52,11 +52,12 @@ class _OpenItem:
 
 class Output:
     def __init__(self, response_id: str) -> None:
-        self.items: list[Item] = []  # those that are done
+        self.items: list[Item] = []  # finished items
         self.finish: FinishEvent | None = None
         self._response_id = response_id
         self._open: _OpenItem | None = None
-        self._early_logprobs: list[TokenText] = []  # of tokens whose text is yet to come
+        # logprobs of tokens whose text has not arrived yet
+        self._early_logprobs: list[TokenText] = []
 
     def push(self, event: OutputEvent) -> list[Change]:
         if isinstance(event, FinishEvent):
@@ -76,7 +77,7 @@ class Output:
             logprobs = (*self._early_logprobs, *logprobs)
             self._early_logprobs.clear()
             return self._write("message", event.text, logprobs=logprobs)
-        # Half a character, whose other half will be text; or a token of reasoning or of a call.
+        # A token without text: an incomplete character, or part of reasoning or a call.
         if self._open is None or self._open.kind == "message":
             self._early_logprobs += logprobs
         return []
@@ -121,7 +122,7 @@ class Output:
             return []
         changes: list[Change] = []
         if self._open.kind == "function_call" and is_complete and not self._open.pieces:
-            # A call without arguments is still a call with an object of them.
+            # A call without arguments gets an empty object.
             changes = self._write("function_call", "{}", self._open.key)
         closed, self._open = self._open, None
         self.items.append(closed.done(is_complete))
@@ -129,13 +130,13 @@ class Output:
 
     def _end(self, event: FinishEvent) -> list[Change]:
         self.finish = event
-        # An answer of no text at all is still an answer, and the next turn needs one.
+        # An answer without any text still gets an empty message, which the next turn needs.
         changes = [] if self._open or self.items else self._write("message", "")
         return changes + self._close(is_complete=event.reason != "length")
 
 
 def part_of(kind: Kind, text: str, logprobs: Sequence[TokenText]) -> Item:
-    """The one content part that a message, or reasoning, has."""
+    """The single content part of a message or of reasoning."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {

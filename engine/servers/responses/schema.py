@@ -1,8 +1,8 @@
-"""What `/v1/responses` takes: OpenAI's fields under their names, and the sampling fields that every
-endpoint of this server has.
+"""Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
+share.
 
-What would need a service that is not here (built-in tools, conversations, prompt templates, work in
-the background) is refused by name.
+Parameters that need a missing service (built-in tools, conversations, prompt templates, background
+work) are refused by name.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,7 +40,7 @@ from engine.servers.schema.messages import check_format_and_choice
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-# The others are parts of items that only OpenAI's own tools make; there are none to leave out.
+# Other values concern OpenAI's built-in tools, which don't exist here.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -56,7 +56,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
 def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
-    """A parameter of which only null and values that ask for nothing are taken."""
+    """A parameter that is refused unless it is null or a no-op value."""
 
     def check(value: Any, info: ValidationInfo) -> None:
         if asks_for_nothing(value, no_effect):
@@ -71,7 +71,7 @@ def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSche
     return PlainValidator(check), schema, OffValues(no_effect)
 
 
-# Of what is stored; a query of one value is not a list.
+# Logprobs of stored responses are always included. One query value arrives as a string.
 AlwaysThere = Annotated[
     list[Literal["message.output_text.logprobs"]],
     Field(max_length=MAX_INCLUDES),
@@ -124,7 +124,7 @@ class ReasoningConfig(BaseModel):
 class StreamOptions(BaseModel):
     model_config = _STRICT
 
-    include_obfuscation: Literal[False] | None = None  # events are never padded
+    include_obfuscation: Literal[False] | None = None  # padding of events is not supported
 
 
 class ResponseQuery(Query):
@@ -142,7 +142,7 @@ class ItemsQuery(Query):
 
 
 class PromptBody(BaseModel):
-    """What decides a prompt."""
+    """Fields that determine the prompt."""
 
     model_config = _STRICT
 
@@ -177,14 +177,16 @@ class PromptBody(BaseModel):
 
 
 class TokenCountBody(PromptBody):
-    """For `/v1/responses/input_tokens`."""
+    """Body of `/v1/responses/input_tokens`."""
 
     model: fields.ModelName | None = None
     personality: Annotated[None, *refused("write it in instructions")] = None
 
 
 class OutputLimit(BaseModel):
-    """Before the fields of sampling, so that mistakes in it are told first, as in `max_tokens`."""
+    """A base class before the sampling fields, so that its errors are reported first, as for
+    `max_tokens`.
+    """
 
     model_config = _STRICT
 
@@ -199,7 +201,7 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     stream_options: StreamOptions | None = None
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: ShortText | None = None
-    # A bound on calls of built-in tools; there are none.
+    # Limits calls of built-in tools, which don't exist here.
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[None, *refused("send max_output_tokens")] = None
     n: Annotated[None, *refused("a response has one answer", 1)] = None

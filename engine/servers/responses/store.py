@@ -1,9 +1,9 @@
-"""Stored responses: what `previous_response_id` continues from, across restarts of the server.
+"""Stored responses, from which `previous_response_id` continues, even after a restart.
 
-A row is one turn: its own input, the response that was sent, and the id of the turn before. Rows
-belong to the key that made them; for everybody else they do not exist. A turn is kept for a time
-after it was made or last continued, so a conversation in use stays whole. Beyond the bounds on
-number and size, whatever was left alone longest goes first.
+A table row is one turn: its input, its response and the id of the previous turn. Rows are only
+visible to the key that made them. A turn expires some time after it was made or last continued, so
+a conversation in use stays whole. Beyond the limits on count and size, the least recently used
+turns are deleted first.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ Item = dict[str, Any]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One stored response with what it was asked."""
+    """One stored response with its input."""
 
     id: str
     previous_id: str | None
@@ -65,7 +65,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class _Output(msgspec.Struct):
-    """The one part of a stored response that a conversation needs."""
+    """The part of a stored response that a conversation needs."""
 
     output: list[Item]
 
@@ -79,19 +79,19 @@ class ResponseStore:
         self._now = now
 
     async def start(self) -> None:
-        """Nothing to do: the file is opened when it is first needed."""
+        """Nothing to do: the file is opened on first use."""
 
     async def stop(self) -> None:
         await self._database.close()
 
     async def check(self) -> None:
-        """Raises `UnavailableError` if nothing can be stored, before work is done for it."""
+        """Check, before any work, that storing is possible. Raises `UnavailableError`."""
         await self._database.run(lambda connection: None)
 
     async def save(
         self, body: dict[str, Any], owner: str, input: Sequence[Item], ancestors: Sequence[str]
     ) -> None:
-        """Keep a finished response; `ancestors` are the turns before it, which stay as long."""
+        """Store a finished response. `ancestors`, the earlier turns, get the same expiry."""
         end = self._now() + self._ttl_s
 
         def work(connection: sqlite3.Connection) -> None:
@@ -114,11 +114,11 @@ class ResponseStore:
         await self._database.run(work)
 
     async def body(self, response_id: str, owner: str) -> bytes:
-        """The response as it was sent, as JSON."""
+        """The response as it was sent, as JSON bytes."""
         return bytes((await self._row(response_id, owner))["body"])
 
     async def input_items(self, response_id: str, owner: str) -> list[Item]:
-        """What came with this response's own request, earlier turns left out."""
+        """The input items of this response's own request, without earlier turns."""
         row = await self._row(response_id, owner)
         return await asyncio.to_thread(msgspec.json.decode, row["input"], type=list[Item])
 
@@ -131,7 +131,7 @@ class ResponseStore:
         await self._database.run(work)
 
     async def conversation(self, response_id: str, owner: str) -> list[Turn]:
-        """The turn of that id and all before it, oldest first."""
+        """The turn with that id and all earlier ones, oldest first."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
             turns: list[Turn] = []
@@ -150,7 +150,7 @@ class ResponseStore:
         return await self._database.run(work)
 
     async def turns(self, ids: Iterable[str], owner: str) -> dict[str, Turn]:
-        """Those of the turns that there are."""
+        """Those of the given turns that exist."""
 
         def work(connection: sqlite3.Connection) -> dict[str, Turn]:
             found: dict[str, Turn] = {}
@@ -205,7 +205,7 @@ def _turn(row: sqlite3.Row) -> Turn:
 
 
 def _check_size(num_turns: int, num_bytes: int, param: str) -> None:
-    """A few bytes of a request must not make the server read without end."""
+    """Limit the conversation's size: a short request must not trigger unlimited reads."""
     if num_turns > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
         raise InvalidRequestError(
             f"The conversation is longer than {MAX_TURNS} turns or {MAX_CONVERSATION_BYTES} bytes."

@@ -1,8 +1,8 @@
-"""The events of a streamed response.
+"""SSE events of a streamed response.
 
-Each has a `type`, which is also the name of the SSE event, and a `sequence_number` that counts up.
-A stream that fails ends with `error`, on which OpenAI's SDKs raise, and `response.failed`, for
-clients that wait for a last state of the response. There is no `[DONE]` in this API.
+Each event has a `type`, which is also the SSE event name, and an increasing `sequence_number`. A
+failed stream ends with `error`, on which OpenAI's SDKs raise, and `response.failed`, for clients
+that wait for a final state. This API has no `[DONE]`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from engine.servers.responses.output import Change, Output, part_of
 from engine.servers.serving.event_pump import OutputEvent
 
 _encode = msgspec.json.Encoder().encode
-# What the text of each kind of item is called.
+# Event names for the text of each kind of item.
 _TEXTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
@@ -29,7 +29,7 @@ _TEXTS = {
 
 
 class ResponseStream:
-    """`finished` gives the whole response, once the generation has ended well."""
+    """`finished` returns the whole response after a successful generation."""
 
     def __init__(self, begun: Item, finished: Callable[[], Item]) -> None:
         self._begun = begun
@@ -52,7 +52,8 @@ class ResponseStream:
 
     def failure(self, error: EngineError) -> bytes:
         detail = error_fields(error)
-        # Documented flat, sent nested by OpenAI, and raised by its SDKs only if nested: so both.
+        # OpenAI documents a flat error but sends a nested one, and its SDKs only raise on the
+        # nested one. So send both.
         flat = {key: detail[key] for key in ("code", "message", "param")}
         return self._event("error", **flat, error=detail) + self._event(
             "response.failed", response=failed(self._begun, self._output, error)

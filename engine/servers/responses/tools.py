@@ -1,7 +1,7 @@
-"""Tools, the choice among them and `text.format`, which this API writes flatter than chats do.
+"""Tools, tool choice and `text.format`, which are flatter in this API than in chat completions.
 
-Both forms mean the same, so the flat one is folded into the other and read by the same parsers;
-the places that their errors name are unfolded again.
+The flat form is converted to the nested one and parsed by the chat parsers. Field paths in errors
+are converted back.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from engine.servers.schema.structured import ResponseFormat, read_response_forma
 Tools = tuple[dict[str, Any], ...]
 T = TypeVar("T")
 
-# Of function tools; false or null is what every tool of ours is.
+# Options of function tools; only null or false is accepted.
 _OFF_ONLY = ("defer_loading", "allowed_callers", "output_schema")
 
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """What the text must match, and the same as the client wrote it."""
+    """The output grammar, and the format as the client wrote it."""
 
     parsed: ResponseFormat
     echo: dict[str, Any]
@@ -102,7 +102,7 @@ def _fold(flat: Any) -> Any:
 
 
 def _unfolding(level: str, parse: Callable[[], T]) -> T:
-    """`parse()`, whose complaints are about places with one `level` more than the client has."""
+    """Call `parse()`. Removes `level` from the field paths of its errors."""
     try:
         return parse()
     except InvalidRequestError as error:

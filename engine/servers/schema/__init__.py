@@ -1,1 +1,1 @@
-"""Request bodies in the words that all APIs share: fields, messages, tools, output formats."""
+"""Request body parts that all APIs share: fields, messages, tools, output formats."""

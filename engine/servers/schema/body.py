@@ -1,9 +1,9 @@
-"""Request bodies: the sampling fields that every API has, and how a JSON object is validated.
+"""Sampling fields shared by all APIs, and validation of JSON bodies.
 
-Types are strict (`"1"` and `true` are no numbers) and every number has both bounds, written so that
-NaN fails them. null is the same as leaving a field out. A parameter that this server can't act on
-is refused by name, never ignored; a value that asks for nothing (`functions: []`, `store: false`)
-is the same as leaving the parameter out, and SDKs send such values all the time.
+Types are strict (`"1"` and `true` are not numbers). Every number has min and max, written so that
+NaN fails. null equals a missing field. An unsupported parameter is refused by name, never ignored.
+A no-op value (`functions: []`, `store: false`) is accepted, because SDKs send such values all the
+time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ from engine.servers.schema import fields
 
 MAX_N = 16
 
-# Parameter -> the values, besides null, that mean "not wanted". Endpoints that know a parameter
-# never look here; `best_of` is one for completions, and nothing for chats.
+# Unsupported parameter -> its accepted no-op values, besides null. Endpoints that support a
+# parameter never look here: completions support `best_of`, chats do not.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -48,7 +48,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # of no tools
+    "parallel_tool_calls": (True, False),  # no-op without tools
     "prediction": (),
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in-memory", "in_memory"),
@@ -62,13 +62,13 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "structured_outputs": ({},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),  # among no tools
+    "tool_choice": ("none", "auto"),  # no-op without tools
     "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
-# What to send instead, where there is something.
+# Hints: what to send instead of an unsupported parameter.
 _INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 
 _MAX_NAMED = 10
@@ -79,7 +79,9 @@ def drop_no_effect(
     known: Iterable[str],
     no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
 ) -> dict[str, Any]:
-    """`body` with only the `known` parameters; raises `InvalidRequestError` for what is left."""
+    """Keep only the `known` parameters. Raises `InvalidRequestError` for others unless they are
+    no-ops.
+    """
     known = frozenset(known)
     unknown: list[str] = []
     kept: dict[str, Any] = {}
@@ -107,13 +109,15 @@ def drop_no_effect(
 
 @dataclass(frozen=True, slots=True)
 class OffValues:
-    """Of a field that a body has only to refuse it in its own words; see `off_values`."""
+    """Marks a field that a body only defines to refuse it with its own message; see
+    `off_values`.
+    """
 
     values: tuple[Any, ...]
 
 
 def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
-    """The fields of `kind` that are refused, with what is taken of them besides null."""
+    """Refused fields of `kind`, each with its accepted no-op values besides null."""
     return {
         name: each.values
         for name, field in kind.model_fields.items()
@@ -123,13 +127,13 @@ def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 
 def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
-    """Whether `value` is null or one of `off_values`."""
+    """Whether `value` is null or one of the no-op `off_values`."""
     # `1 == True` in Python, but not in JSON.
     return value is None or any(type(value) is type(each) and value == each for each in off_values)
 
 
 class SamplingBody(BaseModel):
-    """What every way of asking for text has in common."""
+    """Fields that every text generation request shares."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -154,7 +158,7 @@ class SamplingBody(BaseModel):
     priority: fields.Priority | None = None
     user: fields.EndUser | None = None
     metadata: fields.Metadata = {}
-    # Prefixes are shared only between requests of one key and one salt.
+    # Cached prefixes are shared only between requests with the same key and the same salt.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     truncate_prompt_tokens: fields.Truncation = None
 
@@ -164,7 +168,7 @@ class SamplingBody(BaseModel):
 
     @property
     def conversation_key(self) -> str | None:
-        """What a client gives to all requests that begin alike."""
+        """The key that a client sends with all requests of one conversation."""
         return self.end_user
 
     @property
@@ -178,8 +182,8 @@ class SamplingBody(BaseModel):
         logprobs: int | None,
         limit_name: str = "max_tokens",
     ) -> SamplingParams:
-        """`max_tokens` None: as many as the context has room for, which the backend knows.
-        `limit_name` is what the client called it.
+        """The sampling parameters. `max_tokens` None means up to the context length, which the
+        backend knows. `limit_name` is the client's name for that parameter.
         """
         if max_tokens is not None and max_tokens > card.max_model_len:
             raise InvalidRequestError(
@@ -195,7 +199,7 @@ class SamplingBody(BaseModel):
                 f" ({max_tokens or card.max_model_len}).",
                 param="min_tokens",
             )
-        # Of nothing but the most likely token, top_p = 0 keeps that one.
+        # top_p = 0 keeps only the likeliest token.
         only_best = self.top_p == 0
         return SamplingParams(
             max_tokens=max_tokens,
@@ -221,7 +225,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
-    """`raw` as a `kind`. Raises `InvalidRequestError` that names field, rule and what was given."""
+    """Validate `raw` as a `kind`. Raises `InvalidRequestError` naming field, rule and given
+    value.
+    """
     try:
         return kind.model_validate(drop_no_effect(raw, kind.model_fields))
     except ValidationError as error:

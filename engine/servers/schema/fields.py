@@ -1,7 +1,6 @@
-"""Fields that have several forms on the wire, each with its parser and the JSON schema of what it
-takes.
+"""Fields that accept several forms, each with its parser and the JSON schema of what it accepts.
 
-The parsers stop at the first mistake and never echo more than a few characters of it.
+The parsers stop at the first mistake and echo only a few characters of it.
 """
 
 from typing import Annotated, Any
@@ -42,7 +41,7 @@ Prompt = str | tuple[int, ...]
 
 
 def _off_if_negative(value: Any) -> Any:
-    """vLLM writes -1 for what others write as 0."""
+    """vLLM writes -1 for "off", others write 0."""
     return 0 if type(value) is int and value == -1 else value
 
 
@@ -113,7 +112,9 @@ def _parse_truncation(value: Any) -> int | None:
 
 
 def _is_token_list(value: Any) -> bool:
-    """Looked at in pieces: a single call would keep the event loop waiting to its end."""
+    """Whether all items are integers. Checked in pieces: one call would block the event loop too
+    long.
+    """
     return isinstance(value, list) and all(
         _are_token_ids(value[start : start + IDS_AT_ONCE])
         for start in range(0, len(value), IDS_AT_ONCE)
@@ -259,7 +260,7 @@ Prompts = Annotated[
 OnePrompt = Annotated[Prompt, *_parsed(_parse_one_prompt, {"anyOf": [_TEXT, _TOKEN_IDS]})]
 Messages = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_messages, _MESSAGES_SCHEMA)]
 Tools = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_tools, _or_null(_TOOLS_SCHEMA))]
-# Read once the tools are known.
+# Parsed later, when the tools are known.
 RawToolChoice = Annotated[
     Any,
     WithJsonSchema(_or_null({"enum": ["none", "auto", "required"]}, _OBJECT)),

@@ -1,10 +1,8 @@
-"""The messages of a chat, its tools and the choice among them, from the forms that clients send to
-that of `ChatRequest`.
+"""Parses chat messages, tools and tool choice into the form of `ChatRequest`.
 
-Written by hand so that the first mistake ends it: a list of a million wrong items costs one error.
-Arguments of earlier tool calls are JSON text on the wire and objects from here on. What a tool
-lacks is filled in (no parameters means an object without any), so that templates and grammars see
-one shape.
+Hand-written so that it stops at the first mistake: a list of a million wrong items costs one error.
+Arguments of earlier tool calls arrive as JSON text and become objects here. Missing parts of a tool
+get defaults (no parameters means an empty object schema), so templates and grammars see one form.
 """
 
 import re
@@ -25,12 +23,12 @@ MAX_CALL_ID = 512
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name")
-# Fields that only some roles have.
+# Fields that only some roles accept.
 _ROLE_FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
     "tool": ("tool_call_id",),
 }
-# What SDKs add when an earlier answer is sent back; accepted only where it says nothing.
+# Fields that SDKs add when they send an earlier answer back. Accepted only when empty.
 _EMPTY_ONLY = (
     "annotations",
     "audio",
@@ -43,7 +41,7 @@ _EMPTY_ONLY = (
     "tool_calls",
     "tool_call_id",
 )
-# Notes of SDKs to themselves on an answer: what they made of its text, and what else came with it.
+# SDKs' own notes on an answer, such as its parsed text. Ignored.
 _NOTES = ("parsed", "provider_specific_fields")
 _FUNCTION_NOTES = ("parsed_arguments",)
 
@@ -57,7 +55,7 @@ def check_number(value: Any, where: str = "messages") -> None:
 
 def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
     check_number(value)
-    called: dict[str, str] = {}  # id of each call so far -> the function's name
+    called: dict[str, str] = {}  # tool call id -> function name
     return tuple(_message(item, f"messages[{i}]", called) for i, item in enumerate(value))
 
 
@@ -78,7 +76,7 @@ def _message(item: Any, where: str, called: dict[str, str]) -> dict[str, Any]:
             raise problem(f"{where}.{key[:64]}", "is not a field of a message")
         if value not in (None, [], ""):
             raise problem(f"{where}.{key}", f"is not supported in a message of role {role}")
-    # `developer` is the newer name of `system`; chat templates know only that one.
+    # `developer` is the newer name of `system`; chat templates only know `system`.
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if item.get("name") is not None:
         message["name"] = short_text(item["name"], f"{where}.name", MAX_NAME)
@@ -119,7 +117,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if call.get("type", "function") != "function":
         raise problem(f"{where}.type", f"should be function, got {describe(call['type'])}")
     for key in call:
-        # Streamed calls have an index; clients that collect them send it back.
+        # Streamed calls have an index; clients that collect chunks send it back.
         if key not in ("id", "type", "function", "index"):
             raise problem(f"{where}.{key[:64]}", "is not a field of a tool call")
     function = call.get("function")
@@ -149,7 +147,7 @@ def parse_arguments(value: Any, where: str) -> dict[str, Any]:
 
 
 def decode_text(text: str, where: str) -> Any:
-    """JSON inside a JSON string, under the limits of a body."""
+    """Parse JSON inside a JSON string, with the limits of a body."""
     raw = text.encode()
     try:
         check_depth(raw)
@@ -172,7 +170,7 @@ def _add_tool_fields(
 
 
 def text_of(content: Any, where: str) -> str:
-    """A string as it is; text parts joined by line breaks."""
+    """A string as it is; text parts joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -194,7 +192,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise problem(f"{where}.text", f"should be a string, got {describe(text)}")
     for key in part:
-        # `cache_control` asks for caching, which every prefix gets.
+        # `cache_control` is ignored: every prefix is cached anyway.
         if key not in ("type", "text", "cache_control"):
             raise problem(f"{where}.{key[:64]}", "is not a field of a text part")
     return text
@@ -210,7 +208,7 @@ _MODES = {"none": ToolChoice("none"), "auto": ToolChoice(), "required": ToolChoi
 
 
 def parse_tools(value: Any, where: str = "tools") -> tuple[dict[str, Any], ...]:
-    """`value` as a tuple of function tools with distinct names; null is none at all."""
+    """Parse function tools with distinct names. null means no tools."""
     check_tool_list(value, where)
     tools = tuple(_tool(item, f"{where}[{i}]") for i, item in enumerate(value or ()))
     check_distinct(tools, where + "[{}].function.name")
@@ -227,7 +225,7 @@ def check_tool_list(value: Any, where: str) -> None:
 
 
 def check_distinct(tools: tuple[dict[str, Any], ...], place: str) -> None:
-    """`place` is where a tool's name stands, with braces for its position."""
+    """Refuse duplicate names. `place` is the field's path, with braces for the tool's index."""
     seen: set[str] = set()
     for position, tool in enumerate(tools):
         name = tool["function"]["name"]
@@ -247,7 +245,7 @@ def check_format_and_choice(grammar: GrammarSpec | None, choice: ToolChoice) -> 
 def parse_tool_choice(
     value: Any, tools: tuple[dict[str, Any], ...], where: str = "tool_choice"
 ) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
-    """The choice, and the tools that it leaves; with no tools, only what asks for none."""
+    """The choice, and the tools that remain. Without tools only "none" and "auto" are accepted."""
     if value is None:
         return ToolChoice("auto" if tools else "none"), tools
     if isinstance(value, str):
@@ -286,7 +284,7 @@ def _tool(item: Any, where: str) -> dict[str, Any]:
 
 
 def function_tool(given: dict[str, Any], where: str, schema: str = "parameters") -> dict[str, Any]:
-    """The tool that `given` describes; `schema` is what the API calls that of its arguments."""
+    """Normalize the tool `given`. `schema` is the API's field name for the arguments' schema."""
     strict = given.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
@@ -327,7 +325,9 @@ def _parameters(value: Any, where: str) -> dict[str, Any]:
 
 
 def _chosen_name(value: Any, tools: tuple[dict[str, Any], ...], where: str) -> str:
-    """The name in `{"type": "function", "function": {"name": ...}}`, which is one of the tools'."""
+    """The name in `{"type": "function", "function": {"name": ...}}`, which must be one of the
+    tools.
+    """
     if not isinstance(value, dict) or value.get("type") != "function":
         raise problem(where, "should be an object of type function")
     check_keys(value, ("type", "function"), where)

@@ -1,8 +1,8 @@
-"""What an answer must match: `response_format`, vLLM's `guided_*` and its `structured_outputs`,
-all as one `GrammarSpec`.
+"""Output constraints: `response_format`, vLLM's `guided_*` and `structured_outputs`, all as
+`GrammarSpec`.
 
-Only shapes and sizes are checked here; whether a schema, expression or grammar means anything is
-found out by the backend, which compiles it.
+Only types and sizes are checked here. The backend compiles the schema, regex or grammar and so
+finds out whether it is valid.
 """
 
 import re
@@ -60,7 +60,7 @@ def _json_schema(value: Any, param: str) -> ResponseFormat:
         raise problem(f"{where}.description", f"should be a string, got {describe(description)}")
     if strict is not None and not isinstance(strict, bool):
         raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
-    # Without `strict` the schema is a wish; it is enforced all the same.
+    # The schema is enforced even without `strict`.
     grammar = schema_spec(value.get("schema"), f"{where}.schema", param)
     return ResponseFormat(grammar, has_description=bool(description))
 
@@ -85,7 +85,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _json(value: Any, where: str) -> GrammarSpec:
-    """A schema, also as JSON text."""
+    """A JSON schema, as an object or as JSON text."""
     if isinstance(value, str):
         value = decode_text(_sized(value, where), where)
     return schema_spec(value, where, where)
@@ -128,13 +128,13 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def guided_parser(kind: str) -> Callable[[Any], GrammarSpec | None]:
-    """A validator for `guided_<kind>`, where null is the same as leaving it out."""
+    """A validator for `guided_<kind>`; null equals a missing field."""
     parse, where = _PARSERS[kind], f"guided_{kind}"
     return lambda value: None if value is None else parse(value, where)
 
 
 def parse_structured_outputs(value: Any, where: str = "structured_outputs") -> GrammarSpec | None:
-    """The object that vLLM has in place of its older `guided_*`: one kind, with its value."""
+    """vLLM's successor of `guided_*`: an object with one kind and its value."""
     if value is None:
         return None
     if not isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""Which requests the server holds, whether it takes more, and how it lets go of them.
+"""Admission control: how many requests the server holds, and how each one is released.
 
-One counter admits a request before any work is done for it. A `Ticket` is that admission together
-with whatever was started under it, so that one `close` gives everything back, whichever way the
-request ended.
+One counter admits a request before any work is done for it. A `Ticket` holds that admission and
+everything started under it. One `close` releases all of it, however the request ended.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from engine.servers.serving.event_pump import EventPump
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-# How long answers may take to reach their sockets once their requests have been given up.
+# After the drain aborts the remaining requests, their responses have this long to be flushed.
 FLUSH_S = 2.0
 
 
@@ -31,8 +30,8 @@ class Lifecycle:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
-        self.is_draining = False  # nothing new is taken
-        self.is_ending = False  # ... nor ever will be again
+        self.is_draining = False  # new requests are refused
+        self.is_ending = False  # set on shutdown; never cleared again
         self.pumps: set[EventPump] = set()
         self.slow_request_s = slow_request_s
         self.max_concurrent = max_concurrent
@@ -40,7 +39,7 @@ class Lifecycle:
         self._idle.set()
 
     def reserve(self, count: int) -> None:
-        """Admit `count` more, or raise at once."""
+        """Admit `count` more requests, or raise at once."""
         if self.is_draining:
             raise UnavailableError(
                 "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
@@ -61,7 +60,9 @@ class Lifecycle:
             self._idle.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new; let what runs finish, then end the rest with an error."""
+        """Refuse new requests and let running ones finish; abort those still running after
+        `timeout_s`.
+        """
         self.is_draining = self.is_ending = True
         if await self._idle_within(timeout_s):
             return
@@ -69,11 +70,11 @@ class Lifecycle:
         await self._idle_within(FLUSH_S)
 
     def pause(self) -> None:
-        """Take nothing new until `resume`; what runs goes on."""
+        """Refuse new requests until `resume`. Running requests continue."""
         self.is_draining = True
 
     def resume(self) -> bool:
-        """Whether it could: a server that ends stays drained."""
+        """Admit requests again. False if the server is shutting down: it stays drained."""
         self.is_draining = self.is_ending
         return not self.is_ending
 
@@ -93,7 +94,7 @@ class Lifecycle:
 
 
 class Ticket:
-    """One admitted request, and what runs for it. `close` may be called twice."""
+    """One admitted request and the work started for it. `close` is idempotent."""
 
     def __init__(self, lifecycle: Lifecycle, metrics: Metrics, record: RequestRecord) -> None:
         self._lifecycle = lifecycle
@@ -107,7 +108,7 @@ class Ticket:
         self._num_reserved = 1
 
     def hold(self, lease: Lease | None) -> None:
-        """Keep a part of the key's limits until this ticket is closed."""
+        """Keep a lease on the key's rate limits until this ticket is closed."""
         self._lease = lease
 
     async def begin(
@@ -119,10 +120,10 @@ class Ticket:
         timeout_s: float,
         writes: bool = True,
     ) -> EventPump:
-        """Make the pump of this request; each of its prompts counts as a request.
+        """Create this request's event pump. Each prompt counts as one request.
 
-        `num_choices` is per prompt. `writes`: tokens are generated, and so paid for, beside those
-        of the prompt.
+        `num_choices` is per prompt. `writes` is True if output tokens are generated, and so
+        charged, in addition to the prompt's.
         """
         assert self._pump is None
         if num_prompts > self._lifecycle.max_concurrent:
@@ -152,7 +153,9 @@ class Ticket:
         return self._pump
 
     def detach(self) -> "Ticket":
-        """A ticket that takes over all of this one, for work that outlives its HTTP request."""
+        """Move everything that this ticket holds to a new one, for work that outlives its HTTP
+        request.
+        """
         heir = copy.copy(self)
         self._num_reserved = 0
         return heir
@@ -171,7 +174,7 @@ class Ticket:
                 await self._lease.close(self._num_used())
 
     def _num_used(self) -> int:
-        """Tokens of the prompt and the answer, as far as they are known."""
+        """Prompt and output tokens used, as far as they are known."""
         pump = self._pump
         if pump is None:
             return 0
@@ -185,7 +188,7 @@ class Ticket:
 
     @staticmethod
     def _was_left(pump: EventPump) -> bool:
-        """By its client: what was computed of the prompt until then was asked for."""
+        """Whether the client ended it. Prompt tokens computed until then are still charged."""
         return pump.failure is None or isinstance(pump.failure, AbortedError)
 
     def _account(self, pump: EventPump) -> None:

@@ -1,7 +1,7 @@
-"""Chats: the one way from a conversation to the backend, for every API that has conversations.
+"""The one path from a conversation to the backend, shared by every chat API.
 
-An API reads its body into a `ChatAsk`. What the model that answers can't do is refused, or warned
-about, here: in the same order and the same words for all of them.
+Each API parses its body into a `ChatAsk`. What the model does not support is refused or warned
+about here, so all APIs check in the same order and with the same messages.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
-# Passed on as high. A template that knows more can be told by chat_template_kwargs.
+# Both are passed on as "high". A template with more levels can be set by chat_template_kwargs.
 _ABOVE_HIGH = ("xhigh", "max")
 
 
@@ -34,7 +34,7 @@ Follow = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
 
 @dataclass(frozen=True, slots=True)
 class ChatAsk:
-    """A conversation as an API has understood it, for the model that will answer."""
+    """A parsed conversation, ready for the model that will answer."""
 
     card: ModelCard
     messages: tuple[dict[str, Any], ...]
@@ -48,7 +48,9 @@ class ChatAsk:
 
 
 def chat_model(services: Services, request: Request, name: str | None, param: str) -> ModelCard:
-    """The model that will answer; `param` is the API's name for a conversation."""
+    """Resolve `name` to the model that will answer. `param` is the API's name for the
+    conversation.
+    """
     card = services.choose_model(request, name)
     services.require(card, "completions", param, NO_TEXT)
     services.require(card, "chat", param, "has no chat template; use /v1/completions")
@@ -58,7 +60,7 @@ def chat_model(services: Services, request: Request, name: str | None, param: st
 def chat_request(
     services: Services, request: Request, ask: ChatAsk, context: GenerationContext
 ) -> ChatRequest:
-    """What the backend is asked. Raises what the model can't do."""
+    """Build the backend's request. Raises if the model lacks a feature that `ask` needs."""
     require_grammar(services, ask.card, ask.grammar)
     check_tools(services, request, ask.card, ask.tools)
     return ChatRequest(
@@ -83,8 +85,8 @@ async def open_chat(
     completion_id: str,
     follow: Follow | None = None,
 ) -> EventPump:
-    """From a conversation to a request that the backend has accepted, and whose events are read.
-    `follow` is shown the events on their way.
+    """Submit a conversation to the backend and return the pump that reads its events. The backend
+    has accepted the request by then. `follow` sees every event on its way.
     """
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
     chat = chat_request(services, request, ask, context)
@@ -112,7 +114,7 @@ def check_tools(
 
 
 def warn_of_cache_key(services: Services, request: Request, key: str | None) -> None:
-    """It is to raise the number of cached tokens; as a salt it would lower it."""
+    """Warn that the cache key has no effect: used as a salt, it would only lower the hit rate."""
     if key is not None:
         services.warn(request, "prompt_cache_key", "is not needed, every prefix is cached")
 
@@ -120,7 +122,7 @@ def warn_of_cache_key(services: Services, request: Request, key: str | None) -> 
 def known_options(
     services: Services, request: Request, card: ModelCard, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Only what the model's template looks at; a warning for everything else."""
+    """Keep the options that the model's chat template reads; warn about all others."""
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in card.template_options:
@@ -134,7 +136,7 @@ def known_options(
 def effort_options(
     services: Services, request: Request, card: ModelCard, effort: str | None, param: str
 ) -> dict[str, Any]:
-    """Template options for an effort; what the model's template can't do is warned about."""
+    """Template options for a reasoning effort. Warns if the model's template has no such option."""
     if effort is None:
         return {}
     if "reasoning_effort" in card.template_options:

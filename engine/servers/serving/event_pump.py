@@ -1,10 +1,10 @@
-"""The backend's work for one HTTP request: one or several event streams read as one.
+"""Reads the backend's events for one HTTP request: one or several streams merged into one.
 
-`open` has the backend accept the requests, `read` starts a task per prompt that reads the backend,
-or has it push, whether or not the client keeps up. So what waits here is events, never formatted
-bytes, and no more of them than tokens were asked for. Whatever ends a request early (the client
-leaves, the drain runs out, the deadline passes, the backend fails) is one call of `fail`, which
-cancels the tasks; closing a backend's iterator releases what the request held there.
+`open` submits the requests to the backend. `read` starts one task per prompt that reads the
+backend, or lets it push, whether or not the client keeps up. So this class buffers events, never
+formatted bytes, and at most as many as tokens were requested. Every early end (client disconnect,
+drain timeout, deadline, backend failure) is one call of `fail`, which cancels the tasks. Closing a
+backend's iterator releases what the request held there.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from engine.servers.http.errors import ClientDisconnectedError, opaque_error
 
 logger = logging.getLogger(__name__)
 
-# A backend enforces the deadline itself; this much later the server stops waiting for it.
+# The backend enforces the deadline itself; the server stops waiting for it this much later.
 DEADLINE_MARGIN_S = 5.0
 
 OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
-# Seconds since the tokens before, in the same choice, and how many tokens there are now.
+# Seconds since the same choice's previous tokens, and how many tokens arrived now.
 OnTokens = Callable[[float, int], None]
 
 
 class EventPump:
-    """`take` events until it gives none, then read `usage`; `close` it in any case."""
+    """Call `take` until it returns an empty list, then read `usage`. Always `close` it."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class EventPump:
         num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
-        self.first_token_at: float | None = None  # time.monotonic()
+        self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
         self._last_token_at = [0.0] * num_choices
@@ -65,10 +65,11 @@ class EventPump:
         self._open = num_sources
         self._choices_per_source = choices_per_source
         self._loop = asyncio.get_running_loop()
-        self._reader: asyncio.Future[None] | None = None  # done when there is something to take
+        # resolved when `take` has something to return
+        self._reader: asyncio.Future[None] | None = None
         self._nudged = False
         self._tasks: list[asyncio.Task[Any]] = []
-        self._sources: list[AsyncIterator[Event]] = []  # accepted, so to be closed
+        self._sources: list[AsyncIterator[Event]] = []  # accepted by the backend; must be closed
         self._deadline: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             due_s = timeout_s + DEADLINE_MARGIN_S
@@ -76,7 +77,7 @@ class EventPump:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every source ended well: only then is `usage` all of it."""
+        """Whether every source ended without error. Only then is `usage` complete."""
         return self._open == 0
 
     @property
@@ -84,14 +85,16 @@ class EventPump:
         return bool(self._pending)
 
     def watch(self, receive: Receive) -> None:
-        """End the work when the client leaves; only once its request body has been read."""
+        """Abort the work when the client disconnects. Call it only after the request body has been
+        read.
+        """
         self._tasks.append(asyncio.create_task(self._watch(receive)))
 
     async def open(
         self, backend: InferenceBackend, requests: Sequence[ChatRequest | CompletionRequest]
     ) -> list[AsyncIterator[Event]]:
-        """Have the backend accept all requests. Raises what it refuses one of them with, or what
-        ended the work meanwhile.
+        """Submit all requests to the backend. Raises if the backend refuses one of them, or if the
+        work was aborted meanwhile.
         """
         openings = [asyncio.create_task(self._accepted(backend, each)) for each in requests]
         self._tasks += openings
@@ -118,13 +121,15 @@ class EventPump:
         return source
 
     def read(self, sources: Sequence[AsyncIterator[Event]]) -> None:
-        """Start to read, or to be pushed, the events of all sources."""
+        """Start reading the events of all sources; a source may push them instead."""
         for position, source in enumerate(sources):
             pumping = self._pump(source, position * self._choices_per_source)
             self._tasks.append(asyncio.create_task(pumping))
 
     async def accepted(self, patience_s: float) -> None:
-        """Wait for the first event, but not long; raises what the backend refused with."""
+        """Wait up to `patience_s` for the first event. Raises if the backend refused the
+        request.
+        """
         timer = self._loop.call_later(patience_s, self.nudge)
         await self._wait()
         timer.cancel()
@@ -132,9 +137,9 @@ class EventPump:
             raise self.failure
 
     async def take(self) -> list[OutputEvent] | None:
-        """Everything that has arrived, in order; empty at the end; None if only nudged.
+        """All events that have arrived, in order; empty at the end; None after a bare `nudge`.
 
-        Raises the failure that ended the stream, once all that came before it has been taken.
+        Raises the failure that ended the stream, after all earlier events have been taken.
         """
         if not self._pending and not await self._wait():
             return None
@@ -146,20 +151,20 @@ class EventPump:
         return []
 
     async def wait_whole(self, add: Callable[[list[OutputEvent]], None] | None = None) -> None:
-        """Until all events have come; each batch of them goes to `add`. Raises what ended it
-        early.
+        """Wait for the end of the stream, passing each batch of events to `add`. Raises on an early
+        end.
         """
         while events := await self.take():
             if add is not None:
                 add(events)
 
     def nudge(self) -> None:
-        """Wake whoever waits here, with nothing."""
+        """Wake the task that waits in `take`, without an event."""
         self._nudged = True
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """End everything with `error`; the first failure is the one that counts."""
+        """Abort all streams with `error`. Only the first failure is kept."""
         if self.failure is None and self._open:
             self.failure = error
             for task in self._tasks:
@@ -167,7 +172,7 @@ class EventPump:
             self._wake()
 
     async def close(self) -> None:
-        """Release everything; returns when the backend's iterators have been unwound."""
+        """Release everything. Returns once the backend's iterators are closed."""
         if self._deadline is not None:
             self._deadline.cancel()
         for task in self._tasks:
@@ -184,7 +189,7 @@ class EventPump:
         return not self._pending and self.failure is None and self._open > 0
 
     async def _wait(self) -> bool:
-        """Until there is something to take, or a nudge came first: then False."""
+        """Wait until there is something to take. False if a nudge came first."""
         self._nudged = False
         while self._is_waiting:
             if self._nudged:
@@ -217,7 +222,7 @@ class EventPump:
             self.usage = add_usage(self.usage, event)
             return
         if self.failure is not None:
-            return  # a feed goes on until its task has been cancelled
+            return  # the backend pushes until this task is cancelled
         if first_choice:
             event = msgspec.structs.replace(event, choice=event.choice + first_choice)
         if isinstance(event, TextEvent):
@@ -244,7 +249,7 @@ class EventPump:
 
 
 def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
-    """Tokens add up; prompts run side by side, so of times the longest counts."""
+    """Sum of the token counts. Prompts run in parallel, so of each time the longest is kept."""
     return UsageEvent(
         prompt_tokens=total.prompt_tokens + part.prompt_tokens,
         completion_tokens=total.completion_tokens + part.completion_tokens,
@@ -257,8 +262,9 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
 
 
 def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Join neighbours that say one thing in pieces, for a client slower than its tokens. Events
-    that only count tokens have been counted, and would part what belongs together.
+    """Merge consecutive pieces of the same text, for a client that reads slower than tokens arrive.
+    Events that only carry token counts are dropped: they are counted already and would block
+    merging.
     """
     joined: list[OutputEvent] = []
     shown = [each for each in events if not _is_silent(each)]
@@ -276,7 +282,7 @@ def _is_silent(event: OutputEvent) -> bool:
 
 
 def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
-    """Equal for events that can be joined; None for those that never are."""
+    """Merge key: events with equal keys can be merged. None for events that never are."""
     if isinstance(event, FinishEvent):
         return None
     call = event.index if isinstance(event, ToolCallEvent) else 0
@@ -284,7 +290,7 @@ def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
 
 
 def _join(run: Sequence[OutputEvent]) -> OutputEvent:
-    """Pieces of one kind, choice and call."""
+    """Merge a run of events that have the same kind, choice and tool call."""
     first = run[0]
     if isinstance(first, ReasoningEvent):
         text = "".join(each.text for each in run if isinstance(each, ReasoningEvent))

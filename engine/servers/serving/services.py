@@ -1,4 +1,4 @@
-"""What the routes share: the backend, admission, and the steps that all generating routes take."""
+"""State and helpers that all generating routes share: the backend, admission, model lookup."""
 
 import hashlib
 import re
@@ -33,17 +33,17 @@ from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
-# Loading or restarting takes seconds; asking again sooner is wasted.
+# Loading or restarting takes seconds, so clients should not retry sooner.
 NOT_READY_RETRY_S = 5.0
 _MAX_NAMED_MODELS = 20
 _DEFAULT_PARAMS = SamplingParams()
 SESSION_HEADER = "x-session-id"
-# A warning becomes a header, and may quote a name that the client chose.
+# Warnings are sent in a header and may quote a client's text, so other characters are removed.
 _UNPRINTABLE = re.compile(r"[^ -~]")
 
 
 class Component(Protocol):
-    """Something with a life of its own beside the requests, for as long as the server runs."""
+    """A background component that starts and stops with the server."""
 
     async def start(self) -> None: ...
 
@@ -59,16 +59,16 @@ class Services:
     watcher: EngineWatcher
     keys: KeyRing
     quotas: Quotas
-    rebuild: Callable[[], InferenceBackend] | None = None  # the backend that it began with, again
-    reread: Callable[[], Settings] | None = None  # the settings, as they are written now
-    components: list[Component] = field(default_factory=list)  # in the order of their start
+    rebuild: Callable[[], InferenceBackend] | None = None  # builds the initial backend again
+    reread: Callable[[], Settings] | None = None  # reads the settings again, with later changes
+    components: list[Component] = field(default_factory=list)  # started in this order
 
     @property
     def backend(self) -> InferenceBackend:
         return self.holder.current
 
     async def admit(self, request: Request) -> Ticket:
-        """Raises at once when the request can't be taken now; the caller closes the ticket."""
+        """Admit the request, or raise at once. The caller closes the ticket."""
         if not self.backend.is_ready:
             why = self.backend.health().detail.rstrip(".")
             raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
@@ -86,7 +86,9 @@ class Services:
         return ticket
 
     async def admitted(self, request: Request) -> AsyncIterator[Ticket]:
-        """As a dependency: holds the ticket until the last byte of the answer has been sent."""
+        """FastAPI dependency that holds a ticket until the last byte of the response has been
+        sent.
+        """
         ticket = await self.admit(request)
         try:
             yield ticket
@@ -106,7 +108,7 @@ class Services:
         return self._resolve(name).card
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
-        """The model that will answer; the client is told if it is not the one it asked for."""
+        """The model that will answer. Warns the client if it differs from the requested one."""
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
@@ -124,7 +126,9 @@ class Services:
         )
 
     def warn(self, request: Request, param: str, message: str) -> None:
-        """Tell the client what was not done as asked; with `strict`, refuse instead."""
+        """Warn the client that a parameter had no full effect. In `strict` mode, refuse the
+        request.
+        """
         if self.settings.server.strict:
             raise InvalidRequestError(
                 f"{param}: {message}, and this server is strict.",
@@ -135,7 +139,7 @@ class Services:
         record_of(request.scope).warnings.append(warning)
 
     def require(self, card: ModelCard, capability: str, param: str, what: str) -> None:
-        """Refuse `param` where the model can't; `what` ends a sentence that begins with it."""
+        """Refuse `param` if the model lacks `capability`. `what` completes the error message."""
         if capability not in card.capabilities:
             raise InvalidRequestError(
                 f"{param} can't be used here: {card.id} {what}.",
@@ -152,7 +156,7 @@ class Services:
         completion_id: str,
         grammar: GrammarSpec | None = None,
     ) -> GenerationContext:
-        """What goes to the backend beside the text; some of it goes into the log as well."""
+        """The request's context for the backend, without the text. Some of it is also logged."""
         self._check_params(request, card, params)
         self.check_priority(request, card, body.priority)
         principal = principal_of(request)
@@ -178,12 +182,14 @@ class Services:
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
-        """Work that was left with the server has nobody who waits for its beginning."""
+        """How long the request may wait for its first step. None for offline work: no client waits
+        for it.
+        """
         is_own = is_acting(request.scope)
         return None if is_own else self.settings.server.queue_timeout_s
 
     def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
-        """Refuse, or tell of, what the model's backend has no such parameter for."""
+        """Refuse, or warn about, sampling parameters that the model's backend lacks."""
         if not (card.lacks or card.emulated):
             return
         for name in SamplingParams.__struct_fields__:
@@ -196,12 +202,14 @@ class Services:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 
     def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
-        """A hint, so that it is not refused where nobody looks at it."""
+        """Priority is a hint: if the backend ignores it, the client gets a warning, not an
+        error.
+        """
         if priority and "priority" in card.lacks:
             self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
 
     def note_end_user(self, request: Request, user: str | None) -> None:
-        """Enough to tell an abusive one apart in the log, without writing down who it is."""
+        """Log a hash of the end user, so that abuse can be traced without storing the name."""
         if user:
             digest = _digest(principal_of(request).name, user)
             record_of(request.scope).user_hash = digest[:16]
@@ -218,12 +226,12 @@ class Services:
 
 
 def _digest(principal: str, text: str) -> str:
-    # A name has no line break, so no two pairs make one text.
+    # A principal's name has no line break, so no two (principal, text) pairs collide.
     return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
 
 
 def _session(request: Request, body: SamplingBody) -> str:
-    """What tells that requests belong together, in words that tell nothing else."""
+    """Hash that is equal for requests of one conversation and reveals nothing else."""
     named = request.headers.get(SESSION_HEADER) or body.conversation_key
     return _digest(principal_of(request).name, named) if named else ""
 
@@ -233,13 +241,13 @@ def new_completion_id(prefix: str) -> str:
 
 
 async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
-    """A response whose headers have not gone out yet. Raises what the backend refused with."""
+    """Start a streaming response. Raises before any header is sent if the backend refused."""
     await pump.accepted(sse.ACCEPT_WAIT_S)
     return sse.EventStream(pump, format)
 
 
 def json_bytes(body: bytes) -> Response:
-    """A body that has been encoded already."""
+    """A response from already encoded JSON."""
     return Response(body, media_type="application/json")
 
 

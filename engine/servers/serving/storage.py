@@ -1,10 +1,9 @@
-"""SQLite behind the event loop: one file, one connection, one thread that owns it.
+"""Asynchronous access to SQLite: one file, one connection, one thread that owns it.
 
-The file is opened on first use, so a server that stores nothing writes nothing. Every call is a
-transaction: it happens as a whole or not at all, whatever ends the process. A file that SQLite
-calls damaged is moved aside, for somebody to look at, and a new one is begun: what was stored is
-lost to clients, the server is not. So it is when the file has been deleted or replaced: what went
-on being written to it would be gone at the next start.
+The file is opened on first use, so a server that stores nothing writes nothing. Every call is one
+atomic transaction, even if the process dies. A corrupt file is moved aside for inspection and a new
+one is created: stored data is lost, the server keeps running. A deleted or replaced file is
+reopened too: writes to the old file would be lost at the next start.
 """
 
 import asyncio
@@ -24,28 +23,28 @@ logger = logging.getLogger(__name__)
 BUSY_TIMEOUT_S = 5.0
 DAMAGED_SUFFIX = ".damaged"
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# What SQLite keeps beside the file that it is told of.
+# Suffixes of the files that SQLite keeps beside the database.
 _COMPANIONS = ("-wal", "-shm")
 T = TypeVar("T")
 
 
 class Database:
-    """`schema` is SQL that can be run again over its own result (`IF NOT EXISTS`)."""
+    """`schema` is SQL that can run repeatedly (`IF NOT EXISTS`)."""
 
     def __init__(self, path: Path, schema: str) -> None:
         self._path = path
         self._schema = schema
         self._connection: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None  # of the file that is open
+        self._identity: tuple[int, int] | None = None  # (device, inode) of the open file
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """`work` in a transaction. Raises `UnavailableError` when the disk fails us."""
+        """Run `work` in a transaction. Raises `UnavailableError` on a disk error."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._run, work)
 
     async def close(self) -> None:
-        """Everything is on the disk then. Harmless when repeated; `run` opens the file again."""
+        """Flush to disk and close. Idempotent; a later `run` opens the file again."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._close)
 
@@ -60,10 +59,11 @@ class Database:
                 connection.execute("BEGIN IMMEDIATE")
                 return work(connection)
         except (sqlite3.Error, OSError) as error:
-            # What a directory or a disk says is clear; SQL that fails may be a mistake of ours.
+            # An OSError's text is clear to the operator. A failing SQL statement may be our own
+            # bug.
             is_sql = isinstance(error, sqlite3.Error)
             logger.error("the storage in %s failed: %r", self._path.parent, error, exc_info=is_sql)
-            # A fresh connection is the surest way out of whatever state this one is in.
+            # A new connection recovers from whatever state this one is in.
             self._close()
             if _is_damage(error):
                 self._set_aside()
@@ -94,7 +94,7 @@ class Database:
         return connection
 
     def _set_aside(self) -> None:
-        """Only the latest damaged file is kept."""
+        """Move the corrupt file aside. Only the latest one is kept."""
         aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
         for companion in ("", *_COMPANIONS):
             damaged = self._path.with_name(self._path.name + companion)
@@ -109,7 +109,7 @@ class Database:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What another file under the same name would not have; None: there is no file."""
+    """(device, inode), which a replaced file does not share. None if there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -118,6 +118,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_damage(error: Exception) -> bool:
-    # Extended codes have the kind of error in their lowest byte; errors of the module have none.
+    # The low byte of SQLite's extended code is the primary code. Errors of the Python module have
+    # no code.
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in _DAMAGE

@@ -1,4 +1,4 @@
-"""Carries the engine's own figures into the metrics, at a steady pace and at every scrape."""
+"""Copies the engine's counters into the metrics, periodically and at every scrape."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ INTERVAL_S = 0.5
 
 
 class EngineWatcher:
-    """Looks at the backend; it never asks the engine for anything."""
+    """Reads the backend's published statistics; it never sends the engine a request."""
 
     def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
         self._backend = backend
@@ -17,13 +17,13 @@ class EngineWatcher:
         self._num_restarts = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Observe periodically until cancelled."""
         while True:
             self.observe()
             await asyncio.sleep(INTERVAL_S)
 
     def observe(self) -> None:
-        """Take over what has happened since the last look."""
+        """Add what changed since the last observation."""
         backend = self._backend.current
         health, stats = backend.health(), backend.stats()
         for _ in range(health.num_restarts - self._num_restarts):
