@@ -279,8 +279,8 @@ GUARDS = [
     Mutation(
         "FLT-06 an engine that died is not started again",
         "engine.backends.custom.frontend.engine_link",
-        "            self._restart_later()  # otherwise",
-        "            pass  # otherwise",
+        "            self._restart_later()  # an engine",
+        "            pass  # an engine",
         "tests/unit/test_engine_link.py::"
         "test_killed_in_the_middle_every_request_ends_and_the_next_works",
     ),
