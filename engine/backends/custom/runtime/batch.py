@@ -40,7 +40,7 @@ class BatchBuilder:
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
         self._num_blocks = [0] * slots
-        # per slot: the admission (`Sequence.life`) that its arrays describe
+        # Per slot: the admission (`Sequence.life`) that its arrays describe.
         self._lives = [0] * slots
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)

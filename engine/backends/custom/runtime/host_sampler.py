@@ -43,8 +43,9 @@ def row_keys(seed: I64, choice: I32, position: I32) -> I32:
 
 
 def gumbel(np_like: Any, keys: Any, words: Any) -> Any:
-    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,). `np_like` is numpy or a
-    library with the same function names.
+    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,).
+
+    `np_like` is numpy or a library with the same function names.
     """
     bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32 multiplication wraps around
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * MIX_1
@@ -189,7 +190,7 @@ def nucleus_floor(probs: F32, target: F32) -> F32:
     tokens whose probabilities agree to one part in 65,536 count as ties.
     """
     floor = np.full(len(probs), 2.0**-63, np.float32).view(np.int32)
-    # the bits that differ between 2 ** -63 and 1, except the highest
+    # The bits that differ between 2 ** -63 and 1, except the highest.
     for bit in reversed(range(7, 29)):
         higher = floor | np.int32(1 << bit)
         mass = np.where(probs >= higher.view(np.float32)[:, None], probs, 0).sum(axis=1)

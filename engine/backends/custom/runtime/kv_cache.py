@@ -62,7 +62,7 @@ class KVCache:
         if needed + spare > self.pool.num_free + evictable:
             return False
         self.pool.share(matched)
-        # set first, so that `release` gives them back if the allocation fails
+        # Set first, so that `release` gives them back if the allocation fails.
         seq.blocks = list(matched)
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)

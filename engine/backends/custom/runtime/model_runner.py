@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# in token_ids: use the slot's last sampled token, which may still be on the device
+# In token_ids: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
 DRAW = -1  # in `forced`: sample this row normally
 NULL_BLOCK = 0  # no sequence owns it; padding is written there
 # `target_step_s` on a GPU: large steps use the device best, and the prefill backlog is soon gone.
 GPU_STEP_S = 0.2
-# min prefill tokens per step: below this, dequantizing the weights dominates the cost
+# Min prefill tokens per step: below this, dequantizing the weights dominates the cost.
 PROMPT_TOKENS = 64
 
 I32 = NDArray[np.int32]
@@ -49,7 +49,7 @@ class RunnerConfig:
     kv_dtype: str = "auto"  # "float32", "bfloat16", "int8"; "auto": the framework's choice
     numerics: str = "invariant"  # "fast": rounding may depend on the other rows of the step
     affinity: str = "auto"  # "auto", "off", or CPU numbers such as "0-3,8"
-    # requantize weights to "fp8" or "int8"; "auto": keep the stored type
+    # Requantize weights to "fp8" or "int8"; "auto": keep the stored type.
     quantization: str = "auto"
 
 
@@ -74,7 +74,7 @@ class RunnerSpec:
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it blocks
     most_step_tokens: int | None = None  # larger steps bring no throughput; None: no limit
-    # max duration of a step while sequences decode; None: the default
+    # Max duration of a step while sequences decode; None: the default.
     target_step_s: float | None = None
     least_prompt_tokens: int = PROMPT_TOKENS  # min prefill tokens of a step that has any prefill
 

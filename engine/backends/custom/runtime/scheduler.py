@@ -165,7 +165,7 @@ class Scheduler:
         error = InferenceError("The engine failed on this request.")
         if seq.finish_reason is None:
             return self.fail(seq, error, now)
-        # it has already left, but its final delta was not sent
+        # It has already left, but its final delta was not sent.
         return refusal(seq.request_id, seq.choice, error)
 
     def rollback(self) -> None:

@@ -47,7 +47,7 @@ class Sequence:
     constraint: Constraint | None = None  # the grammar state of its output
     pools: bool = False  # returns an embedding instead of tokens
     scores_prompt: bool = False
-    # logprobs of tokens[1:], so far
+    # Logprobs of tokens[1:], so far.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     submitted_step: int = 0  # the scheduler's step number; aging counts from it
     slot: int = -1  # fixed while running
@@ -58,7 +58,7 @@ class Sequence:
     num_sampling: int = 0  # tokens sampled on the device that the host does not know yet
     num_preemptions: int = 0
     num_cached: int = 0  # prompt tokens found in the cache at first admission
-    # the running sequence that is about to publish our next block
+    # The running sequence that is about to publish our next block.
     held_by: "Sequence | None" = None
     held_until: int = 0  # `held_by` has published it once it confirms this many tokens
     needs_history: bool = True  # the runner has no valid token history for the slot
