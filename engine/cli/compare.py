@@ -1,7 +1,7 @@
 """`engine compare`: the same prompts through several backends, in one table.
 
-The exit status is 0 if every backend agrees with the first one, up to near ties, on the wanted
-share of prompts; 1 if one does not or could not be run; 2 for a mistake on the command line.
+The exit status is 0 if every backend agrees with the first one, up to near ties, on the required
+share of prompts. It is 1 if one does not, or could not run, and 2 for a command line error.
 """
 
 import asyncio
