@@ -1,7 +1,7 @@
-"""What is asked: a file with one prompt or conversation per line.
+"""Reads a file with one prompt or conversation per line.
 
-A line is JSON (a string, a list of messages, or an object with `prompt` or `messages` and perhaps
-an `id`) in a file that ends in .jsonl, and plain text, a prompt as it stands, in any other.
+In a .jsonl file, a line is a JSON string, a list of messages, or an object with `prompt` or
+`messages` and optionally an `id`. In any other file, each line is a prompt as plain text.
 """
 
 import json
@@ -39,7 +39,9 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, as_chat: bool = False) -> list[Prompt]:
-    """`as_chat` makes each text a user's message. Raises `InvalidRequestError` with the line."""
+    """Read the file. `as_chat` makes each text a user message. Raises `InvalidRequestError` with
+    the line number.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

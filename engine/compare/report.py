@@ -1,6 +1,6 @@
-"""Trials side by side: figures for each backend, and every place where one left the reference.
+"""The comparison as tables: figures for each backend, and every difference from the reference.
 
-What a backend said is text from outside: it is shown without control characters, never as markup.
+A backend's output is untrusted text: it is shown without control characters, and never as markup.
 """
 
 import math
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_MAX_ERROR = 100  # characters of one, in a table
+_MAX_ERROR = 100  # max characters of an error in a table
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One backend. An agreement is None where there is an error on either side."""
+    """One backend's results. An agreement is None if either side had an error."""
 
     trial: Trial
     agreements: tuple[Agreement | None, ...]
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def agreement(self) -> float:
-        """Share of prompts answered as the reference did, or as it might have at a near tie."""
+        """Share of prompts with the same answer as the reference, or with a near tie."""
         if not self.agreements:
             return 0.0
         return (self.count("identical") + self.count("tie")) / len(self.agreements)
@@ -62,7 +62,7 @@ class Row:
 
 
 def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[Row]:
-    """The first trial is the reference, and what it says of itself is agreement."""
+    """One row per trial. The first trial is the reference; it agrees with itself."""
     reference = trials[0].outcomes
     return [
         Row(
@@ -84,7 +84,7 @@ def _agreement(reference: Outcome, other: Outcome, tie_nats: float) -> Agreement
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """Nearest rank: the smallest value that at least `percent` % of all do not exceed."""
+    """Nearest-rank percentile: the smallest value that is >= at least `percent` % of all values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -92,7 +92,7 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
 
 
 def as_table(rows: Sequence[Row]) -> "Table":
-    """A backend is a column, so that a few fit any terminal."""
+    """The table has one column per backend, so that a few fit any terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -161,7 +161,9 @@ def _number(value: float | None, scale: float, digits: int) -> str:
 
 
 def differences_table(rows: Sequence[Row], prompts: Sequence[Prompt], most: int) -> "Table | None":
-    """Where answers part, the real differences first; None if all are the same."""
+    """The places where answers differ, real differences before near ties; None if there are
+    none.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -173,7 +175,7 @@ def differences_table(rows: Sequence[Row], prompts: Sequence[Prompt], most: int)
     ]
     if not found:
         return None
-    found.sort(key=lambda each: each[0])  # "different" comes before "tie"
+    found.sort(key=lambda each: each[0])  # "different" sorts before "tie"
     title = f"{len(found)} answers part from the reference"
     if len(found) > most:
         title += f"; {most} of them"
@@ -201,7 +203,7 @@ def _gap(divergence: Divergence) -> str:
 
 
 def error_lines(rows: Sequence[Row]) -> list[str]:
-    """What failed and what should be known of a backend, each thing once."""
+    """Errors and notes of the backends, without duplicates."""
     lines = []
     for row in rows:
         name = plain(row.trial.contender.name)

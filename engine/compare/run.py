@@ -1,6 +1,6 @@
-"""One backend after the other: started, warmed up, asked everything, stopped.
+"""Runs one backend after the other: start, warm up, send all prompts, stop.
 
-Never two at once: they would share the cores, and each other's times.
+Two backends never run at once, because they would compete for the cores and distort the times.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.backend import GenerationContext, ModelCard, TextEvent
 from engine.core.interfaces.request import SamplingParams
 
-NUM_ALTERNATIVES = 5  # beside each token: the most that every kind of server gives
+NUM_ALTERNATIVES = 5  # alternatives per token: the max that every kind of server supports
 WARM_UP = "Water boils at"
 WARM_UP_TOKENS = 8
 
@@ -29,17 +29,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How every backend is asked."""
+    """How every backend is queried."""
 
     prompts: Sequence[Prompt]
     max_tokens: int
     concurrency: int
-    timeout_s: float  # of one request
+    timeout_s: float  # per request
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One prompt's: an answer, or an error."""
+    """The result for one prompt: an answer, or an error."""
 
     answer: Answer
     ttft_s: float | None = None
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One backend's: outcomes in the order of the prompts, or why there are none."""
+    """One backend's outcomes, in the order of the prompts, or the reason why there are none."""
 
     contender: Contender
     outcomes: tuple[Outcome, ...] = ()
@@ -70,9 +70,10 @@ def make_contender(contender: Contender) -> InferenceBackend:
 async def run_all(
     contenders: Sequence[Contender], plan: Plan, say: Say, make: Make = make_contender
 ) -> list[Trial]:
-    """The first is the reference: raises its failure, there being nothing to compare with then.
+    """Run all backends. The first is the reference.
 
-    A mistake in any backend's options is raised before the first of them is started.
+    Raises if the reference fails, because there is nothing to compare with then. Invalid options of
+    any backend are raised before the first one starts.
     """
     backends = [make(contender) for contender in contenders]
     trials: list[Trial] = []
@@ -129,7 +130,9 @@ def _params(card: ModelCard, max_tokens: int) -> tuple[SamplingParams, tuple[str
 async def _warm_up(
     backend: InferenceBackend, card: ModelCard, params: SamplingParams, plan: Plan
 ) -> None:
-    """As many at once as will be measured, of a text that leaves none of theirs in a cache."""
+    """Send as many requests at once as will be measured, with a text that shares no prefix with the
+    prompts.
+    """
     brief = SamplingParams(
         max_tokens=WARM_UP_TOKENS, temperature=params.temperature, logprobs=params.logprobs
     )
