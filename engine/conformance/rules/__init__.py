@@ -1,4 +1,4 @@
-"""Every group of rules, in the order in which they run."""
+"""All groups of rules, in the order in which they run."""
 
 from engine.conformance.rule import Group
 from engine.conformance.rules.chat import CHAT_GROUP
