@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Literal
 
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.core.interfaces.backend import TokenText
 
 Verdict = Literal["identical", "tie", "different"]
@@ -45,7 +45,7 @@ class Agreement:
     same_finish: bool
 
 
-def compare_answers(reference: Answer, other: Answer, tie_nats: float) -> Agreement:
+def compare_answers(reference: ComparedAnswer, other: ComparedAnswer, tie_nats: float) -> Agreement:
     same_finish = reference.finish_reason == other.finish_reason
     pairs = list(zip(reference.shown_tokens, other.shown_tokens, strict=False))
     common = next((i for i, (a, b) in enumerate(pairs) if not _same(a, b)), len(pairs))
@@ -62,7 +62,7 @@ def compare_answers(reference: Answer, other: Answer, tie_nats: float) -> Agreem
     return Agreement("tie" if is_tie else "different", divergence, distances, same_finish)
 
 
-def find_divergence(reference: Answer, other: Answer) -> Divergence:
+def find_divergence(reference: ComparedAnswer, other: ComparedAnswer) -> Divergence:
     """The first difference of two answers: by tokens if both have them, else by characters."""
     for index, (a, b) in enumerate(zip(_ended(reference), _ended(other), strict=False)):
         if a is None or b is None or not _same(a, b):
@@ -73,7 +73,7 @@ def find_divergence(reference: Answer, other: Answer) -> Divergence:
     )
 
 
-def _ended(answer: Answer) -> list[TokenText | None]:
+def _ended(answer: ComparedAnswer) -> list[TokenText | None]:
     """The answer's tokens and the token that ended it, or None if the end has no token."""
     if not answer.tokens:
         return []
@@ -109,5 +109,5 @@ def _shown(token: TokenText | None) -> str:
     return END if token is None else token.token
 
 
-def _excerpt(answer: Answer, at: int) -> str:
+def _excerpt(answer: ComparedAnswer, at: int) -> str:
     return answer.said[at : at + _EXCERPT] or END

@@ -14,7 +14,7 @@ from engine.core.interfaces.backend import (
 
 
 @dataclass
-class Answer:
+class ComparedAnswer:
     """Reasoning, text and tool calls joined into one text, in order of arrival.
 
     Text beyond `max_chars` is dropped, and `is_cut` is set.

@@ -24,7 +24,7 @@ _FIELDS = {"id", "prompt", "messages"}
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ComparedPrompt:
     id: str
     content: str | tuple[dict[str, Any], ...]  # a text to continue, or the messages of a chat
 
@@ -38,7 +38,7 @@ class Prompt:
         return backend.chat(ChatRequest(context=context, messages=self.content))
 
 
-def read_prompts(path: Path, *, as_chat: bool = False) -> list[Prompt]:
+def read_prompts(path: Path, *, as_chat: bool = False) -> list[ComparedPrompt]:
     """Read the file. `as_chat` makes each text a user message. Raises `InvalidRequestError` with
     the line number.
     """
@@ -50,20 +50,22 @@ def read_prompts(path: Path, *, as_chat: bool = False) -> list[Prompt]:
     prompts = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            prompt = _from_json(path, number, line) if is_json else Prompt(str(number), line)
+            prompt = (
+                _from_json(path, number, line) if is_json else ComparedPrompt(str(number), line)
+            )
             prompts.append(_in_chat(prompt) if as_chat else prompt)
     if not prompts:
         raise InvalidRequestError(f"{path} has no prompts", param="prompts")
     return prompts
 
 
-def _in_chat(prompt: Prompt) -> Prompt:
+def _in_chat(prompt: ComparedPrompt) -> ComparedPrompt:
     if isinstance(prompt.content, str):
-        return Prompt(prompt.id, ({"role": "user", "content": prompt.content},))
+        return ComparedPrompt(prompt.id, ({"role": "user", "content": prompt.content},))
     return prompt
 
 
-def _from_json(path: Path, number: int, line: str) -> Prompt:
+def _from_json(path: Path, number: int, line: str) -> ComparedPrompt:
     def refuse(reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"{path}, line {number}: {reason}", param="prompts")
 
@@ -83,10 +85,10 @@ def _from_json(path: Path, number: int, line: str) -> Prompt:
     if "prompt" in value:
         if not isinstance(value["prompt"], str) or not value["prompt"]:
             raise refuse("prompt must be a text")
-        return Prompt(name, value["prompt"])
+        return ComparedPrompt(name, value["prompt"])
     if reason := _fault(value["messages"]):
         raise refuse(reason)
-    return Prompt(name, tuple(value["messages"]))
+    return ComparedPrompt(name, tuple(value["messages"]))
 
 
 def _fault(messages: Any) -> str | None:

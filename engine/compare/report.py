@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.compare.agreement import Agreement, Divergence, compare_answers
-from engine.compare.prompts import Prompt
-from engine.compare.run import Outcome, Trial
+from engine.compare.prompts import ComparedPrompt
+from engine.compare.run import ComparedOutcome, Trial
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +22,7 @@ _MAX_ERROR = 100  # max characters of an error in a table
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedBackend:
     """One backend's results. An agreement is None if either side had an error."""
 
     trial: Trial
@@ -61,11 +61,11 @@ class Row:
         return self.trial.num_tokens / self.trial.wall_s if self.trial.wall_s else None
 
 
-def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[Row]:
+def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[ComparedBackend]:
     """One row per trial. The first trial is the reference; it agrees with itself."""
     reference = trials[0].outcomes
     return [
-        Row(
+        ComparedBackend(
             trial,
             tuple(
                 _agreement(ours, theirs, tie_nats)
@@ -77,7 +77,9 @@ def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[Row]:
     ]
 
 
-def _agreement(reference: Outcome, other: Outcome, tie_nats: float) -> Agreement | None:
+def _agreement(
+    reference: ComparedOutcome, other: ComparedOutcome, tie_nats: float
+) -> Agreement | None:
     if reference.error is not None or other.error is not None:
         return None
     return compare_answers(reference.answer, other.answer, tie_nats)
@@ -91,7 +93,7 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def as_table(rows: Sequence[Row]) -> "Table":
+def as_table(rows: Sequence[ComparedBackend]) -> "Table":
     """The table has one column per backend, so that a few fit any terminal."""
     from rich.table import Table
     from rich.text import Text
@@ -124,7 +126,7 @@ _TITLES = (
 )
 
 
-def _figures(row: Row) -> dict[str, "str | Text"]:
+def _figures(row: ComparedBackend) -> dict[str, "str | Text"]:
     from rich.text import Text
 
     if row.trial.failure is not None:
@@ -160,7 +162,9 @@ def _number(value: float | None, scale: float, digits: int) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
-def differences_table(rows: Sequence[Row], prompts: Sequence[Prompt], most: int) -> "Table | None":
+def differences_table(
+    rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt], most: int
+) -> "Table | None":
     """The places where answers differ, real differences before near ties; None if there are
     none.
     """
@@ -202,7 +206,7 @@ def _gap(divergence: Divergence) -> str:
     return f"{'> ' if divergence.gap.is_bound else ''}{divergence.gap.nats:.3f}"
 
 
-def error_lines(rows: Sequence[Row]) -> list[str]:
+def error_lines(rows: Sequence[ComparedBackend]) -> list[str]:
     """Errors and notes of the backends, without duplicates."""
     lines = []
     for row in rows:
@@ -216,7 +220,7 @@ def error_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def as_json(rows: Sequence[Row], prompts: Sequence[Prompt]) -> dict[str, Any]:
+def as_json(rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt]) -> dict[str, Any]:
     return {
         "reference": rows[0].trial.contender.name,
         "num_prompts": len(prompts),
@@ -224,7 +228,7 @@ def as_json(rows: Sequence[Row], prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _row_json(row: ComparedBackend, prompts: Sequence[ComparedPrompt]) -> dict[str, Any]:
     trial, distances = row.trial, row.distances
     return {
         "name": trial.contender.name,
@@ -255,7 +259,9 @@ def _row_json(row: Row, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _prompt_json(prompt: Prompt, outcome: Outcome, agreement: Agreement | None) -> dict[str, Any]:
+def _prompt_json(
+    prompt: ComparedPrompt, outcome: ComparedOutcome, agreement: Agreement | None
+) -> dict[str, Any]:
     parting = None if agreement is None else agreement.divergence
     gap = None if parting is None else parting.gap
     return {

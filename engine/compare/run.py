@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from engine.backends.base import InferenceBackend
 from engine.backends.factory import make_backend
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.compare.contenders import Contender
-from engine.compare.prompts import Prompt
+from engine.compare.prompts import ComparedPrompt
 from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.backend import GenerationContext, ModelCard, TextEvent
 from engine.core.interfaces.request import SamplingParams
@@ -31,17 +31,17 @@ Say = Callable[[str], None]
 class Plan:
     """How every backend is queried."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[ComparedPrompt]
     max_tokens: int
     concurrency: int
     timeout_s: float  # per request
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ComparedOutcome:
     """The result for one prompt: an answer, or an error."""
 
-    answer: Answer
+    answer: ComparedAnswer
     ttft_s: float | None = None
     error: str | None = None
 
@@ -51,7 +51,7 @@ class Trial:
     """One backend's outcomes, in the order of the prompts, or the reason why there are none."""
 
     contender: Contender
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[ComparedOutcome, ...] = ()
     failure: EngineError | None = None
     card: ModelCard | None = None
     start_s: float = 0.0
@@ -107,7 +107,7 @@ async def _try(contender: Contender, backend: InferenceBackend, plan: Plan, say:
     return Trial(contender, outcomes, None, card, started - began, wall_s, notes)
 
 
-def _check(card: ModelCard, prompts: Sequence[Prompt]) -> None:
+def _check(card: ModelCard, prompts: Sequence[ComparedPrompt]) -> None:
     for prompt in prompts:
         if prompt.capability not in card.capabilities:
             hint = "use --chat" if prompt.capability == "completions" else "give it plain prompts"
@@ -138,7 +138,7 @@ async def _warm_up(
     )
     is_chat = "completions" not in card.capabilities
     content = ({"role": "user", "content": WARM_UP},) if is_chat else WARM_UP
-    prompt = Prompt("warm-up", content)
+    prompt = ComparedPrompt("warm-up", content)
     asked = [_answer(backend, prompt, brief, plan.timeout_s) for _ in range(plan.concurrency)]
     for outcome in await asyncio.gather(*asked):
         if outcome.error is not None:
@@ -147,11 +147,11 @@ async def _warm_up(
 
 async def _ask_all(
     name: str, backend: InferenceBackend, params: SamplingParams, plan: Plan, say: Say
-) -> tuple[Outcome, ...]:
+) -> tuple[ComparedOutcome, ...]:
     free = asyncio.Semaphore(plan.concurrency)
     done = itertools.count(1)
 
-    async def ask(prompt: Prompt) -> Outcome:
+    async def ask(prompt: ComparedPrompt) -> ComparedOutcome:
         async with free:
             outcome = await _answer(backend, prompt, params, plan.timeout_s)
         say(f"{name}: {next(done)} of {len(plan.prompts)}")
@@ -163,12 +163,12 @@ async def _ask_all(
 
 
 async def _answer(
-    backend: InferenceBackend, prompt: Prompt, params: SamplingParams, timeout_s: float
-) -> Outcome:
+    backend: InferenceBackend, prompt: ComparedPrompt, params: SamplingParams, timeout_s: float
+) -> ComparedOutcome:
     context = GenerationContext(
         request_id=f"compare-{secrets.token_hex(8)}", params=params, timeout_s=timeout_s
     )
-    answer = Answer()
+    answer = ComparedAnswer()
     ttft_s: float | None = None
     began = time.monotonic()
     try:
@@ -178,7 +178,7 @@ async def _answer(
                     ttft_s = time.monotonic() - began
                 answer.add(event)
     except TimeoutError:
-        return Outcome(answer, ttft_s, f"no end within {timeout_s:g} s")
+        return ComparedOutcome(answer, ttft_s, f"no end within {timeout_s:g} s")
     except EngineError as error:
-        return Outcome(answer, ttft_s, str(error))
-    return Outcome(answer, ttft_s)
+        return ComparedOutcome(answer, ttft_s, str(error))
+    return ComparedOutcome(answer, ttft_s)

@@ -19,7 +19,7 @@ _TTFT = "vllm:time_to_first_token_seconds_bucket"
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class ScrapedMetrics:
     """Samples of a metrics page, summed over their labels: one entry per name, and one per
     `name[outcome]`.
     """
@@ -40,7 +40,7 @@ class Look:
 
     at: float  # time.monotonic()
     health: Mapping[str, Any]
-    metrics: Metrics
+    metrics: ScrapedMetrics
     models: tuple[Mapping[str, Any], ...]
     routes: Mapping[str, Any] | None
 
@@ -121,7 +121,7 @@ async def look(client: httpx.AsyncClient) -> Look:
     return Look(
         at=time.monotonic(),
         health={"status": "unhealthy" if health.status_code == 503 else "healthy"} | _json(health),
-        metrics=parse_metrics(metrics.text) if metrics.status_code == 200 else Metrics(),
+        metrics=parse_metrics(metrics.text) if metrics.status_code == 200 else ScrapedMetrics(),
         models=tuple(listed),
         routes=_json(routes) if routes.status_code == 200 else None,
     )
@@ -135,7 +135,7 @@ def _json(reply: httpx.Response) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def parse_metrics(text: str) -> Metrics:
+def parse_metrics(text: str) -> ScrapedMetrics:
     from prometheus_client.parser import text_string_to_metric_families
 
     values: dict[str, float] = {}
@@ -149,7 +149,7 @@ def parse_metrics(text: str) -> Metrics:
             outcome = sample.labels.get("outcome")
             for name in (sample.name, f"{sample.name}[{outcome}]") if outcome else (sample.name,):
                 values[name] = values.get(name, 0.0) + sample.value
-    return Metrics(values, edges)
+    return ScrapedMetrics(values, edges)
 
 
 def frame_of(url: str, before: Look, now: Look) -> Frame:
@@ -234,7 +234,7 @@ def _with_models(frame: Frame, now: Look) -> Frame:
     return replace(frame, backends=rows)
 
 
-def _first_token_p50(before: Metrics, now: Metrics) -> float | None:
+def _first_token_p50(before: ScrapedMetrics, now: ScrapedMetrics) -> float | None:
     """Median time to first token since the last poll, or of all time if there was no request."""
     recent = {
         edge: count - before.first_tokens.get(edge, 0.0) for edge, count in now.first_tokens.items()

@@ -19,7 +19,7 @@ MEMORY = 0.99  # decay of older pure decode steps per new one
 MAX_SURPRISE = 4.0
 
 
-class Line:
+class CostLine:
     """seconds = base + slope * count: a least-squares fit with exponential decay."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StepBudget:
         self._least_tokens = least_tokens
         self._max_tokens = max(max_tokens, max_slots)
         self._target_s = target_s
-        self._continuing = Line()
+        self._continuing = CostLine()
         # Decayed sums over recent steps with prefill: the time that prefill added, and its tokens.
         self._prompt_s = 0.0
         self._prompt_tokens = 0.0

@@ -16,7 +16,7 @@ EvictionPolicy = Literal["lru", "lfu", "fifo"]
 Key = tuple[int, int]
 
 
-class Usage(Protocol):
+class BlockUsage(Protocol):
     """The node attributes that an eviction policy may rank by."""
 
     created: int
@@ -24,7 +24,7 @@ class Usage(Protocol):
     num_uses: int
 
 
-POLICIES: dict[EvictionPolicy, Callable[[Usage], Key]] = {
+POLICIES: dict[EvictionPolicy, Callable[[BlockUsage], Key]] = {
     "lru": lambda node: (node.last_used, node.created),
     "lfu": lambda node: (node.num_uses, node.last_used),
     "fifo": lambda node: (node.created, 0),
@@ -46,7 +46,7 @@ class Leaves:
 
     def __init__(
         self,
-        key: Callable[[Usage], Key],
+        key: Callable[[BlockUsage], Key],
         is_current: Callable[[Key, "Node"], bool],
         clock: Callable[[], float],
     ) -> None:
