@@ -1,4 +1,4 @@
-"""Tiny models with their tokenizers, as folders that hold all that a user would have."""
+"""Writes tiny models with their tokenizers, as complete model folders."""
 
 import struct
 from dataclasses import replace

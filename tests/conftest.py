@@ -1,4 +1,6 @@
-"""Fixtures that several kinds of tests share: the default model, and a live server around it."""
+"""Fixtures shared by several kinds of tests: the default model, and a live server that serves
+it.
+"""
 
 import os
 import tempfile

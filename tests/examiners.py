@@ -1,4 +1,6 @@
-"""What a hostile file might make a parser do, as examiners of `engine.core.sandbox.examination`."""
+"""Misbehaving parsers, as examiners for `engine.core.sandbox.examination`: what a hostile file
+might make a parser do.
+"""
 
 import os
 import socket

@@ -1,7 +1,7 @@
-"""An `InferenceBackend` without a model, for tests of everything above one.
+"""An `InferenceBackend` without a model, for tests of the layers above a backend.
 
-It answers with its `words`, or with a `script` of events, at the pace that it is set to, and
-remembers what it was asked, how many streams are open and how many were cut short.
+It answers with its `words` or with a `script` of events, at a configurable pace. It records its
+requests, how many streams are open, and how many were cancelled.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""GGUF files for tests: sound ones through the `gguf` package, hostile ones byte by byte."""
+"""GGUF files for tests: valid ones written with the `gguf` package, hostile ones byte by byte."""
 
 import struct
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Small models for the graph and plan tests, and sequences that are run chunk by chunk."""
+"""Small models for the graph and plan tests, and a driver that runs sequences chunk by chunk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

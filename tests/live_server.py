@@ -1,7 +1,7 @@
-"""A real server on a real socket, in a thread, over a backend that the test holds.
+"""A real server on a real socket, in a thread, over a backend that the test controls.
 
-In-process HTTP clients buffer whole responses; what a socket sees (order in time, disconnects,
-draining) can only be tested over one.
+In-process HTTP clients buffer whole responses. Ordering in time, disconnects and draining can only
+be tested over a socket.
 """
 
 import asyncio

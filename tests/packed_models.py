@@ -1,4 +1,4 @@
-"""Small models to pack, and plans of how."""
+"""Small models for tests of weight packing, and their packing plans."""
 
 import sys
 from pathlib import Path

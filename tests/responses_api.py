@@ -1,4 +1,4 @@
-"""What the tests of /v1/responses share: a fake model behind the application, and its words."""
+"""Shared by the tests of /v1/responses: the application with a fake model, and its words."""
 
 import json
 from collections.abc import AsyncIterator

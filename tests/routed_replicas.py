@@ -1,4 +1,4 @@
-"""Routers over backends without a model, and requests to them."""
+"""Routers over fake backends, and requests to them."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,6 +1,6 @@
-"""What every `ModelRunner` must keep to, as tests over the real scheduler, cache and loop.
+"""The contract of every `ModelRunner`, as tests over the real scheduler, cache and loop.
 
-Subclass `RunnerConformance` in a test module, say how a runner is made, and pytest finds the rest:
+Subclass `RunnerConformance` in a test module and implement `make_runner`; pytest finds the rest:
 
     class TestMyRunner(RunnerConformance):
         nan_token = 50
@@ -8,8 +8,8 @@ Subclass `RunnerConformance` in a test module, say how a runner is made, and pyt
         @classmethod
         def make_runner(cls) -> ModelRunner: ...
 
-One runner serves all the tests of a class, so each finds a cache full of others' keys and values. A
-request's own tokens, computed with nothing beside it, are what it must give in any company.
+All tests of a class share one runner, so each starts with a cache full of other requests' keys and
+values. A request must give the same tokens in any batch as it gives when it runs alone.
 """
 
 import random

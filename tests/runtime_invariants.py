@@ -1,8 +1,8 @@
-"""What must hold of the runtime at every moment, recounted from scratch and from its raw state.
+"""The runtime's invariants, recomputed from its raw state.
 
-Nothing here calls the runtime's own `check`: each rule is stated a second time, by other means. The
-toy model's cells are hashes of all that came before them, so what a cached block contains can be
-checked too.
+Nothing here calls the runtime's own `check`: each rule is implemented a second time, independently.
+A KV cell of the toy model is a hash of all tokens before it, so the contents of cached blocks can
+be checked too.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Safetensors files and model directories for tests, sound and hostile."""
+"""Safetensors files and model directories for tests, valid and hostile."""
 
 import json
 import struct

@@ -1,8 +1,8 @@
-"""JSON schemas from elsewhere: the official test suite, and what real tools validate files with.
+"""JSON schemas from other projects: the official test suite, and schemas of real tools.
 
-The suite lies in the source distribution of `jsonschema`, which is downloaded once; the schemas of
-real tools lie in the installed `check-jsonschema`. `supported_schemas` are those among all of them
-that a client could send: small enough, honoured, and compiled in time.
+The suite is part of the source distribution of `jsonschema`, which is downloaded once. The schemas
+of real tools come with the installed `check-jsonschema`. `supported_schemas` are those that a
+client could send: small enough, supported, and compiled in time.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""An HTTP server whose every byte a test decides: for what no honest server would send.
+"""An HTTP server whose every byte the test decides, to send what no real server would.
 
-It runs on the test's own event loop, on TCP or on a Unix socket, and remembers what it was asked.
+It runs on the test's own event loop, on TCP or on a Unix socket, and records its requests.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Starts `engine serve` as a child process, the way a user does, and tells where it listens."""
+"""Starts `engine serve` as a child process, as a user would, and returns its address."""
 
 import os
 import re

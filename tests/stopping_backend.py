@@ -1,4 +1,4 @@
-"""A backend that answers so many requests and then none: for work that is interrupted."""
+"""A backend that answers a number of requests and then hangs, for tests of interrupted work."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

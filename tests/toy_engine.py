@@ -1,4 +1,6 @@
-"""The real runtime over the toy model, driven turn by turn, every delta collected and checked."""
+"""The real runtime with the toy model, driven one iteration at a time. Every delta is collected and
+checked.
+"""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,10 +1,9 @@
-"""A model without weights, for tests of the runtime: what it generates is a hash of its KV
-contents.
+"""A model without weights for tests of the runtime: its output is a hash of its KV contents.
 
 Each KV cell holds a hash of the previous cell and its own token, read through the block table. A
-block that is wrong, stale, shared and then written, or freed too early changes the output, so that
-"equal to generating alone" is an exact check. `ToyRunner` implements the whole runner seam in
-numpy; `generate_alone` is the oracle.
+block that is wrong, stale, freed too early, or written while it is shared changes the output. So
+"equal to generating alone" is an exact check. `ToyRunner` implements the whole model runner
+interface in numpy; `generate_alone` is the oracle.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The real engine process around the toy model, for tests of processes: it starts at once."""
+"""The real engine process with the toy model, for tests that need processes. It starts at once."""
 
 import ctypes
 import sys

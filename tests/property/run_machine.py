@@ -1,4 +1,4 @@
-"""The state machine for as many steps as asked, as one line of JSON.
+"""Runs the state machine for a number of steps and prints one line of JSON.
 
 python -m tests.property.run_machine --steps 100000 --seed 1
 """

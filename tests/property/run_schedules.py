@@ -1,7 +1,8 @@
-"""The same requests in random schedules: whatever shares their steps, their tokens are the same.
+"""Runs the same requests in random schedules: a request's tokens must never depend on its batch.
 
-Batched, chunked, from the cache, preempted, repeated after a failed step, in pools of any size:
-each request's output is compared with what it gives alone. One line of JSON tells the outcome.
+Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
+in pools of any size. Each output is compared with that of the request running alone. The result is
+one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1

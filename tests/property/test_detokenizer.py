@@ -1,4 +1,4 @@
-"""Streaming text: any cut of the tokens gives the same text, and a stop string never shows."""
+"""Streamed text is the same however the tokens are split, and a stop string is never shown."""
 
 from collections.abc import Sequence
 

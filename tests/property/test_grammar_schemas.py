@@ -1,9 +1,9 @@
-"""What a schema's grammar lets through is valid under the schema, as another library judges it.
+"""Whatever a schema's grammar allows is valid under the schema, as judged by another library.
 
-Random walks stand in for a model: each takes, token by token, something that the mask allows, and
-hurries to an end after a while. A walk that reaches the end must be JSON that validates, formats
-included; none may get stuck. Every schema of the official suite and of real tools is either walked
-with the default model's vocabulary, or refused with the keyword or rule that is in the way.
+Random walks stand in for a model. Each samples tokens that the mask allows, and prefers to finish
+after a while. A finished walk must be JSON that validates, including formats; no walk may get
+stuck. Every schema of the official suite and of real tools is either walked with the default
+model's vocabulary, or refused with an error that names the unsupported keyword or rule.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Parsing of output: any cut of the text gives the same pieces, and nothing is lost."""
+"""Output parsing gives the same pieces however the text is split, and loses nothing."""
 
 import json
 from collections.abc import Sequence

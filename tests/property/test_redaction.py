@@ -1,4 +1,4 @@
-"""The redactor on a text that comes in pieces does what it does on the whole one."""
+"""The redactor gives the same result for streamed pieces as for the whole text."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -1,11 +1,11 @@
-"""Random histories of the real runtime over the toy model, with every invariant checked after every
+"""Random histories of the real runtime with the toy model. Every invariant is checked after every
 rule.
 
-Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens
-meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and failures of every
-stage. Some must match a grammar, which compiles for a while; some want their prompts scored, or a
-vector. Whatever happens, delivered tokens equal the oracle's, every accepted choice ends exactly
-once, nobody fails for another's fault, and nothing is held when nothing runs.
+Requests have colliding prefixes, several choices, salts, priorities, and tokens that give NaN or
+crash. They meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and
+failures of every stage. Some have a grammar that takes a while to compile; some want prompt
+logprobs or an embedding. In every history, the delivered tokens equal the oracle's, every accepted
+choice ends exactly once, no request fails because of another, and an idle engine holds nothing.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""Measure: `python -m tests.scoreboard [R01 R05 ...] [--quick] [--seed N] [--write] [--list]`.
+"""Measures figures: `python -m tests.scoreboard [R01 R05 ...] [--quick] [--seed N] [--write]
+[--list]`.
 
-Each figure prints one line of JSON. The exit status is 1 if a limit was broken. `--write` puts what
-was measured into docs/scoreboard.md, beside what is there of other figures.
+Each figure prints one line of JSON. The exit status is 1 if a limit was broken. `--write` updates
+the measured figures in docs/scoreboard.md and keeps the others.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A figure: something measured, with limits that it must keep.
+"""A figure: a measurement with limits that it must keep.
 
 A module of `figures/` registers one by decorating the function that measures it:
 
@@ -7,8 +7,8 @@ A module of `figures/` registers one by decorating the function that measures it
         run.repeat(run.share(500), balance_a_cup)  # each case has a seed of its own
         return {"dropped": len(run.failures)}
 
-Where a case can be made again from its seed alone, `case=` names the function that does; failing
-seeds are then kept in `failing_seeds.jsonl`, and every one of them is tried again by `make test`.
+If a case can be reproduced from its seed alone, `case=` names the function that does so. Failing
+seeds are then stored in `failing_seeds.jsonl`, and `make test` retries each of them.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The least that each route can be asked for, so that a figure can change one thing about it."""
+"""A minimal valid body for each route, so that a figure can change one thing about it."""
 
 from typing import Any
 

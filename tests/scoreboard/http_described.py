@@ -1,5 +1,5 @@
-"""Requests made from the server's own description of itself, sound and unsound ones, and its
-answers held against it.
+"""Generates valid and invalid requests from the server's OpenAPI description, and checks the
+answers against it.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Every number that a request can carry, from the server's own description of itself, and values at
-and beyond its bounds.
+"""Every numeric field of every request, from the server's OpenAPI description, with values at and
+beyond its bounds.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""A server in a process of its own over a backend that figures need: run as a module with settings
-in JSON. It prints where it listens, then answers a line of input with a line of output, until its
-input ends.
+"""A server in a separate process over a backend for figures. Run it as a module with JSON settings.
 
-    stalls               the longest pause of its event loop since it was last asked, in seconds
+It prints its address, then answers each line of input with a line of output, until its input ends:
+
+    stalls               the longest pause of its event loop since the last query, in seconds
     template "SOURCE"    requests are rendered with this chat template from now on
 """
 

@@ -1,5 +1,5 @@
-"""Servers in processes of their own, with a key and an administrator's key, for figures that send
-requests.
+"""Servers in separate processes, with a client key and an administrator's key, for figures that
+send requests.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""A folder made unusable under a running server, in each way that disks know, and healed again."""
+"""Makes a folder unusable under a running server, in each way that a disk can fail, and restores
+it.
+"""
 
 import contextlib
 import os

@@ -1,7 +1,7 @@
-"""Requests that cost whoever sends them little: for figures in which the machine is what is short.
+"""Cheap clients, for figures in which CPU time is scarce.
 
-As `ask` of `streams.py`, but an answer's bytes are only kept while there is load; `judge_all` looks
-at them afterwards.
+Like `ask` of `streams.py`, but under load the bytes of an answer are only collected; `judge_all`
+parses them afterwards.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""`engine serve` with a look at its event loop twice a second, written to a file as lines of JSON:
+"""`engine serve`, with event loop stalls written to a file twice a second, as lines of JSON:
 
     python -m tests.scoreboard.load_observed serve MODEL ...
 
-A stall is how long the loop did not come round to a task that is due every two milliseconds, less
-the time that its thread waited for a processor: that part is the machine's, all the rest (a long
-callback, a lock, another thread that holds the interpreter) is the server's.
+A stall is how late a task runs that is due every two milliseconds, minus the time that its thread
+waited for a CPU. The wait is the machine's fault; the rest (a long callback, a lock, a thread that
+holds the GIL) is the server's.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""A Redis that tests may break: the real program where it is installed, else the little of it that
-counting needs; and one that answers with nonsense.
+"""A Redis that tests may break: the real program if it is installed, else a stand-in with the
+commands that counting needs, and one that sends garbage.
 """
 
 import asyncio

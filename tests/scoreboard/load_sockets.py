@@ -1,4 +1,4 @@
-"""Connections that are there to be a burden: silent ones, and clients that send or read slowly."""
+"""Connections that burden a server: silent ones, and clients that send or read slowly."""
 
 import asyncio
 import resource

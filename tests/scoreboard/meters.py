@@ -1,4 +1,4 @@
-"""What is read off processes and off lists of measurements, for figures about load."""
+"""Measurements of processes, and statistics over samples, for figures about load."""
 
 import asyncio
 import contextlib

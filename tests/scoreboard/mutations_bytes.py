@@ -1,4 +1,4 @@
-"""Damage to bytes that know nothing of their format."""
+"""Byte-level mutations that ignore the file format."""
 
 import random
 import struct

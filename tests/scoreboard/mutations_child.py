@@ -1,9 +1,8 @@
-"""The process that reads damaged model files, one after the other, under limits. Run as a module
-with the name of a kind of files and a folder of its own; a line on its input is the seed of a case,
-a line on its output what became of it.
+"""The process that reads damaged model files, one after the other, under resource limits.
 
-A kind is a module with `write(seed, folder)`, which makes the case and says what is to be read, and
-`read(path)`, which has the engine read it.
+It is run as a module with the name of a kind of file and a folder. Each input line is the seed of a
+case; each output line is its result. A kind is a module with `write(seed, folder)`, which creates
+the case and returns the path to read, and `read(path)`, which makes the engine read it.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Damaged model folders: safetensors, their index, configuration, tokenizer, and the small files
-beside them. One or two files of a sound folder are changed, as what they are or as mere bytes.
+"""Damaged model folders: safetensors, their index, configuration, tokenizer and other small files.
+
+One or two files of a valid folder are mutated, either within their format or as raw bytes.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Damaged GGUF files: sound ones of several families taken apart, changed where it hurts, and put
-together again; and bytes changed without regard to what they are.
+"""Damaged GGUF files: valid ones of several families are parsed, changed in sensitive places and
+written again, or their raw bytes are mutated.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Damage to JSON that stays JSON."""
+"""Mutations of JSON that keep it valid JSON."""
 
 import copy
 import random

@@ -1,5 +1,5 @@
-"""Damaged model files, read by a few processes that live long: one that dies, or does not answer,
-is a case that failed, and another one takes its place.
+"""Reads damaged model files in a few long-lived processes. A process that dies or does not answer
+fails its case and is replaced.
 """
 
 import json

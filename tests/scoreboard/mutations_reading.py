@@ -1,4 +1,4 @@
-"""What a server does with a model file that it was given: all of it, on a small scale."""
+"""Everything that a server does with a model file, on a small scale."""
 
 import contextlib
 from pathlib import Path

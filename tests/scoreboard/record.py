@@ -1,4 +1,4 @@
-"""What is kept of measurements: failing seeds, and the page of the latest figures."""
+"""Stores measurements: failing seeds, and the page of the latest figures."""
 
 import json
 from pathlib import Path

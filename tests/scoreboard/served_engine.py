@@ -1,11 +1,11 @@
-"""A real `engine serve` for figures to strain: its process, its figures, its clients' answers.
+"""A real `engine serve` for figures to load: its process, its metrics, its clients' answers.
 
     with served_engine("--batch-size", "8") as served:
         reply = asyncio.run(ask(served, completion("Once", max_tokens=8, stream=True)))
         assert reply.is_whole, reply.problem
         served.wait_until_idle()
 
-Clients are in `streams.py`; they judge every answer by the rules of well-formed ones.
+The clients are in `streams.py`; they check that every answer is well-formed.
 """
 
 import math

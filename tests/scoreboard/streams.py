@@ -1,7 +1,7 @@
-"""Clients of a server under strain: requests over bare sockets, their answers judged strictly.
+"""Clients of a server under load: requests over raw sockets, with strictly checked answers.
 
-`ask` sends one request and reads the answer to its end; whatever happens becomes a `Reply`. What
-ends a request is told apart: a whole answer, a well-formed failure, or neither (`problem`).
+`ask` sends one request and reads the answer to its end; the result is always a `Reply`. It is a
+whole answer, a well-formed failure, or neither (`problem`).
 
     replies = await asyncio.gather(*(ask(served, completion(text, stream=True)) for text in texts))
     broken = [reply for reply in replies if not reply.is_well_formed]

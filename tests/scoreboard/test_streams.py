@@ -1,4 +1,4 @@
-"""The judge of answers tells whole ones, well-formed failures and broken ones apart."""
+"""The checker of answers distinguishes whole answers, well-formed failures and broken ones."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes in the runtime and in how faults are contained: one for each invariant and guard."""
+"""Mutations of the runtime and of its fault containment: one for each invariant and guard."""
 
 from tests.teeth.edge_mutations import EDGE
 from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation

@@ -1,9 +1,8 @@
-"""Makes one mistake of `mutations.py`, in this process and in those that it starts, and runs what
-should notice it.
+"""Applies one mutation, in this process and in its children, and runs what should detect it.
 
     python -m tests.teeth.run "INV-01 blocks leak"
 
-Exit status: 0 noticed, 1 not noticed, 2 the source has changed and the mistake no longer applies.
+Exit status: 0 detected, 1 not detected, 2 the source has changed: the mutation no longer applies.
 """
 
 import importlib.abc

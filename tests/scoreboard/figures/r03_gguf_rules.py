@@ -1,4 +1,4 @@
-"""R03: GGUF files that break one rule each are refused for that reason; sound ones are read."""
+"""R03: a GGUF file that breaks one rule is refused for that reason; valid files are read."""
 
 import re
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""R04: requests made from the server's own description, sound and unsound: each is answered as it
-says, none with a failure of the server's own.
+"""R04: valid and invalid requests generated from the server's OpenAPI description get the
+documented answers, and never a server error.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""R05: a number beyond its bounds is refused at once, in every field of every route.
+"""R05: an out-of-range number is refused at once, in every field of every route.
 
-A quick run shares the machine with other tests, so it counts the server's processor time instead of
-the time that passes.
+A quick run shares the machine with other tests, so it measures the server's CPU time, not wall
+time.
 """
 
 import time

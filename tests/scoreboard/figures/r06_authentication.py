@@ -1,5 +1,5 @@
-"""R06: nobody gets in without a key, and nobody but the administrator changes the server, whatever
-the method, the path's spelling and the headers.
+"""R06: no request is served without a key, and only the administrator can change the server,
+whatever the method, the spelling of the path, and the headers.
 """
 
 import json

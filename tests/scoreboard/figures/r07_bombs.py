@@ -1,7 +1,7 @@
-"""R07: templates that want out, and templates, grammars, schemas and regular expressions that want
-never to end: each ends within a second, and nobody else waits for it.
+"""R07: chat templates that try to escape the sandbox, and templates, grammars, schemas and regular
+expressions that try to run forever. Each ends within a second and delays no other request.
 
-The server renders with a hostile chat template as if a model had brought it; the rest is what a
+The server renders with a hostile chat template, as if it came with a model. The rest is what a
 client may send.
 """
 

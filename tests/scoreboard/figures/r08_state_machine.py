@@ -1,4 +1,6 @@
-"""R08: random histories of the runtime over the toy model, every invariant after every rule."""
+"""R08: random histories of the runtime with the toy model; every invariant holds after every
+rule.
+"""
 
 import logging
 

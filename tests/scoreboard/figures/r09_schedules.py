@@ -1,7 +1,7 @@
-"""R09: the same requests in random schedules give the tokens that they give alone.
+"""R09: requests in random schedules give the same tokens as alone.
 
-Most schedules are of the toy model, whose answer is known without an engine; the rest are of the
-default model on our own kernels.
+Most schedules use the toy model, whose output is known without an engine. The others use the
+default model on the native kernels.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""R10: clients that leave, in every phase of their requests, politely or not.
+"""R10: clients that disconnect in every phase of their requests, cleanly or not.
 
-Some leave one at a time, so that what each of them held is seen to be given back; the others leave
-in crowds, larger than a batch, while survivors among them are answered as if they were alone.
+Some disconnect one at a time, to check that everything they held is released. The others disconnect
+in crowds larger than a batch, while the remaining clients must be answered as if they were alone.
 """
 
 import asyncio

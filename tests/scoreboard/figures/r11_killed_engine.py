@@ -1,4 +1,4 @@
-"""R11: the engine's process is killed under clients that are being answered."""
+"""R11: the engine process is killed while it answers clients."""
 
 import asyncio
 import os

@@ -1,7 +1,7 @@
-"""R12: the server itself is killed, and cleans up nothing; what is left of it?
+"""R12: the server itself is killed, without a chance to clean up; nothing may stay behind.
 
-It serves with an engine of its own and with an external one (a stand-in), which listens on a Unix
-socket in a temporary folder. Half of the kills are under load.
+It serves with its own engine and with an external one (a stand-in), which listens on a Unix socket
+in a temporary folder. Half of the kills happen under load.
 """
 
 import asyncio

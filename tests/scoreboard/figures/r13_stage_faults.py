@@ -1,4 +1,4 @@
-"""R13: every stage of a request's life fails once while eight requests are served together."""
+"""R13: every stage of a request fails once while eight requests are served together."""
 
 import asyncio
 

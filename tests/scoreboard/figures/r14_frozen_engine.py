@@ -1,6 +1,7 @@
-"""R14: the engine's process is frozen; probes say so, it recovers, and being busy is no alarm.
+"""R14: the engine process is frozen. Probes report it, it recovers, and a busy engine raises no
+alarm.
 
-When it is idle, and in the middle of streams, which go on where they were.
+It is frozen while idle, and in the middle of streams, which then continue where they were.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""R15: SIGTERM while streams are written: they end well, and nobody new is let in."""
+"""R15: SIGTERM during streams: they finish well, and no new request is accepted."""
 
 import asyncio
 import signal

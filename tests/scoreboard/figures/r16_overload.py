@@ -1,11 +1,11 @@
 """Ten times as many requests as the server can answer, for a minute.
 
-As many clients as it admits keep it busy, each asking again when it has its answer: what is
-answered then is the peak. Then requests arrive ten times as fast and do not come back when they are
-refused. Both are taken in turns, as a machine's speed drifts by more than is measured. Connections
-are kept for the next request, as clients' libraries and gateways do: on two cores that compute,
-connecting would cost more than refusing. Answers differ in length, so that they don't end all at
-once.
+First, as many clients as the server admits keep it busy, each sending its next request when it has
+its answer. Their throughput is the peak. Then requests arrive ten times as fast, and refused ones
+are not retried. The two phases alternate, because the machine's speed drifts by more than the
+measured difference. Connections are kept alive, as client libraries and gateways do: on two busy
+cores, connecting would cost more than refusing. Answers differ in length, so that they do not all
+end at once.
 """
 
 import asyncio

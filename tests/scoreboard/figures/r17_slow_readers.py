@@ -1,11 +1,11 @@
-"""100 clients that read their streams at a byte a second, beside 8 that read at once.
+"""100 clients that read their streams at one byte per second, beside 8 that read at once.
 
-What the slow ones asked for costs the engine as much as anybody's requests; reading slowly must not
-cost more. So the 8 are compared twice: while the answers of the 100 are being computed, with how it
-is when the 100 read at once; and when those are computed and wait to be read, with how it is
-without them. Most answers are a hundred kilobytes, which the system's buffers take although their
-readers don't; a few are so long that the server has to keep a part. Memory is that of the server's
-own process: the engine has nothing that waits to be read.
+The requests of slow readers cost the engine as much as any others; reading slowly must not cost
+more. So the 8 are measured twice. While the answers of the 100 are computed, they are compared with
+a run in which the 100 read at once. When those answers only wait to be read, they are compared with
+a run without the 100. Most answers are a hundred kilobytes, which fit the system's socket buffers;
+a few are so long that the server has to buffer a part. The measured memory is that of the server
+process: the engine buffers nothing for readers.
 """
 
 import asyncio

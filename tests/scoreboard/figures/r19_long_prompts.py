@@ -1,7 +1,7 @@
-"""Prompts of a mebibyte beside 64 streams: whether the probes are still answered.
+"""Prompts of 1 MiB beside 64 streams: probes must still be answered.
 
-The prompts are longer than the context, so each is read, decoded, tokenized and refused. Four
-clients send them, one after the other: as plain text, as a chat, and as token ids.
+The prompts are longer than the context, so each is read, parsed, tokenized and refused. Four
+clients send them one after the other: as plain text, as a chat, and as token ids.
 """
 
 import asyncio

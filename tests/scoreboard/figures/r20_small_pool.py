@@ -1,7 +1,7 @@
-"""R20: a pool of 16 blocks and 200 long requests: all end, and nobody is pushed out for ever.
+"""R20: a pool of 16 blocks and 200 long requests: all finish, and none is preempted forever.
 
-A real server on a real socket; its engine runs in a thread of this process, where preemptions can
-be counted for each request, and steps be looked at.
+A real server on a real socket. Its engine runs in a thread of this process, so that preemptions can
+be counted per request and steps can be inspected.
 """
 
 import asyncio

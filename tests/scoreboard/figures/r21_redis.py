@@ -1,9 +1,9 @@
-"""The Redis that limits are counted in is killed, comes back, is frozen, answers nonsense, and is
-back again, all under load.
+"""The Redis that counts rate limits is killed, restarted, frozen, replaced by one that sends
+garbage, and restored, all under load.
 
-Somebody whose limits are never reached must not notice: every request is answered, with the same
-text, hardly later. Somebody with a limit is held to it in each of these times, by Redis's counts or
-by the server's own. Reuse is measured until a Redis that began empty has counts again.
+A client far from its limits must not notice: every request gets the same text, hardly later. A
+client with a limit is held to it all the time, by Redis's counts or by the server's own. Recovery
+is measured until a Redis that started empty has counts again.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
-"""What the server keeps on disk becomes full, is deleted, corrupted and read-only while it serves:
-first the stored responses, then what is kept for the next start (packed weights, the tokenizer).
+"""The server's disk becomes full, deleted, corrupted and read-only while it serves: first the
+stored responses, then the caches for the next start (packed weights, tokenizer).
 
-Nobody who did not ask for something to be stored may notice. Who did is told so in good form, and
-when the disk is well again, what is stored can be read again. To see what is kept for a start, the
-engine is killed in each trouble, while nobody asks for anything; restarts beyond these are faults.
-Files that are mapped are corrupted only before such a start: whoever can write into the memory of a
-process needs no fault to change its answers.
+Requests that store nothing must not notice. Requests that store get a well-formed error, and once
+the disk works again, stored responses can be read again. To test the start caches, the engine is
+killed in each state while it is idle; any other restart is a fault. Mapped files are corrupted only
+before such a start: whatever can write into a process's memory can change its answers anyway.
 """
 
 import asyncio

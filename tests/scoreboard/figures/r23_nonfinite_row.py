@@ -1,5 +1,5 @@
-"""R23: one row of eight is not finite: its request fails, the others are answered as ever, and
-nothing of the step is found in the cache.
+"""R23: one row of eight is not finite. Its request fails, the others are answered as usual, and the
+prefix cache gets nothing from the failed row.
 """
 
 import asyncio

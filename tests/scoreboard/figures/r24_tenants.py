@@ -1,10 +1,11 @@
-"""Two tenants: whether one can tell what the other has asked, and what one's flood costs the other.
+"""Two tenants: whether one can detect the other's prompts, and how much one's flood delays the
+other.
 
-One tenant asks a prompt; then the other asks the same, and one that nobody has asked, in random
-order. Neither the count of cached tokens nor the time to a first token may tell them apart. Where
-there is no difference, the test of times still finds one in a hundred times, so it may be made once
-more with other prompts. Then one tenant floods the server with prompts of its own while the other
-goes on from a long text that it has used before.
+One tenant sends a prompt. Then the other sends the same prompt and a new one, in random order.
+Neither the count of cached tokens nor the time to first token may tell them apart. The statistical
+test of times gives a false alarm in one of a hundred runs, so it may be repeated once with other
+prompts. Then one tenant floods the server with its own prompts, while the other continues from a
+long text that it has used before.
 """
 
 import asyncio

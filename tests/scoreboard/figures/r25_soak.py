@@ -1,11 +1,11 @@
-"""Fifteen minutes of everything at once, after two minutes of the same: small and long requests,
-clients that leave, requests that are wrong, and an engine that is killed.
+"""Fifteen minutes of everything at once, after two minutes of warm-up: short and long requests,
+clients that disconnect, invalid requests, and an engine that is killed.
 
-What grows is looked for where nothing should: open files, threads and tasks, each time when all
-work has ended; memory, by the slope of a line through it. The engine is killed in the first third
-only: its slope is that of its last life, after two minutes, for a new process touches its memory
-for the first time. The server's slope is that of the whole soak. Latency is that of small requests,
-in the two halves of the soak, without those that a killed engine had to do with.
+Open files, threads and tasks must not grow; they are counted when all work has ended. Memory is
+judged by the slope of a fitted line. The engine is killed only in the first third. Its slope is
+that of the last process, from two minutes after its start, because a new process touches its memory
+for the first time. The server's slope covers the whole soak. Latency is that of small requests in
+the two halves of the soak, without those that a killed engine affected.
 """
 
 import asyncio

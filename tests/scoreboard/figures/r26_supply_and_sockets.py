@@ -1,5 +1,6 @@
-"""R26: nothing in the package makes code of data or measures time by the wall clock; a server
-listens in one place; dependencies have bounds, and none is older than its last known hole.
+"""R26: the package never turns data into code and never measures time by the wall clock. A server
+listens on one address only. Dependencies have version bounds, and none is older than its last known
+vulnerability.
 """
 
 import tomllib

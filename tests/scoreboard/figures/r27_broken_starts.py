@@ -1,4 +1,6 @@
-"""R27: a server that can't be started as asked says why in one line, soon, and leaves nothing."""
+"""R27: a server that can't start as requested says why in one line, quickly, and leaves nothing
+behind.
+"""
 
 import os
 import signal
