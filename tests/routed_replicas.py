@@ -28,7 +28,7 @@ GONE = UnavailableError("it is gone", retry_after=3.0)
 
 
 class Fed(FakeBackend):
-    """Pushes its events."""
+    """A backend that pushes its events."""
 
     def chat(self, request: ChatRequest) -> "Feed":
         return Feed(super().chat(request))
@@ -96,5 +96,5 @@ async def _fed(made: Router, asked: ChatRequest) -> list[Event]:
     return events
 
 
-# Whichever way a server takes the events.
+# Runs a test with pulled and with pushed events.
 both_ways = pytest.mark.parametrize("take", [answer, _fed])

@@ -21,7 +21,7 @@ HF_NAMES = {
 
 
 def assemble(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file from its header and data; the stated header length may lie."""
+    """A file from its header and data; the stated header length may be wrong on purpose."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -45,7 +45,7 @@ def file_bytes(tensors: Arrays, dtypes: dict[str, str] | None = None) -> bytes:
 
 
 def hf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
-    """The same weights as Hugging Face would store them."""
+    """The weights in Hugging Face's layout and under its names."""
     return {
         spec.hf: weights[spec.name].T if spec.hf_transform == "transpose" else weights[spec.name]
         for spec in architecture(config.family).tensors(config)

@@ -61,7 +61,7 @@ def serve(
     timeout_s: float = START_TIMEOUT_S,
     module: str = "engine.cli.main",
 ) -> Iterator[ServedEngine]:
-    """`engine serve ARGUMENTS` on a free port, until the block ends."""
+    """Run `engine serve ARGUMENTS` on a free port, until the block ends."""
     argv = [sys.executable, "-m", module, "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}

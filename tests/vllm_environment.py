@@ -41,7 +41,7 @@ def install(folder: Path) -> None:
 
 
 def needed_by(wheel: Path) -> list[str]:
-    """Its requirements without PyTorch and what comes with it."""
+    """The wheel's requirements, without PyTorch and its own dependencies."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         lines = archive.read(name).decode().splitlines()

@@ -24,7 +24,7 @@ PRIVATE = (
     "555-123-4567",
     "0171/1234567",
 )
-# Beginnings, ends and neighbours of the above, and what looks like them.
+# Prefixes, suffixes and neighbours of the secrets above, and look-alikes.
 NEAR = (
     *(
         "@",
