@@ -101,8 +101,8 @@ def _lead(chosen: TokenText, rival: TokenText) -> Gap | None:
     for each in chosen.top:
         if each.token_bytes == rival.token_bytes or each.token == rival.token:
             return Gap(max(chosen.logprob - each.logprob, 0.0), is_bound=False)
-    least = min(each.logprob for each in chosen.top)
-    return Gap(max(chosen.logprob - least, 0.0), is_bound=True)
+    lowest = min(each.logprob for each in chosen.top)
+    return Gap(max(chosen.logprob - lowest, 0.0), is_bound=True)
 
 
 def _shown(token: TokenText | None) -> str:

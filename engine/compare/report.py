@@ -163,7 +163,7 @@ def _number(value: float | None, scale: float, digits: int) -> str:
 
 
 def differences_table(
-    rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt], most: int
+    rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt], max_shown: int
 ) -> "Table | None":
     """The places where answers differ, real differences before near ties; None if there are
     none.
@@ -181,12 +181,12 @@ def differences_table(
         return None
     found.sort(key=lambda each: each[0])  # "different" sorts before "tie"
     title = f"{len(found)} answers part from the reference"
-    if len(found) > most:
-        title += f"; {most} of them"
+    if len(found) > max_shown:
+        title += f"; {max_shown} of them"
     table = Table(pad_edge=False, title=title, title_justify="left")
     for name in ("backend", "prompt", "token", "reference says", "it says", "gap", ""):
         table.add_column(name, overflow="fold")
-    for verdict, backend, prompt_id, parting in found[:most]:
+    for verdict, backend, prompt_id, parting in found[:max_shown]:
         label = Text("near tie") if verdict == "tie" else Text("different", style="red")
         table.add_row(
             Text(plain(backend)),

@@ -156,7 +156,7 @@ INVARIANTS = [
     runtime(
         "INV-19 over the budget",
         "scheduler",
-        "            rows.append(self._grant(seq, min(seq.num_uncomputed, most)))\n",
+        "            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))\n",
         "            rows.append(self._grant(seq, seq.num_uncomputed))\n",
     ),
     runtime(

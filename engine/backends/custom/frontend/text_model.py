@@ -132,15 +132,15 @@ class TextModel:
         faults.hit("tokenize", prompt)
         return tuple(self.tokenizer.encode_prompt(prompt))
 
-    def cut_prompt(self, prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
-        """Truncate a prompt to `most` tokens: an encoder keeps the first ones and the final end
+    def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        """Truncate a prompt to `max_tokens`: an encoder keeps the first ones and the final end
         marker, a decoder keeps the last ones.
         """
-        if len(prompt) <= most:
+        if len(prompt) <= max_tokens:
             return prompt
         if self.config.encoder is None:
-            return prompt[-most:]
-        return (*prompt[: most - 1], prompt[-1])
+            return prompt[-max_tokens:]
+        return (*prompt[: max_tokens - 1], prompt[-1])
 
     def vocabulary(self) -> "Vocabulary":
         """The vocabulary for grammars. Ids that only pad the embedding table have no bytes."""

@@ -142,11 +142,11 @@ class BatchBuilder:
         is_known = not any(row.seq.needs_history for row in batch.rows)
         if last is not None and inputs is not None and mask is None and is_known:
             return replace(last, position=inputs.seq_lens)
-        drawn = self._sampling_from_scratch(batch, mask)
-        is_plain = mask is None and not self._may_bias[drawn.slots].any()
-        if self._continued is not None and is_plain and not len(drawn.hidden_rows):
-            self._sampling = _without_history(drawn)
-        return drawn
+        sampling = self._sampling_from_scratch(batch, mask)
+        is_plain = mask is None and not self._may_bias[sampling.slots].any()
+        if self._continued is not None and is_plain and not len(sampling.hidden_rows):
+            self._sampling = _without_history(sampling)
+        return sampling
 
     def _sampling_from_scratch(self, batch: ScheduledBatch, mask: U32 | None) -> SamplingInputs:
         sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
@@ -161,7 +161,7 @@ class BatchBuilder:
         lengths = [0] + [len(row.seq.tokens) for row in histories]
         tokens = [token for row in histories for token in row.seq.tokens]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
-        drawn = SamplingInputs(
+        sampling = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),
             slots=slots,
             temperature=self._temperature[slots],
@@ -186,7 +186,8 @@ class BatchBuilder:
             history_tokens=np.array(tokens, np.int32),
             history_num_prompt=np.array([row.seq.num_prompt for row in histories], np.int32),
         )
-        return with_scores(drawn, batch) if any(row.num_scored for row in batch.rows) else drawn
+        has_scores = any(row.num_scored for row in batch.rows)
+        return with_scores(sampling, batch) if has_scores else sampling
 
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
         """Copy the sequence's parameters and block table into the slot's arrays where they are

@@ -95,7 +95,7 @@ class HostSampler:
         tokens = adjusted.argmax(axis=1).astype(np.int32)
         rows = np.flatnonzero(sampling.temperature)
         if len(rows):
-            tokens[rows] = draw(adjusted[rows], sampling, rows, self._words)
+            tokens[rows] = sample_tokens(adjusted[rows], sampling, rows, self._words)
         tokens = np.where(sampling.forced == DRAW, tokens, sampling.forced).astype(np.int32)
         self._append(tokens, sampling)
         num_top = int(sampling.num_logprobs.max(initial=-1))
@@ -149,7 +149,7 @@ def allowed(mask: U32, vocab_size: int) -> Bools:
     return bits.view(np.bool_)
 
 
-def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
+def sample_tokens(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
     """Sample one token for each of `rows`, all of which have a temperature above 0:
     (len(rows),).
     """
@@ -159,8 +159,8 @@ def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
     if (top_p < 1).any() or min_p.any():
         keep_likely(logits, top_p, min_p)
     keys = row_keys(sampling.seed[rows], sampling.choice[rows], sampling.position[rows])
-    drawn: Rows = (logits + gumbel(np, keys, words)).argmax(axis=1)
-    return drawn
+    tokens: Rows = (logits + gumbel(np, keys, words)).argmax(axis=1)
+    return tokens
 
 
 def keep_top_k(logits: F32, top_k: I32) -> None:

@@ -13,13 +13,13 @@ from engine.core.interfaces.request import TokenDelta, TokenLogprobs
 def token_delta(
     seq: Sequence,
     tokens: tuple[int, ...],
-    drawn: tuple[StepOutput, int] | None,
+    sampled: tuple[StepOutput, int] | None,
     now: float,
     error: EngineError | None = None,
 ) -> TokenDelta:
     """The delta for newly sampled tokens, or for an ending without tokens.
 
-    `drawn` is the step's output and the token's row in it. The first delta also carries the cache
+    `sampled` is the step's output and the token's row in it. The first delta also carries the cache
     hit and the times.
     """
     is_first = bool(tokens) and seq.first_token_at is None
@@ -33,7 +33,7 @@ def token_delta(
         seq.request_id,
         seq.choice,
         tokens,
-        logprobs=_logprobs(seq, drawn),
+        logprobs=_logprobs(seq, sampled),
         finish_reason=seq.finish_reason,
         stop_token_id=tokens[-1] if ended_by_id else None,
         num_cached=seq.num_cached if is_first else 0,
@@ -65,12 +65,12 @@ def scores(seq: Sequence, output: StepOutput, start: int, end: int) -> list[Toke
 
 
 def _logprobs(
-    seq: Sequence, drawn: tuple[StepOutput, int] | None
+    seq: Sequence, sampled: tuple[StepOutput, int] | None
 ) -> tuple[TokenLogprobs, ...] | None:
     wanted = seq.params.logprobs
-    if wanted is None or drawn is None:
+    if wanted is None or sampled is None:
         return None
-    return (_row_logprobs(*drawn, wanted),)
+    return (_row_logprobs(*sampled, wanted),)
 
 
 def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:

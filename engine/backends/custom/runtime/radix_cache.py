@@ -215,10 +215,11 @@ class RadixCache:
     def _common_blocks(self, node: Node, tokens: Tokens, done: int) -> int:
         """How many leading blocks of the edge equal `tokens` from block `done` on; at least one."""
         size, start = self._block_size, done * self._block_size
-        most = min(len(node.blocks), len(tokens) // size - done)
-        if node.tokens[: most * size] == tokens[start : start + most * size]:
-            return most
-        low, high = 1, most - 1  # the first block is known to match, the whole edge is known not to
+        max_blocks = min(len(node.blocks), len(tokens) // size - done)
+        if node.tokens[: max_blocks * size] == tokens[start : start + max_blocks * size]:
+            return max_blocks
+        # The first block is known to match, and the whole edge is known not to.
+        low, high = 1, max_blocks - 1
         while low < high:
             middle = (low + high + 1) // 2
             if node.tokens[: middle * size] == tokens[start : start + middle * size]:

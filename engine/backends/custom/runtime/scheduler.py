@@ -124,14 +124,14 @@ class Scheduler:
         """Apply a finished step's output. Rows of ended sequences are skipped. An error in one row
         fails only its sequence.
         """
-        deltas, drawn, pooled = [], 0, 0
+        deltas, next_row, pooled = [], 0, 0
         is_armed = faults.is_armed()
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
             seq, start, length, samples, _, life, num_scored = row
-            draw, pool = drawn + num_scored, pooled
-            drawn = draw + samples
+            sample_row, pool = next_row + num_scored, pooled
+            next_row = sample_row + samples
             pooled += samples and seq.pools
             if seq.finish_reason is not None:
                 continue
@@ -147,7 +147,7 @@ class Scheduler:
                 if is_armed:
                     faults.hit("update", seq.tokens)
                 if num_scored and seq.life in (life, 0):  # 0: preempted since
-                    seq.prompt_scores += scores(seq, output, draw - num_scored, draw)
+                    seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
@@ -155,7 +155,9 @@ class Scheduler:
                     else:
                         seq.num_confirmed = start + length
                 if samples:
-                    deltas.append(self._take(seq, output, draw, pool, tokens[draw], now))
+                    deltas.append(
+                        self._take(seq, output, sample_row, pool, tokens[sample_row], now)
+                    )
             except Exception:
                 deltas.append(self._fail_row(seq, now))
         return deltas
@@ -254,8 +256,8 @@ class Scheduler:
                 continue
             if not self._admit(seq, matched, now):
                 return
-            most = min(budget, _scorable(rows)) if seq.is_scoring else budget
-            rows.append(self._grant(seq, min(seq.num_uncomputed, most)))
+            max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
+            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))
             budget -= rows[-1].length
 
     def _extend(self, seq: Sequence, num_tokens: int) -> bool:
@@ -320,7 +322,7 @@ class Scheduler:
             self._inflight.disown(seq)
 
     def _take(
-        self, seq: Sequence, output: StepOutput, draw: int, pool: int, token: int, now: float
+        self, seq: Sequence, output: StepOutput, sample_row: int, pool: int, token: int, now: float
     ) -> TokenDelta:
         """Apply the result of a row that sampled: a token, or a pooled vector."""
         if seq.pools:
@@ -332,7 +334,7 @@ class Scheduler:
         if constraint is not None and not constraint.accept(token, is_stop):
             return self.fail(seq, constraint.error, now)
         self._append(seq, token, is_stop)
-        return token_delta(seq, (token,), (output, draw), now)
+        return token_delta(seq, (token,), (output, sample_row), now)
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
         tokens, constraint = seq.tokens, seq.constraint

@@ -109,10 +109,10 @@ def _six_bits(values: Floats) -> tuple[Bytes, NDArray[np.float16]]:
     """Quantize (n, 8) non-negative floats to 6 bits, with one float16 super-scale per block, (n,
     1).
     """
-    most = values.max(axis=1, keepdims=True)
-    inverse = _MAX_SCALE / np.where(most > 0, most, np.float32(1))
+    highest = values.max(axis=1, keepdims=True)
+    inverse = _MAX_SCALE / np.where(highest > 0, highest, np.float32(1))
     multiples = np.clip(np.rint(values * inverse), 0, _MAX_SCALE).astype(np.uint8)
-    factor = np.maximum(most, 0) / np.float32(_MAX_SCALE)
+    factor = np.maximum(highest, 0) / np.float32(_MAX_SCALE)
     return multiples, factor.astype("<f2")
 
 

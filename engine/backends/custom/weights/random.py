@@ -83,7 +83,7 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
             shape=spec.shape,
             dtype=STORED,
             nbytes=_STORED_BYTES * prod(spec.shape),
-            _view=partial(_draw, spec),
+            _view=partial(_sample, spec),
             _decode=partial(dequantize, STORED),
         )
         weights[spec.name] = RandomWeight(spec, tensor, "none", config.head_dim)
@@ -103,9 +103,9 @@ def _values(spec: TensorSpec) -> Normal:
     return Normal(0.0, gain / sqrt(spec.shape[1]), seed)
 
 
-def _draw(spec: TensorSpec) -> NDArray[np.uint8]:
+def _sample(spec: TensorSpec) -> NDArray[np.uint8]:
     """Sample the values as bytes of bfloat16, rounded towards zero."""
     normal = _values(spec)
-    drawn = np.random.default_rng(normal.seed).standard_normal(prod(spec.shape), np.float32)
-    values = drawn * np.float32(normal.std) + np.float32(normal.mean)
+    samples = np.random.default_rng(normal.seed).standard_normal(prod(spec.shape), np.float32)
+    values = samples * np.float32(normal.std) + np.float32(normal.mean)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

@@ -95,10 +95,10 @@ def plan_memory(
     block_bytes = token_bytes * options.block_size
     notes: list[str] = []
     max_seq_len = min(options.max_seq_len or max_position, max_position)
-    least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
+    min_bytes = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
     room = available_bytes - weight_bytes - needs.workspace_bytes
-    if room < least:
-        raise ResourceError(_refusal(weight_bytes, least, available_bytes, device.dtype))
+    if room < min_bytes:
+        raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
         notes.append(
             f"context is {max_position:,}, the model's own: "
@@ -109,9 +109,9 @@ def plan_memory(
         if needs.usual_pool_bytes is not None:
             one = _pool_bytes(max_seq_len, options.block_size, block_bytes)
             wanted = min(wanted, max(one, needs.usual_pool_bytes))
-        pool_bytes = max(least, min(wanted, int(room * needs.pool_share)))
+        pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
     else:
-        pool_bytes = _asked_pool(options.pool_bytes, least, room, notes)
+        pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
     num_blocks = pool_bytes // block_bytes
     capacity = (num_blocks - 1) * options.block_size
     max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
@@ -141,11 +141,11 @@ def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:
     return (-(-num_tokens // block_size) + 1) * block_bytes
 
 
-def _asked_pool(asked: int, least: int, room: int, notes: list[str]) -> int:
-    if asked < least:
+def _asked_pool(asked: int, min_bytes: int, room: int, notes: list[str]) -> int:
+    if asked < min_bytes:
         raise ResourceError(
             f"a KV cache of {asked / MIB:,.1f} MiB is too small to be of use; "
-            f"give it at least {-(-least // MIB):,} MiB (performance.memory_pool_size_mb)"
+            f"give it at least {-(-min_bytes // MIB):,} MiB (performance.memory_pool_size_mb)"
         )
     if asked > room:
         notes.append(
