@@ -67,7 +67,7 @@ def load_runner(source, options: EngineOptions):
     if Path(options.model_path).stem == "slow":
         time.sleep(60)
     if options.model_path in ("impatient", "stuck"):
-        loop.LEAST_PATIENCE_S = 1.0
+        loop.MIN_PATIENCE_S = 1.0
     spec = RunnerSpec(
         block_size=options.block_size,
         num_blocks=257,

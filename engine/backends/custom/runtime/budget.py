@@ -57,11 +57,11 @@ class StepBudget:
         max_tokens: int,
         max_slots: int,
         target_s: float = TARGET_STEP_S,
-        least_tokens: int = PROMPT_TOKENS,
+        min_tokens: int = PROMPT_TOKENS,
     ) -> None:
-        """`least_tokens`: prefill tokens that every step may compute, whatever they cost."""
+        """`min_tokens`: prefill tokens that every step may compute, whatever they cost."""
         self._max_slots = max_slots
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
         self._max_tokens = max(max_tokens, max_slots)
         self._target_s = target_s
         self._continuing = CostLine()
@@ -82,7 +82,7 @@ class StepBudget:
         affordable = 0.0
         if self._prompt_s:
             affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)
-        wanted = max(num_running + self._least_tokens, num_decoding + int(affordable))
+        wanted = max(num_running + self._min_tokens, num_decoding + int(affordable))
         return min(self._max_tokens, wanted)
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:

@@ -51,7 +51,7 @@ IDLE_POLL_S = 1.0
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
 # Minimum time before a running step counts as hung.
-LEAST_PATIENCE_S = 10.0
+MIN_PATIENCE_S = 10.0
 PATIENCE = 20.0  # a step counts as hung after this many times its expected duration
 MAX_SCHEDULE_FAILURES = 2  # consecutive
 
@@ -166,7 +166,7 @@ class EngineLoop:
         expected_s = self._budget.step_s(len(batch.rows), batch.num_tokens)
         self._patience_s = UNKNOWN_PATIENCE_S
         if expected_s is not None:
-            self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * expected_s)
+            self._patience_s = max(MIN_PATIENCE_S, PATIENCE * expected_s)
         self._pulse.beat(True, self._patience_s)
 
     def _compute(self, call: Callable[..., T], *arguments: Any) -> T:

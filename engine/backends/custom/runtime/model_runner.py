@@ -73,10 +73,10 @@ class RunnerSpec:
     max_seq_len: int
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it blocks
-    most_step_tokens: int | None = None  # larger steps bring no throughput; None: no limit
+    max_step_tokens: int | None = None  # larger steps bring no throughput; None: no limit
     # Max duration of a step while sequences decode; None: the default.
     target_step_s: float | None = None
-    least_prompt_tokens: int = PROMPT_TOKENS  # min prefill tokens of a step that has any prefill
+    min_prompt_tokens: int = PROMPT_TOKENS  # min prefill tokens of a step that has any prefill
 
     @classmethod
     def of(
@@ -84,9 +84,9 @@ class RunnerSpec:
         config: RunnerConfig,
         vocab_size: int,
         depth: int,
-        most_step_tokens: int | None = None,
+        max_step_tokens: int | None = None,
         target_step_s: float | None = None,
-        least_prompt_tokens: int = PROMPT_TOKENS,
+        min_prompt_tokens: int = PROMPT_TOKENS,
     ) -> "RunnerSpec":
         """The spec of a runner with the capacity that its configuration asks for."""
         return cls(
@@ -96,9 +96,9 @@ class RunnerSpec:
             config.max_seq_len,
             vocab_size,
             depth,
-            most_step_tokens,
+            max_step_tokens,
             target_step_s,
-            least_prompt_tokens,
+            min_prompt_tokens,
         )
 
 

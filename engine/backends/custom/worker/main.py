@@ -136,9 +136,9 @@ def build_loop(
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
-    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
+    max_tokens = min(options.max_batch_tokens, spec.max_step_tokens or options.max_batch_tokens)
     target_s = spec.target_step_s or TARGET_STEP_S
-    budget = StepBudget(most, spec.max_slots, target_s, spec.least_prompt_tokens)
+    budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
 
