@@ -34,7 +34,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 def chat(
     model: ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens per answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Max tokens per answer.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.7,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 0.95,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answers.")] = None,
@@ -115,7 +115,7 @@ def generate(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Name, file or folder.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Max tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")] = None,

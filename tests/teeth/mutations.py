@@ -258,7 +258,7 @@ GUARDS = [
     runtime(
         "FLT-02 a request that can't be taken in ends the engine",
         "loop",
-        '        except Exception:\n            log.exception("request %s could not be taken in"',
+        '        except Exception:\n            log.exception("request %s could not be submitted"',
         '        except ZeroDivisionError:\n            log.exception("request %s could not be"',
         f"{FAULTS}::test_a_stage_that_works_for_one_fails_that_one",
     ),

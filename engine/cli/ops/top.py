@@ -218,7 +218,7 @@ def _decisions(frame: Frame) -> "Table":
     table.add_column("why", overflow="ellipsis", no_wrap=True, ratio=5)
     for each in frame.decisions[:_MAX_DECISIONS]:
         attempts = each.get("attempts") or 1
-        chosen = plain(str(each.get("chosen") or "nobody"))
+        chosen = plain(str(each.get("chosen") or "none"))
         table.add_row(
             Text(plain(str(each.get("request_id", "")))),
             Text(plain(str(each.get("model", "")))),

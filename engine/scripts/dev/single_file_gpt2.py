@@ -189,8 +189,8 @@ def random_model(config: Config, seed: int = 0) -> GPT2:
     weights: dict[str, Array] = {}
     for name, shape in shapes.items():
         weights[f"{name}.bias"] = np.zeros(shape[-1], np.float32)
-        drawn = rng.normal(0, 0.2, shape) if len(shape) == 2 else np.ones(shape)
-        weights[f"{name}.weight"] = drawn.astype(np.float32)
+        values = rng.normal(0, 0.2, shape) if len(shape) == 2 else np.ones(shape)
+        weights[f"{name}.weight"] = values.astype(np.float32)
     return GPT2(config, weights)
 
 

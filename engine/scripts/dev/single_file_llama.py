@@ -189,8 +189,8 @@ class Llama:
         angles = (past + np.arange(x.shape[1]))[:, None] * speeds  # (T, H / 2)
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         even, odd = x[..., 0::2], x[..., 1::2]
-        turned = np.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
-        return turned.reshape(x.shape)
+        rotated = np.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
+        return rotated.reshape(x.shape)
 
 
 # ---------------------------------------------------------------- sampling

@@ -44,10 +44,14 @@ class StoredTensor:
 def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> StoredTensor:
     """A weight in the layout of another format."""
     shape = weight.spec.shape[::-1] if transform == "transpose" else weight.spec.shape
-    turned = "transpose" in (transform, weight.transform)
+    is_transposed = "transpose" in (transform, weight.transform)
 
     def pieces() -> Iterator[Bytes]:
-        return _turned(weight, transform, dtype) if turned else _by_rows(weight, transform, dtype)
+        return (
+            _transposed(weight, transform, dtype)
+            if is_transposed
+            else _by_rows(weight, transform, dtype)
+        )
 
     return StoredTensor(name, shape, dtype, pieces)
 
@@ -120,7 +124,7 @@ def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
     return source[ours]
 
 
-def _turned(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
+def _transposed(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
     """Convert a matrix that is transposed in one of the formats. It is converted at once, because
     its rows are the other's columns.
     """

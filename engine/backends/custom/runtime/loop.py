@@ -288,7 +288,7 @@ class EngineLoop:
         try:
             return self._intake.submit(request, now)
         except Exception:
-            log.exception("request %s could not be taken in", request.request_id)
+            log.exception("request %s could not be submitted", request.request_id)
             return self._intake.fail(request, range(request.params.n), now)
 
     def _control(self, message: Control) -> ControlReply:

@@ -272,8 +272,12 @@ class InflightPrefixes:
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """Assert that only live sequences are registered."""
         running = set(running)
-        assert self._chains.keys() == running | set(waiting), "a chain of nobody, or none"
-        assert running.issuperset(self._owned), "a block is awaited from nobody"
+        assert self._chains.keys() == running | set(waiting), (
+            "a chain without its sequence, or the reverse"
+        )
+        assert running.issuperset(self._owned), (
+            "a block is awaited from a sequence that does not run"
+        )
         owners = {key: seq for seq, keys in self._owned.items() for key in keys}
         assert owners == self._owners, "owners"
 

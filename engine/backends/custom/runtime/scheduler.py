@@ -163,7 +163,7 @@ class Scheduler:
         return deltas
 
     def _fail_row(self, seq: Sequence, now: float) -> TokenDelta:
-        log.exception("the result of request %s could not be taken in", seq.request_id)
+        log.exception("the step output of request %s could not be applied", seq.request_id)
         error = InferenceError("The engine failed on this request.")
         if seq.finish_reason is None:
             return self.fail(seq, error, now)
