@@ -17,7 +17,7 @@ from tests.scoreboard.record import keep_seeds, write_page
 
 
 def commit() -> str:
-    """Of the code that is measured; with a plus where something is not committed."""
+    """The commit of the measured code; "+" marks uncommitted changes."""
     name = _git("rev-parse", "--short", "HEAD")
     return name + "+" if name and _git("status", "--porcelain", "--untracked-files=no") else name
 

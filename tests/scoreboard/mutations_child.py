@@ -19,7 +19,7 @@ from engine.core.sandbox.examination import files_of
 
 SLOW_S = 2.0
 HEADROOM_BYTES = 64 << 20
-# Far beyond what a case may take: what is caught here would otherwise harm the machine.
+# Far above the limit of a case; it only protects the machine.
 MAX_ADDRESS_SPACE = 4 << 30
 MAX_OPEN_FILES = 256
 MAX_TOLD = 400
@@ -35,7 +35,7 @@ def main() -> None:
     ):
         resource.setrlimit(limited, (limit, limit))
     for path in kind.sound_files(folder):
-        kind.read(path)  # and nothing of what follows is the first of its kind
+        kind.read(path)  # warm up, so that no case pays for one-time initialization
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_try(kind, int(line), folder)), flush=True)
@@ -68,13 +68,13 @@ def _read(kind: Any, path: Path) -> tuple[str, str]:
         return "refused", f"{type(error).__name__}: {error}"
     except MemoryError:
         return "filled memory", ""
-    except BaseException as error:  # a panic in a library is no `Exception`
+    except BaseException as error:  # a panic in a Rust library is a BaseException
         return "escaped", f"{type(error).__name__}: {error}"
     return "accepted", ""
 
 
 def _queued_s() -> float:
-    """For how long this process was ready to run and others had the processors."""
+    """How long this process was runnable but not running, in seconds."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 

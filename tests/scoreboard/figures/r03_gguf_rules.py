@@ -39,7 +39,7 @@ def gguf_rules(run: Run) -> Values:
 
 
 def _broken(folder: Path) -> Iterator[tuple[str, Path, str]]:
-    """Name, file, reason."""
+    """Name, file and expected reason of each broken file."""
     path = folder / "m.gguf"
     for name, (content, reason) in DAMAGED.items():
         path.write_bytes(content)

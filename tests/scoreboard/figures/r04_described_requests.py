@@ -9,7 +9,7 @@ from tests.scoreboard.http_described import Described, check_spread
 from tests.scoreboard.http_target import held_server, served_default_model
 
 QUICK_ROUTES = 6
-REAL_SHARE = 0.1  # of the cases goes to a model; the rest to a backend that answers at once
+REAL_SHARE = 0.1  # share of the cases that go to a real model; the others go to a fake backend
 
 
 @figure(

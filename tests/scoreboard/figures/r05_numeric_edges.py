@@ -54,7 +54,7 @@ def numeric_edges(run: Run) -> Values:
 
 
 class _Tries:
-    """Requests with one number each, and what was wrong with their answers."""
+    """Sends requests with one number each, and collects what is wrong with the answers."""
 
     def __init__(self, run: Run, target: Target) -> None:
         self.run = run
@@ -87,8 +87,8 @@ class _Tries:
                 self._look_again(client, number, content, what)
 
     def _look_again(self, client: httpx.Client, number: Number, content: bytes, what: str) -> None:
-        """The machine may have been busy with something else: the value is slow if it is so every
-        time.
+        """Repeat a slow request: the machine may have been busy. The value is slow if every attempt
+        is.
         """
         self.slow_at_first += 1
         best = min(self._send(client, number, content)[1] for _ in range(5))

@@ -13,9 +13,9 @@ ENOUGH_FAILURES = 3
 
 
 def histories(seed: int) -> None:
-    """Some histories, as they were for this seed."""
+    """Repeat the histories of this seed."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # planned faults are logged like any
+    logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
     try:
         run_round(seed)
     finally:

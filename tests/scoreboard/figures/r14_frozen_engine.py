@@ -45,7 +45,7 @@ async def freeze(run: Run, served: Served, *, busy: bool) -> tuple[float, float]
 
 
 async def false_alarms(run: Run, served: Served, seconds: float) -> int:
-    """How many probes under full load were not 200."""
+    """Number of probes under full load that were not 200."""
     until = time.monotonic() + seconds
     statuses: list[int] = []
 

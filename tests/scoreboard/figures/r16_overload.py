@@ -25,14 +25,14 @@ PROMPT_WORDS = 16
 TOKENS = range(16, 49)
 MAX_ADMITTED = 128
 NUM_TURNS = 3
-SETTLE_S = 6.0  # until the queue is as long as it gets
+SETTLE_S = 6.0  # until the queue has reached its full length
 PEAK_S = 10.0
 OVERLOAD_S = 20.0
 
 
 @dataclass
 class Window:
-    """Requests that ended between two moments: their replies, and the tokens of answers."""
+    """Requests that ended in a time window: their replies, and the tokens of their answers."""
 
     began: float
     ended: float
@@ -115,7 +115,7 @@ async def _measure(run: Run, served: Served) -> Values:
 
 
 async def _peak(request: Request) -> Window:
-    """As many clients as are admitted."""
+    """Run as many clients as are admitted."""
     began = time.monotonic() + SETTLE_S
     window = Window(began, began + PEAK_S)
 
@@ -128,7 +128,7 @@ async def _peak(request: Request) -> Window:
 
 
 async def _flood(request: Request, per_s: float) -> Window:
-    """Arrivals at a steady rate, whatever becomes of them."""
+    """Send requests at a steady rate, regardless of their results."""
     started = time.monotonic()
     window = Window(started + SETTLE_S, started + SETTLE_S + OVERLOAD_S)
     asked: set[asyncio.Task[None]] = set()

@@ -22,15 +22,15 @@ from tests.scoreboard.streams import COMPLETIONS, Reply, completion, request_byt
 
 NUM_SLOW = 100
 NUM_NORMAL = 8
-NUM_LONG = 4  # of the slow ones
+NUM_LONG = 4  # slow clients with very long answers
 SLOW_TOKENS = 160
-LOGPROBS = 20  # they make a token's event 800 bytes long
+LOGPROBS = 20  # so that each token's event is 800 bytes long
 LONG_CHOICES = 16
 NORMAL_TOKENS = 64
-POOL_MB = "1024"  # enough for everybody: nobody is preempted
+POOL_MB = "1024"  # enough for all requests: none is preempted
 SECONDS = 20.0
 WARM_UP_S = 3.0
-BEGUN_S = 2.0  # until all of the 100 have been admitted
+BEGUN_S = 2.0  # until all of the 100 are admitted
 READING_S = 600.0
 
 
@@ -65,7 +65,7 @@ async def _measure(run: Run, served: Served) -> Values:
         for number in range(NUM_SLOW)
     ]
     beside_slow = await _gaps(served, None, replies)
-    num_held = served.admitted()  # answers of which the server still has a part
+    num_held = served.admitted()  # answers that the server still buffers in part
     grown = server.memory_info().rss - memory
     beside_waiting = await _gaps(served, SECONDS, replies)
     grown = max(grown, server.memory_info().rss - memory)
@@ -103,7 +103,7 @@ def _asked(number: int) -> bytes:
 
 
 async def _gaps(served: Served, seconds: float | None, replies: list[Reply]) -> list[float]:
-    """Between the tokens of the 8, for so long; None: until nothing else is computed."""
+    """Token gaps of the 8 clients for `seconds`; None: until nothing else is computed."""
     began, stop = time.monotonic(), asyncio.Event()
     working = asyncio.create_task(_normal(served, stop))
     if seconds is not None:

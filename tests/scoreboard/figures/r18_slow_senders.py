@@ -22,9 +22,9 @@ NUM_HEADS = 250
 NUM_BODIES = 250
 NUM_SILENT = 2000
 USUAL_FILES = 1024
-SPARE_FILES = 200  # what a process has open beside connections
+SPARE_FILES = 200  # files that a process has open besides connections
 MARGIN_S = 2.0
-BURST = 100  # connections begun at once
+BURST = 100  # connections opened at once
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY_HEAD = HEAD + b"Content-Length: 500\r\n\r\n{"
 

@@ -48,7 +48,7 @@ def broken_disk(run: Run) -> Values:
         cache.mkdir(mode=0o700)
         models = store_directory()
         (cache / "models").symlink_to(models)
-        if run.quick:  # a start takes longer without what others have kept
+        if run.quick:  # without the cached files of earlier starts, a start takes longer
             for part in KEPT:
                 if (models.parent / part).is_dir():
                     (cache / part).symlink_to(models.parent / part)
@@ -95,7 +95,7 @@ class _Measurement:
             for part in (cache / name for name in KEPT if (cache / name).exists()):
                 chooser = self._run.random("cache", part.name, trouble.__name__)
                 troubles.enter_context(trouble(self._served, part, chooser))
-            if trouble is not full:  # a process that starts later would have no such limit
+            if trouble is not full:  # a process that starts later would not have this limit
                 os.kill(self._served.engine_pid(), signal.SIGKILL)
                 self._num_kills += 1
                 self._served.wait_until(lambda: self._served.health() == 503)
@@ -103,7 +103,7 @@ class _Measurement:
             await self._ask_all()
 
     async def _ask_all(self) -> None:
-        """Of those who store nothing, or don't insist."""
+        """Send the requests that store nothing, or that do not insist on it."""
         for _ in range(self._run.share(ROUNDS, 1)):
             clients = range(self._run.share(NUM_CLIENTS, 4))
             await asyncio.gather(*(self._ask(number) for number in clients))
@@ -124,7 +124,7 @@ class _Measurement:
             self._wrong_outputs += 1
 
     async def _try_to_store(self, trouble: str) -> None:
-        """It can be, or it is refused in good form."""
+        """Storing must work, or be refused with a well-formed error."""
         reply = await post(self._served, _response(PROMPTS[0], store=True), RESPONSES)
         self._run.cases += 1
         self._run.notes[f"store_while_{trouble}"] = reply.status
@@ -134,7 +134,7 @@ class _Measurement:
                 self._run.fail(f"{trouble}: {reply.status} {reply.problem or reply.body[:200]!r}")
 
     async def _store_and_read(self, trouble: str) -> None:
-        """On a disk that is well again. The first attempt may be what finds the damage."""
+        """Store and read on a restored disk. The first attempt may be what detects the damage."""
         for _ in range(2):
             reply = await post(self._served, _response(PROMPTS[0], store=True), RESPONSES)
             if reply.status == 200:
