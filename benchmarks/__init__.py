@@ -1,1 +1,1 @@
-"""Measurements of live servers: `benchmarks.run` compares several, `benchmarks.load` drives one."""
+"""Measures live servers: `benchmarks.run` compares several, `benchmarks.load` drives one."""

@@ -1,15 +1,15 @@
-"""Perplexity and last words of the native backend beside llama.cpp's, on the same file and text.
+"""Compares the native backend's perplexity and last words with llama.cpp's, on the same GGUF.
 
     python -m benchmarks.accuracy --llama-bin ~/llama.cpp/build/bin
 
-Perplexity is that of the first 20,480 tokens of Alice's Adventures in Wonderland in windows of 512,
-as llama-perplexity computes it. Last words: passages of a few sentences are continued greedily, and
+Perplexity covers the first 20,480 tokens of Alice's Adventures in Wonderland in windows of 512, as
+llama-perplexity computes it. Last words: passages of a few sentences are continued greedily, and
 the first tokens must be those of the word that ends the passage (`accuracy_text.py` has the rule).
-The exit status is 1 when a perplexity differs from llama.cpp's by 0.5 % of it or more, or a share
-of found words by 0.5 % of the passages or more.
+The exit status is 1 if a perplexity differs from llama.cpp's by 0.5 % or more, or a share of found
+words by 0.5 % of the passages or more.
 
-Shares have noise: any two ways of rounding disagree about a few passages, each finding some that
-the other does not. Engines that are equally good differ by the square root of their number.
+Shares are noisy: any two ways of rounding disagree about a few passages, and each finds some that
+the other does not. Equally good engines differ by the square root of that number.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Greedy continuations of the passages, as many tokens as the last word has."""
+    """Greedy continuations of the passages, each as many tokens long as the last word."""
 
     said: list[list[int]]
     answers: list[list[int]]
@@ -77,29 +77,31 @@ class Words:
         return 100 * sum(self.found) / len(self.found)
 
     def only(self, other: "Words") -> int:
-        """Passages where the other failed."""
+        """Number of passages that this one found and the other did not."""
         pairs = zip(self.found, other.found, strict=True)
         return sum(mine and not theirs for mine, theirs in pairs)
 
     def same(self, other: "Words") -> float:
-        """Passages with one continuation, right or wrong, in percent."""
+        """Passages with the same continuation, right or wrong, in percent."""
         return 100 * sum(map(list.__eq__, self.said, other.said)) / len(self.said)
 
     def noise(self, other: "Words") -> float:
-        """The difference of shares that chance explains, in percent: one standard deviation."""
+        """One standard deviation of the difference of shares, in percent, if both are equally
+        good.
+        """
         return 100 * math.sqrt(self.only(other) + other.only(self)) / len(self.said)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one way of computing gave."""
+    """The results of one engine or numerics setting."""
 
     label: str
     perplexity: float
     words: Words | None = None
 
     def perplexity_off(self, other: "Figures") -> float:
-        """In percent of the other's."""
+        """The difference of perplexities, in percent of the other's."""
         return 100 * (self.perplexity / other.perplexity - 1)
 
 
@@ -153,7 +155,7 @@ def comparison(ours: list[Figures], theirs: Figures | None, num_passages: int) -
 
 
 def judge(ours: list[Figures], theirs: Figures) -> list[str]:
-    """What is too far from llama.cpp, a line each."""
+    """One line for each figure that is too far from llama.cpp's."""
     faults = []
     for each in ours:
         off = each.perplexity_off(theirs)

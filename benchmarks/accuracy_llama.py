@@ -1,4 +1,4 @@
-"""What llama.cpp makes of the same file and text, by its own tools."""
+"""Runs llama.cpp's own tools on the same file and text."""
 
 import os
 import re
@@ -21,12 +21,12 @@ _SERVER_TIMEOUT = 3600.0
 
 
 class LlamaError(Exception):
-    """llama.cpp did not do what was asked; the message says what it said."""
+    """A llama.cpp tool failed; the message has its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """`binaries` holds llama-perplexity, llama-server and their libraries."""
+    """Runs the tools in `binaries`: llama-perplexity, llama-server and their libraries."""
 
     binaries: Path
     model: Path
@@ -51,7 +51,7 @@ class Llama:
     async def continuations(
         self, text: str, text_ids: list[int], prompts: Sequence[list[int]], counts: Sequence[int]
     ) -> list[list[int]]:
-        """`counts[i]` greedy tokens after each prompt, once it is sure that token ids agree."""
+        """`counts[i]` greedy tokens after each prompt. First checks that both tokenizers agree."""
         with tempfile.TemporaryDirectory() as folder:
             server = ServerProcess(self._server(), Path(folder) / "llama-server.log")
             try:
@@ -93,7 +93,7 @@ class Llama:
         return done.stdout
 
     def _environment(self) -> dict[str, str]:
-        # Threads that spin at barriers crawl where other processes share the cores.
+        # Spinning OpenMP threads are very slow if other processes share the cores.
         return {"LD_LIBRARY_PATH": str(self.binaries), "OMP_WAIT_POLICY": "PASSIVE"}
 
 

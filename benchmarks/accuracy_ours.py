@@ -1,4 +1,4 @@
-"""Perplexity and greedy continuations by the native runner, step by step through the seam."""
+"""Perplexity and greedy continuations by the native runner, driven step by step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,20 +14,20 @@ from engine.backends.custom.weights.model import ModelSource
 from tests.parity.seam_driver import SeamDriver
 
 _BLOCK = 16
-_ROWS = 16  # passages that share a step: as few as fast arithmetic is for
-_MAX_TOKENS = 1024  # of a passage, which has a few sentences
+_ROWS = 16  # passages per step: the smallest batch that uses the fast kernels
+_MAX_TOKENS = 1024  # max tokens of a passage of a few sentences
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How tokens are computed: the runner's settings, and whether text counts as prompt."""
+    """How tokens are computed: the runner's settings, and whether the text counts as prefill."""
 
     label: str
     dtype: str = STORED
     kv_dtype: str = "auto"
     as_prompt: bool = True
-    setting: str = "invariant"  # or fast
-    chunk: int = WINDOW  # tokens of a window that share a step: half of them or all
+    setting: str = "invariant"  # or "fast"
+    chunk: int = WINDOW  # tokens of a window per step: half of them or all
 
 
 DEFAULT = Numerics("default, as prompt")
@@ -35,7 +35,7 @@ GENERATED = Numerics("default, as generated", as_prompt=False)
 FLOAT = Numerics("float32", dtype="float32")
 INT8_KV = Numerics("int8 KV, as prompt", kv_dtype="int8")
 INT8_KV_GENERATED = Numerics("int8 KV, as generated", kv_dtype="int8", as_prompt=False)
-# Of the size of a busy server's steps.
+# Steps as large as those of a busy server.
 FAST = Numerics("fast, steps of 256", setting="fast", chunk=WINDOW // 2)
 ALL_NUMERICS = (DEFAULT, GENERATED, FAST, FLOAT, INT8_KV, INT8_KV_GENERATED)
 
@@ -47,7 +47,8 @@ def running(source: ModelSource, numerics: Numerics, threads: int | None) -> Ite
         dtype=numerics.dtype,
         block_size=_BLOCK,
         num_blocks=1 + _ROWS * _MAX_TOKENS // _BLOCK,
-        # A step gives at most 128 more logits than there are slots; a window needs those of half.
+        # A step returns at most 128 more rows of logits than there are slots; a window needs half
+        # of its tokens.
         max_slots=WINDOW // 2,
         max_seq_len=_MAX_TOKENS,
         num_threads=threads,
@@ -63,7 +64,7 @@ def running(source: ModelSource, numerics: Numerics, threads: int | None) -> Ite
 
 
 def perplexity(runner: NativeRunner, numerics: Numerics, windows: Sequence[list[int]]) -> float:
-    """That of the second half of every window, given the tokens of the window before each."""
+    """The perplexity of the second half of every window, given all earlier tokens of the window."""
     first, total, count = WINDOW // 2, 0.0, 0
     for window in windows:
         driver = SeamDriver(runner)

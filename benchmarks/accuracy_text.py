@@ -7,8 +7,8 @@ from pathlib import Path
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
 WINDOW, WINDOWS = 512, 40
-MIN_LETTERS = 5  # of the word to find
-MIN_WORDS = 40  # before it
+MIN_LETTERS = 5  # min length of the word to find
+MIN_WORDS = 40  # min words before it
 
 _WORD = re.compile(r"[A-Za-z]+")
 _SENTENCE_END = re.compile(r"[.!?]['\")]*\s+")
@@ -16,7 +16,7 @@ _SENTENCE_END = re.compile(r"[.!?]['\")]*\s+")
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A few sentences up to the space before `word`, which they contain already."""
+    """A few sentences up to the space before `word`, which also occurs earlier in them."""
 
     context: str
     word: str
@@ -32,7 +32,7 @@ def windows(token_ids: list[int]) -> list[list[int]]:
 
 
 def passages(text: str) -> list[Passage]:
-    """One for every word of five letters or more that occurs earlier in its passage.
+    """One passage for each word of five or more letters that occurs earlier in its passage.
 
     A passage starts with the latest sentence that leaves at least 40 words before the last one.
     """

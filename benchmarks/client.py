@@ -1,8 +1,8 @@
-"""One streamed request to an OpenAI-compatible server, timed.
+"""Sends one streamed request to an OpenAI-compatible server and times it.
 
 ttft: from sending to the first chunk that carries a token. gaps: between consecutive such chunks
-(one token each on most servers). A token may decode to no text at all (half a character), so a
-chunk counts unless it only opens (role) or closes (finish reason) the answer.
+(one token each on most servers). A token may have no text (half a character), so every chunk counts
+except those that only open (role) or close (finish reason) the answer.
 """
 
 import json
@@ -16,7 +16,7 @@ import aiohttp
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go and what every body carries besides the scenario's own fields."""
+    """Where requests go, and what every body carries besides the scenario's own fields."""
 
     base_url: str  # without /v1
     model: str
@@ -52,7 +52,9 @@ Outcome = Sample | Failure
 
 
 def new_session(timeout: float) -> aiohttp.ClientSession:
-    """A connection per request: some servers drop idle ones just as they are used again."""
+    """Opens one connection per request: some servers drop idle connections just as they are
+    reused.
+    """
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=None, sock_read=timeout),
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -122,7 +124,7 @@ class _Reading:
         self._error: str | None = None
 
     def feed(self, data: bytes) -> bool:
-        """Take one event; true when it is the last."""
+        """Process one event; True if it is the last."""
         now = time.perf_counter()
         if data == b"[DONE]":
             return True

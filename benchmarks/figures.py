@@ -1,6 +1,6 @@
-"""From samples to figures. Times are kept in seconds and reported in milliseconds.
+"""Computes figures from samples. Times are kept in seconds and reported in milliseconds.
 
-A figure of one batch is a number; over repeats it is given as median, minimum and maximum. Latency
+A figure of one batch is a number; over repeats it is given as median, min and max. Latency
 percentiles are pooled over all requests of all repeats (nearest rank).
 """
 
@@ -15,7 +15,7 @@ from benchmarks.client import Failure, Outcome, Sample
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One repeat of a scenario: how long it took, every outcome, and the cores that were busy."""
+    """One repeat of a scenario: its duration, every outcome, and the cores that were busy."""
 
     wall: float
     outcomes: tuple[Outcome, ...]
@@ -31,7 +31,7 @@ class Batch:
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """Nearest rank: the smallest value that at least `percent` % of all do not exceed."""
+    """Nearest-rank percentile: the smallest value that is >= at least `percent` % of all values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -60,13 +60,13 @@ def total_rate(batch: Batch) -> float:
 
 
 def decode_rate(batch: Batch) -> float | None:
-    """Tokens per second that one request sees after its first token: the median request's."""
+    """Decode tokens per second of the median request, after its first token."""
     rates = [1 / sample.tpot for sample in batch.samples if sample.tpot]
     return statistics.median(rates) if rates else None
 
 
 def prefill_rate(batch: Batch) -> float | None:
-    """Prompt tokens per second until the first token: the median request's."""
+    """Prompt tokens per second of the median request, until its first token."""
     known = [(sample.prompt_tokens, sample.ttft) for sample in batch.samples]
     if not known or any(tokens is None for tokens, _ in known):
         return None
@@ -108,7 +108,9 @@ def summarize(batches: Sequence[Batch], output_tokens: int) -> dict[str, Any]:
 
 
 def prefix_figures(batches: Sequence[Batch]) -> dict[str, Any]:
-    """The first request of each batch met a cold prefix, the later ones should find it computed."""
+    """The first request of each batch has a cold prefix; the later ones should hit the prefix
+    cache.
+    """
     whole = [batch for batch in batches if len(batch.samples) == len(batch.outcomes) > 1]
     cold = [batch.samples[0].ttft for batch in whole]
     later = [[sample.ttft for sample in batch.samples[1:]] for batch in whole]
@@ -124,7 +126,7 @@ def prefix_figures(batches: Sequence[Batch]) -> dict[str, Any]:
 
 
 def turn_figures(conversations: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
-    """Per turn of a replayed conversation: TTFT and what of the prompt was already computed."""
+    """For each turn of a replayed conversation: TTFT, and the cached share of the prompt."""
     turns = zip(*conversations, strict=False)
     return [
         {
@@ -141,7 +143,7 @@ def turn_figures(conversations: Sequence[Sequence[Sample]]) -> list[dict[str, An
 
 
 def grammar_figures(free: Sequence[Batch], constrained: Sequence[Batch]) -> dict[str, Any]:
-    """Decoding under a grammar beside the same without one; each pair ran one after the other."""
+    """Decode under a grammar compared with decode without one; each pair ran back to back."""
     rates = [
         (decode_rate(one), decode_rate(two)) for one, two in zip(free, constrained, strict=True)
     ]

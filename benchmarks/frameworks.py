@@ -1,11 +1,11 @@
-"""Steady decoding on each of our frameworks beside Transformers, taken in turns in one process.
+"""Compares steady decode of our frameworks and Transformers, alternating in one process.
 
     python -m benchmarks.frameworks FOLDER --backends jax torch transformers --concurrency 8
 
 FOLDER is a Hugging Face checkpoint, or the name of a shape of `gpu_workloads`, whose weights are
-random and which Transformers does not run. A rate counts while all requests run: from the last
-one's first token to the first one's last. Machines are busy and clocks move, so compare the ratios
-of one run, not its rates with another's.
+random and which Transformers does not run. Rates are measured while all requests run: from the last
+request's first token to the first request's last token. Other load and clock changes affect the
+rates, so compare the ratios within one run, not rates of different runs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 
 BASELINE = "transformers"
-# From prompts and a number of new tokens: new tokens a second, of all requests together.
+# Prompts, number of new tokens -> new tokens per second, of all requests together.
 Measure = Callable[[Sequence[Sequence[int]], int], float]
 
 
@@ -74,7 +74,7 @@ def _steady_rate(run: Run) -> float:
 
 
 def transformers_engine(args: argparse.Namespace) -> Measure:
-    # Before PyTorch is imported: threads that spin starve whatever shares the cores.
+    # Set before PyTorch is imported: spinning threads starve other processes on the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -112,7 +112,7 @@ def main() -> None:
         ]
         for name, measure in engines.items():
             rate = measure(prompts, args.tokens)
-            if turn:  # the first one compiles and warms up
+            if turn:  # the first round compiles and warms up
                 rates[name].append(rate)
     _report(rates, args)
 

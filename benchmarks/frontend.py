@@ -1,7 +1,7 @@
-"""What a streamed token costs the frontend, from the engine's message to bytes in a socket.
+"""Measures the frontend's cost of a streamed token, from the engine's message to bytes in a socket.
 
-`python -m benchmarks.frontend` serves a model's text half over an engine that computes nothing, at
-a pace that a client on the same machine can follow, and prints CPU time per token, of the server's
+`python -m benchmarks.frontend` serves a model's text part over an engine that computes nothing, at
+a pace that a client on the same machine can follow. It prints CPU time per token of the server
 process alone. `--cold` prints the time from process start to the first completion instead.
 """
 
@@ -25,7 +25,7 @@ PATHS = {
 
 
 def serve(model: str, port: int) -> None:
-    """`engine serve`, with the engine's process replaced."""
+    """Run `engine serve` with the engine process replaced."""
     from engine.cli import ahead
     from engine.cli.main import app
 
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 class Server:
-    """The server in a process group of its own."""
+    """The server in its own process group."""
 
     def __init__(self, model: str, step_ms: float) -> None:
         self.model = model
@@ -94,7 +94,7 @@ def request(kind: str, server: Server, max_tokens: int, close: bool = False) -> 
 
 
 def drain(connections: list[socket.socket]) -> tuple[int, int]:
-    """Events and reads until every stream has said that it is done."""
+    """Read every stream to its end. Returns the numbers of events and of reads."""
     selector = selectors.DefaultSelector()
     for connection in connections:
         selector.register(connection, selectors.EVENT_READ)
@@ -112,7 +112,7 @@ def drain(connections: list[socket.socket]) -> tuple[int, int]:
 
 
 def measure(server: Server, kind: str, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """One wave of streams."""
+    """Measure one wave of streams."""
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_streams)]
     cpu, began = server.cpu_s(), time.perf_counter()
     for connection in connections:
@@ -122,7 +122,8 @@ def measure(server: Server, kind: str, num_streams: int, num_tokens: int) -> dic
     for connection in connections:
         connection.close()
     total = num_streams * num_tokens
-    extra = num_streams * (2 if kind == "chat" else 1)  # the finish, and a chat's role
+    # Events besides tokens: the finish, and a chat's role.
+    extra = num_streams * (2 if kind == "chat" else 1)
     return {
         "cpu_us_per_token": cpu / total * 1e6,
         "tokens_per_s": total / seconds,

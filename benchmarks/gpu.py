@@ -1,10 +1,10 @@
-"""All GPU workloads for this engine, beside vLLM's figures and the card's roof, as one table.
+"""Runs all GPU workloads and compares them with vLLM and the card's roofline, in one table.
 
     python -m benchmarks.gpu --model llama-1b --output gpu-1b.json
 
-Weights are random ones of the model's shape. Each workload is run several times, with other ids
-each time, and the best counts; "start" is a process's way to its first token. vLLM's recorded
-figures are those of one H200; where vLLM is installed it is measured as well, first.
+The weights are random, with the model's shape. Each workload runs several times, with other token
+ids each time, and the best run counts; "start" is the time from process start to the first token.
+vLLM's recorded figures are from one H200. If vLLM is installed, it is measured first.
 """
 
 import argparse
@@ -28,23 +28,23 @@ from engine.backends.custom.tools.driver import Run
 from engine.backends.custom.worker.main import keep_all
 
 START = "start"
-WIDTH = 160  # the table's, also where no terminal says
+WIDTH = 160  # of the table, even without a terminal
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. Ratios are above 1 where this engine is the better one."""
+    """One line of the table. A ratio above 1 means that this engine is better."""
 
     name: str
     label: str
     unit: str
     ours: float
-    vllm: float | None  # on record
+    vllm: float | None  # recorded
     vllm_here: float | None
     bar: float | None
     higher_is_better: bool
-    roof_share: float | None = None  # 1: no GPU of this kind could be faster
-    host_ms: float | None = None  # of each step
+    roof_share: float | None = None  # 1: at the roofline of this GPU
+    host_ms: float | None = None  # per step
     steps: int | None = None
 
     @property
@@ -130,7 +130,7 @@ def device_facts(device: str) -> dict[str, Any]:
 def measure(
     model: str, names: list[str], repeats: int, options: dict[str, Any]
 ) -> dict[str, list[Run]]:
-    """Every repeat of every workload, on one engine."""
+    """All repeats of every workload, on one engine."""
     if not names:
         return {}
     engine = BenchEngine(model, EngineOptions(**options))
@@ -166,7 +166,7 @@ def workload_row(model: str, name: str, runs: list[Run], here: list[float] | Non
 
 
 def best_value(model: str, name: str, seconds: list[float]) -> tuple[float, int]:
-    """The best figure over repeats, and its seed. Each is judged by the lengths of its own list."""
+    """The best figure over the repeats, and its seed. Each repeat has its own prompt lengths."""
     figure = FIGURES[name]
     values = [
         figure.value(workloads(SHAPES[model], seed)[name], took)

@@ -1,8 +1,8 @@
-"""Whether the fast path on this device says what the reference attention path says.
+"""Checks that the fast path on this device agrees with the reference attention path.
 
-In float32 every greedy token of every prompt must be the same. In bfloat16 the log-probabilities
-of given tokens, of prompts and while generating, may be further from those of float32 than the
-reference path's own only by a margin. Exits with 1 where a check fails.
+In float32, every greedy token of every prompt must be the same. In bfloat16, logprobs of given
+tokens (in prefill and in decode) may deviate from float32 by no more than the reference path's own
+deviation times a margin. The exit status is 1 if a check fails.
 
     python -m benchmarks.gpu_correctness --model llama-1b
 """
@@ -26,8 +26,8 @@ from engine.backends.custom.worker.memory import DTYPE_BYTES
 NUM_PROMPTS = 64
 NUM_NEW = 48
 LONGEST, SHARED = 640, 320
-REFERENCE = "reference"  # name of the attention backend that is plain PyTorch
-# Small enough for prompts to be cut, with rows that generate beside them.
+REFERENCE = "reference"  # the attention backend in plain PyTorch
+# Small enough that prompts are chunked, with decode rows beside them.
 STEP_TOKENS = 512
 MARGIN = 1.25  # times the reference's own drift in bfloat16
 MAX_MEAN_DRIFT = 0.1  # nats
@@ -42,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities by request: of its prompt's tokens, and of those generated."""
+    """Logprobs by request: of its prompt tokens, and of its generated tokens."""
 
     prompts: list[list[float]]
     tokens: list[list[int]]
@@ -51,7 +51,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far log-probabilities of the same tokens lie apart."""
+    """How far two sets of logprobs of the same tokens differ."""
 
     mean: float
     largest: float
@@ -62,7 +62,7 @@ class Drift:
 
 
 def prompts(shape: Shape) -> Workload:
-    """Of every length; the last third shares its beginning."""
+    """Prompts of every length; the last third shares a prefix."""
     rng = random.Random(1)
     longest, shared_length = LONGEST // shape.divisor, SHARED // shape.divisor
     shared = [rng.randrange(shape.first_id, shape.last_id) for _ in range(shared_length)]
@@ -75,7 +75,7 @@ def prompts(shape: Shape) -> Workload:
 
 
 def greedy_check(model: str, device: str, attention: str) -> Check:
-    """Every token of every prompt, in float32."""
+    """Compare every greedy token of every prompt, in float32."""
     workload = prompts(SHAPES[model])
     tokens = []
     for each in (REFERENCE, attention):
@@ -95,7 +95,7 @@ def greedy_check(model: str, device: str, attention: str) -> Check:
 
 
 def drift_checks(model: str, device: str, attention: str) -> list[Check]:
-    """Log-probabilities in bfloat16 against float32."""
+    """Compare logprobs in bfloat16 with those in float32."""
     exact = scores(model, device, "float32", REFERENCE)
     plain = scores(model, device, "bfloat16", REFERENCE)
     fast = scores(model, device, "bfloat16", attention)
@@ -129,7 +129,7 @@ def prompt_drift(exact: Scores, other: Scores) -> Drift:
 
 
 def generated_drift(exact: Scores, other: Scores) -> Drift:
-    """Of each request's tokens for as long as both say the same."""
+    """The drift of each request's generated tokens, up to the first different token."""
     pairs = []
     for number in range(NUM_PROMPTS):
         same = common_length(exact.tokens[number], other.tokens[number])

@@ -1,4 +1,6 @@
-"""The real engine in this process on random weights of a model's shape, drawn on the device."""
+"""The real engine in this process, with random weights of a model's shape, sampled on the
+device.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from engine.core.interfaces.request import GenerateRequest, SamplingParams
 
 
 class BenchEngine(DrivenEngine):
-    """Runs workloads; requests are named by their number."""
+    """Runs workloads; request ids are numbers."""
 
     def __init__(self, model: str, options: EngineOptions) -> None:
         super().__init__(shape_source(model), options)
@@ -38,7 +40,7 @@ def requests_of(workload: Workload, **params: Any) -> list[GenerateRequest]:
 
 
 def tokens_of(run: Run, workload: Workload) -> list[list[int]]:
-    """What was generated, by request."""
+    """The generated tokens of each request."""
     tokens: list[list[int]] = [[] for _ in workload.prompts]
     for _, delta in run.answers:
         tokens[int(delta.request_id)].extend(delta.token_ids)

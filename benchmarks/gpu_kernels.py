@@ -1,10 +1,9 @@
-"""Every GPU kernel at the shapes of real models: its time, its share of the card's roof, and the
-time of its PyTorch reference. With --check, first whether the two agree.
+"""Times every GPU kernel at real models' shapes, beside the roofline and its PyTorch reference.
 
     python -m benchmarks.gpu_kernels --check --json kernels.json
 
-Without a GPU it runs tiny shapes through Triton's interpreter (TRITON_INTERPRET=1), which says that
-the script works and nothing about speed.
+With --check, it first compares each kernel with its reference. Without a GPU it runs tiny shapes
+through Triton's interpreter (TRITON_INTERPRET=1), which tests the script but not the speed.
 """
 
 import argparse
@@ -45,7 +44,7 @@ def measure(spec: KernelSpec, shape: Shape, example: Example) -> dict:
     }
     try:
         row["reference_us"] = round(microseconds(spec.reference, inputs), 2)
-    except RuntimeError as error:  # some references cannot be captured
+    except RuntimeError as error:  # some references can't be captured in a CUDA graph
         row["reference_error"] = str(error).splitlines()[0]
     return row
 
@@ -74,7 +73,7 @@ def run(names: list[str], shapes: list[Shape], dtype: torch.dtype, checks: bool)
 
 
 def attempt(spec: KernelSpec, shape: Shape, example: Example, checks: bool) -> dict:
-    """One kernel that fails must not cost the figures of the others."""
+    """Measure one kernel. A failure is recorded, and the other kernels still run."""
     try:
         if checks:
             check(spec, example)

@@ -1,8 +1,9 @@
-"""The least time that a GPU could take for a workload, from what must be read and multiplied.
+"""The roofline of a workload: the min time on a GPU, from the bytes to read and the FLOPs to
+compute.
 
-Prompts are bound by arithmetic; generating is bound, step by step, by whichever of reading and
-arithmetic takes longer. All requests run side by side from the start, a shared prefix is computed
-once and read once per step, and nothing but matrices, keys and values counts.
+Prefill is bound by arithmetic. Each decode step is bound by memory bandwidth or arithmetic,
+whichever takes longer. The model assumes that all requests run together from the start, that a
+shared prefix is computed once and read once per step, and that only weights, keys and values count.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ VALUE_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a card was measured to do."""
+    """Measured limits of a card."""
 
     name: str
-    bytes_per_s: float  # a device copy, read and write
-    flops_per_s: float  # a large bfloat16 product
+    bytes_per_s: float  # device-to-device copy, read plus write
+    flops_per_s: float  # large bfloat16 matmul
 
 
 H200 = Card("H200", 4.25e12, 803e12)
@@ -30,7 +31,9 @@ def roof_seconds(config: ModelConfig, workload: Workload, card: Card = H200) -> 
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """What every step reads: all matrices and the head, but of the embeddings a few rows only."""
+    """Bytes that every step reads: all matrices and the head, but only a few rows of the
+    embeddings.
+    """
     return VALUE_BYTES * (_layer_params(config) + _head_params(config))
 
 
@@ -43,7 +46,7 @@ def _layer_params(config: ModelConfig) -> int:
 
 
 def _attention_flops(config: ModelConfig, num_pairs: float) -> float:
-    """Of queries with the keys they see: scores, and the sum of values."""
+    """FLOPs of attention over (query, key) pairs: the scores, and the weighted sum of values."""
     return 4.0 * config.num_layers * config.num_heads * config.head_dim * num_pairs
 
 
@@ -58,7 +61,7 @@ def _prompts_s(config: ModelConfig, workload: Workload, card: Card) -> float:
 
 
 def _steps_s(config: ModelConfig, workload: Workload, card: Card) -> float:
-    """The steps after the first token of each request."""
+    """Time of the decode steps after each request's first token."""
     shared = workload.num_shared
     token_bytes = config.kv_bytes_per_token(VALUE_BYTES)
     params = _layer_params(config) + _head_params(config)

@@ -1,8 +1,8 @@
-"""Which tile is fastest for a matrix-vector product, matrix by matrix, beside cuBLAS.
+"""Finds the fastest tile for the GEMV of each weight matrix, compared with cuBLAS.
 
     python -m benchmarks.gpu_skinny --json skinny.json
 
-The winners belong into `choose` of the Triton code in `kernels/triton/skinny.py`.
+The winners go into `choose` in `kernels/triton/skinny.py`.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def tune(shape: Shape, name: str, num_tokens: int) -> dict:
     for config in itertools.islice(configs(num_tokens), None if has_gpu else 2):
         try:
             times[config] = microseconds(partial(skinny_linear, config=config), calls)
-        except Exception as error:  # a tile that does not fit is no candidate
+        except Exception as error:  # a tile that does not fit is skipped
             print(f"  {config}: {type(error).__name__}")
     chosen = microseconds(skinny_linear, calls)
     best = min(times, key=lambda config: times[config])

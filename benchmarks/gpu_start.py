@@ -1,6 +1,6 @@
-"""From the start of a process to its first token, with an empty cache of kernels and a filled one.
+"""Time from process start to first token, with an empty and with a filled kernel cache.
 
-Run as a module it is the process that is timed: it loads a model of random weights, answers one
+Run as a module, it is the process that is timed: it loads a model with random weights, answers one
 request and prints its times as JSON.
 """
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 300
 
 
 def measure_starts(model: str, options: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Two starts that share a folder of kernels, which the first of them finds empty."""
+    """Two starts that share a kernel cache folder, which is empty for the first."""
     with tempfile.TemporaryDirectory(prefix="engine-kernels-") as folder:
         caches = {name: os.path.join(folder, name.lower()) for name in CACHES}
         env = {**os.environ, **caches, "XDG_CACHE_HOME": folder}

@@ -1,10 +1,10 @@
-"""Everything that a GPU machine is needed for, one process after the other, and a summary.
+"""Runs everything that needs a GPU machine, one process after the other, and prints a summary.
 
     python -m benchmarks.gpu_suite --output results
 
-Kernels against their references, the tests that are marked `gpu`, greedy ids and drift of
-log-probabilities against the reference attention path, the speed of each kernel, and all workloads.
-A missed bar is shown; only what is wrong or did not run makes the exit status 1.
+It runs the kernels against their references, the tests marked `gpu`, greedy ids and logprob drift
+against the reference attention path, the speed of each kernel, and all workloads. Missed bars are
+only shown; the exit status is 1 if a result is wrong or a stage did not run.
 """
 
 import argparse
@@ -31,9 +31,9 @@ NO_TESTS = 5  # pytest's exit status
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
-    command: tuple[str, ...]  # of this Python
-    report: Path | None = None  # JSON that it writes
-    tell: Callable[[Any], str] | None = None  # the report in a line
+    command: tuple[str, ...]  # arguments for this Python
+    report: Path | None = None  # JSON file that the stage writes
+    tell: Callable[[Any], str] | None = None  # summarizes the report in a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def stages(models: Sequence[str], folder: Path, device: str, repeats: int) -> list[Stage]:
-    # Without the project's own options, which ask for plugins that a GPU machine may lack.
+    # Ignore the project's own options, which need plugins that a GPU machine may lack.
     pytest = ("-m", "pytest", "-q", "-o", "addopts=", "--import-mode=importlib")
     found = [
         Stage("kernels against references", (*pytest, "tests/kernels")),
@@ -60,7 +60,7 @@ def stages(models: Sequence[str], folder: Path, device: str, repeats: int) -> li
         command = ("-m", "benchmarks.gpu_correctness", "--model", model, "--device", device)
         command += ("--output", str(path))
         found.append(Stage(f"correctness, {model}", command, path, tell_checks))
-    if device != "cpu":  # interpreted kernels have no speed
+    if device != "cpu":  # interpreted kernels have no meaningful speed
         path = folder / "kernels.json"
         command = ("-m", "benchmarks.gpu_kernels", "--check", "--json", str(path))
         found.append(Stage("speed of kernels", command, path, tell_kernels))
@@ -73,13 +73,13 @@ def stages(models: Sequence[str], folder: Path, device: str, repeats: int) -> li
 
 
 def marked_tests() -> list[str]:
-    """Files of tests that need a CUDA device; others may need packages that a GPU machine lacks."""
+    """Test files that need a CUDA device; others may need packages that a GPU machine lacks."""
     paths = sorted(ROOT.glob("tests/*/test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text()]
 
 
 def run(stage: Stage, folder: Path) -> Outcome:
-    """The stage's output is shown as it comes and kept beside its report."""
+    """Run the stage. Its output is shown as it arrives, and stored beside its report."""
     began = time.perf_counter()
     last = ""
     if stage.report is not None:
@@ -116,7 +116,7 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 def told(outcome: Outcome) -> str:
-    """What the stage's report says, else the last line of its output."""
+    """A summary of the stage's report, or the last line of its output."""
     stage = outcome.stage
     if stage.report is None or stage.tell is None or not stage.report.exists():
         return outcome.last_line

@@ -1,7 +1,7 @@
-"""How long a call takes on the GPU: from inside a CUDA graph, on inputs that are not in the cache.
+"""Times a call on the GPU, inside a CUDA graph and with inputs that are not in the L2 cache.
 
-A graph holds one call on each of several copies of the inputs, together larger than the card's
-second-level cache, so that no call finds its weights there.
+A graph holds one call on each of several copies of the inputs. Together they are larger than the
+card's L2 cache, so no call finds its weights there.
 """
 
 import time
@@ -17,7 +17,7 @@ ROUNDS = 5
 
 
 def copies_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tuple, dict]]:
-    """The call's arguments, several times over."""
+    """Several copies of the call's arguments."""
     size = sum(t.nbytes for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
     count = min(max(COPIES_BYTES // max(size, 1), 2), MAX_COPIES)
 
@@ -31,7 +31,7 @@ def copies_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tu
 
 
 def microseconds(call: Callable[..., Any], inputs: list[tuple[tuple, dict]]) -> float:
-    """The fastest round's time of one call. Without a GPU: of one plain call."""
+    """Time of one call in the fastest round. Without a GPU, the time of one plain call."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
         call(*inputs[0][0], **inputs[0][1])

@@ -1,6 +1,7 @@
-"""vLLM on the same lists of ids, in a process of its own; prints one JSON line per workload.
+"""Runs vLLM on the same lists of token ids, in a separate process; prints one JSON line per
+workload.
 
-It needs an environment with vLLM. Weights are random ones of the same shape.
+It needs an environment with vLLM. The weights are random, with the same shape.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What is asked of an engine on a GPU: model shapes, lists of token ids, and the figures to beat.
+"""GPU workloads: model shapes, lists of token ids, and the figures to beat.
 
-Ids are random and weights too: speed does not depend on their values. The same seed gives every
-engine the same lists; another seed gives other ids, so that repeats share no prefix by accident.
+Ids and weights are random, because speed does not depend on their values. The same seed gives every
+engine the same lists. Another seed gives other ids, so that repeats share no prefix by accident.
 """
 
 import random
@@ -14,12 +14,12 @@ MAX_POSITION = 8192
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's config.json, and how its workloads are drawn."""
+    """A model's config.json, and how its workloads are sampled."""
 
     config: Mapping[str, Any]
     first_id: int = 1000
     last_id: int = 128_000  # exclusive
-    divisor: int = 1  # of every length and count, for a shape that only shows that all of it works
+    divisor: int = 1  # divides all lengths and counts, for a tiny smoke-test shape
 
 
 def _llama(**sizes: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that arrive at once. `num_shared` leading tokens are the same in all prompts."""
+    """Requests that arrive at once. The first `num_shared` tokens are the same in all prompts."""
 
     prompts: list[list[int]]
     num_new: list[int]
@@ -98,7 +98,9 @@ class Workload:
 
 
 def workloads(shape: Shape, seed: int = 0) -> dict[str, Workload]:
-    """All workloads by name. The order of draws is part of what a seed means."""
+    """All workloads by name. A seed's result depends on the order in which they are sampled
+    here.
+    """
     rng = random.Random(seed)
     scale = shape.divisor
 
@@ -129,7 +131,7 @@ def workloads(shape: Shape, seed: int = 0) -> dict[str, Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What a workload is judged by; None where nothing is on record for a model."""
+    """The figure that a workload is judged by; None if none is recorded for the model."""
 
     label: str
     unit: str  # "new tok/s", "prompt tok/s" or "s"

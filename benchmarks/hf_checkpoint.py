@@ -1,9 +1,9 @@
-"""Makes what `transformers serve` needs out of a GGUF: the same weights as a bf16 checkpoint.
+"""Converts a GGUF for `transformers serve`: the same weights as a bf16 checkpoint.
 
     python hf_checkpoint.py MODEL.gguf OUTPUT_FOLDER
 
-Run as a script by the peer's own Python, which has transformers. The checkpoint names no end token
-then, as that server knows no `ignore_eos` and the benchmarks need outputs of a fixed length.
+It is run as a script by the peer's own Python, which has transformers. The checkpoint names no end
+token, because that server has no `ignore_eos` and the benchmarks need outputs of a fixed length.
 """
 
 import json

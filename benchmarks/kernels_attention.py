@@ -1,7 +1,7 @@
-"""Rates of attention in the shape of a 135M model, beside the reading rate of the same process.
+"""Throughput of attention in the shape of a 135M model, beside the process's memory read rate.
 
-Layers are taken in turn, as a model does, so that their keys and values come from memory. Bytes
-are those of keys and values that one layer's tokens see, each counted once; operations count what
+The benchmark cycles through the layers, as a model does, so that keys and values come from memory.
+Bytes are the keys and values that one layer's tokens see, each counted once. Operations count what
 each token sees.
 """
 
@@ -25,8 +25,8 @@ class Case:
     name: str
     rows: int
     length: int
-    tokens: int = 1  # of each row, its last; more than one are a prompt's
-    shared: int = 0  # leading positions that the rows have in common
+    tokens: int = 1  # last tokens of each row; more than one is prefill
+    shared: int = 0  # leading positions that all rows share
     layers: int = 4
 
 
@@ -77,7 +77,7 @@ def step_of(native: ModuleType, case: Case, tables: NDArray[np.int32]) -> Any:
 
 
 def reading_rate() -> float:
-    """GB/s of numpy's maximum over bytes, on one thread."""
+    """GB/s of numpy's max over bytes, on one thread."""
     data = np.ones(64 << 20, np.uint8)
     times = []
     for _ in range(5):

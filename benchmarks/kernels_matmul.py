@@ -1,8 +1,8 @@
-"""Rates of the matrix kernels on one thread, beside what the machine allows in the same process.
+"""Throughput of the matmul kernels on one thread, beside the limits of the machine.
 
-Reading is compared with numpy's maximum over the bytes of the weights, which streams them once with
-vector instructions. For arithmetic numpy's rate with small float32 matrices is given: a scale, not
-a roof, since products of 8-bit numbers may be four times as fast as those of floats.
+Reading is compared with numpy's max over the weights' bytes, which streams them once with vector
+instructions. For arithmetic, numpy's float32 rate on small matrices is given. It is a scale and not
+a roof: int8 matmuls may be four times as fast as float32.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from tests.native.panels import LAYOUTS, QUANTIZED, aligned, random_panels
 
 COLUMNS, MIN_BYTES, TOKENS = 576, 48 << 20, (1, 8, 32, 128)
 NUMERICS = ("f32", "int8", "bf16", "rows")
-PER_CHANNEL = "I8"  # a copy of Q4, as fast numerics make it
+PER_CHANNEL = "I8"  # Q4 requantized per channel, as with fast numerics
 
 
 def fastest(function: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest of some calls."""
+    """Seconds of the fastest of several calls."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -32,14 +32,14 @@ def fastest(function: Callable[[], object], repeats: int = 5) -> float:
 
 
 def float_rate() -> float:
-    """GFLOP/s of float32 products in numpy, of a size that it computes on one thread."""
+    """GFLOP/s of a float32 matmul in numpy, small enough to run on one thread."""
     count, size = 64, 64
     matrices = np.ones((count, size, size), np.float32)
     return 2 * count * size**3 / fastest(lambda: matrices @ matrices) / 1e9
 
 
 def streamed_weights(layout: str) -> tuple[NDArray[np.uint8], int]:
-    """Weights larger than the second-level cache, and their rows."""
+    """Weights larger than the L2 cache, and their number of rows."""
     part, _ = random_panels(np.random.default_rng(0), layout, 512, COLUMNS)
     copies = -(-MIN_BYTES // part.size)
     return aligned(np.tile(part, copies)), 512 * copies

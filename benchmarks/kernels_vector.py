@@ -1,4 +1,4 @@
-"""Rates of the native norms, rotation, embedding and sampling scans, for every instruction set."""
+"""Throughput of the native norms, RoPE, embedding and sampling scans, for every instruction set."""
 
 import argparse
 import time
@@ -14,7 +14,7 @@ ROUNDS, CALLS = 15, 200
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The fastest round's time of one call."""
+    """Time of one call in the fastest round."""
     best = float("inf")
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -25,7 +25,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def calls(native: ModuleType, isa: str, hidden: int, vocabulary: int) -> dict[str, tuple]:
-    """What to run by name, and the bytes that one run reads and writes."""
+    """The functions to run by name, each with the bytes that one call reads and writes."""
     rng = np.random.default_rng(0)
     x, weight, bias, out = rng.normal(0, 1, (4, hidden)).astype(np.float32)
     heads = rng.normal(0, 1, (hidden // 64, 64)).astype(np.float32)

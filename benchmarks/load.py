@@ -4,7 +4,7 @@
     python -m benchmarks.load conc --concurrency 32
     python -m benchmarks.load cold --command 'engine serve --port 8000'   # start to first token
 
-The same invocation made again on the same live server meets its prefix cache: give another --seed.
+Repeating the same command on a live server hits its prefix cache: change --seed.
 """
 
 import argparse
@@ -58,7 +58,7 @@ async def _load(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str,
 
 
 async def _cold_starts(options: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
-    """Start the command, wait for one completion, stop it; the first time may fill caches."""
+    """Start the command, wait for one completion, stop it. The first start may fill caches."""
     port = urlsplit(options.base_url).port or 80
     command = tuple(shlex.split(options.command))
     spec = ServerSpec("server", command, port, model=options.model, extra_body=extra)

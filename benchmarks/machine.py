@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on, in one line and as data."""
+"""Describes the machine of a measurement, in one line and as data."""
 
 import os
 import platform
@@ -26,8 +26,8 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 
 def vllm_dtype() -> str:
-    """What vLLM's build for CPUs can compute with: on an Arm processor without instructions for
-    bfloat16 its worker dies in the first step.
+    """The dtype for vLLM on this CPU: on Arm without bfloat16 instructions, its worker dies in the
+    first step.
     """
     flags = {word for line in _cpu_lines() for word in line.split()}
     is_without = platform.machine() == "aarch64" and "bf16" not in flags

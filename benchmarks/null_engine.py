@@ -1,7 +1,7 @@
-"""The real engine process around a model that computes nothing: what is left is everything else.
+"""The real engine process with a model that computes nothing, to measure everything else.
 
-Each step lasts as long as the environment variable NULL_STEP_MS says, and each token is the next
-number of a walk over the vocabulary.
+Each step takes NULL_STEP_MS milliseconds (environment variable). The tokens are successive ids that
+wrap around.
 """
 
 import os
@@ -23,12 +23,12 @@ from engine.backends.custom.worker import main as worker
 from engine.backends.custom.worker.memory import MemoryPlan
 
 VOCAB_SIZE = 49_152
-FIRST_TOKEN, NUM_TOKENS = 1_000, 5_000  # whole words in any vocabulary of that size
+FIRST_TOKEN, NUM_TOKENS = 1_000, 5_000  # ids of whole words in any vocabulary of that size
 BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN = 16, 8_193, 64, 8_192
 
 
 class NullRunner:
-    """Keeps to the clock; what it draws depends on the position alone."""
+    """Sleeps for each step. The sampled token depends only on the position."""
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.spec = RunnerSpec(BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN, VOCAB_SIZE, depth=0)

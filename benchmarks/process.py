@@ -1,4 +1,4 @@
-"""Server processes: starting, waiting for the first answer, stopping, and what they use.
+"""Server processes: start, wait for the first answer, stop, and measure what they use.
 
 A server runs in its own process group, and only that group is ever signalled.
 """
@@ -27,18 +27,18 @@ STOP_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """How to start a server on a port of the loopback address, and how to speak to it."""
+    """How to start a server on a loopback port, and how to send requests to it."""
 
     name: str
     command: tuple[str, ...]
     port: int
     ready_path: str = "/v1/models"  # answers 200 once the server takes requests
-    model: str | None = None  # None: the first one that /v1/models names
+    model: str | None = None  # None: the first that /v1/models lists
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""  # what a reader must know to compare figures
-    slow_start: bool = False  # takes minutes: started once, not once a round
-    only: frozenset[str] = frozenset()  # labels of the scenarios it is asked; empty: all
+    note: str = ""  # what a reader must know to compare the figures
+    slow_start: bool = False  # takes minutes: started once, not once per round
+    only: frozenset[str] = frozenset()  # labels of the scenarios to run; empty: all
 
     @property
     def base_url(self) -> str:
@@ -51,16 +51,16 @@ class RunningServer:
     target: Target
     pid: int
     ready_s: float  # process start until `ready_path` answers
-    first_completion_s: float  # process start until one completion came back
+    first_completion_s: float  # process start until the first completion
 
 
 def _environment() -> dict[str, str]:
-    """Ours, but servers may keep their bytecode, as they do for users."""
+    """Our environment, but servers may cache bytecode, as they do for users."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
 class ServerError(Exception):
-    """The server did not come up; the message names its log."""
+    """The server did not start; the message names its log."""
 
 
 class ServerProcess:
@@ -115,7 +115,7 @@ class ServerProcess:
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM unwind like Ctrl-C does, so that `finally` clauses stop the servers."""
+    """Make SIGTERM unwind like Ctrl-C does, so that `finally` clauses stop the servers."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
@@ -128,7 +128,7 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 
 def peak_rss_mb(pid: int) -> float:
-    """Sum over the process tree of each one's peak; shared pages count once per process."""
+    """The sum of peak RSS over the process tree; shared pages count once per process."""
     total_kb = 0
     for process in process_tree(pid):
         with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ def peak_rss_mb(pid: int) -> float:
 
 
 class CoresMeter:
-    """Cores kept busy since construction: by the server, by this client, and by neither."""
+    """Cores busy since construction: by the server, by this client, and by other processes."""
 
     def __init__(self, server_pid: int | None) -> None:
         self._pid = server_pid

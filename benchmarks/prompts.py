@@ -1,6 +1,6 @@
 """Prompts of a known length that no prefix cache has seen before.
 
-A prompt is a function of its key alone. Words are common English ones, about one token each in most
+A prompt is a pure function of its key. Words are common English ones, about one token each in most
 vocabularies; the exact count comes from the server's usage figures.
 """
 
@@ -42,6 +42,6 @@ _WORDS = _VOCABULARY.split()
 
 
 def words(count: int, *key: object) -> str:
-    """`count` words chosen by the key, and by nothing else."""
+    """`count` words, chosen by the key alone."""
     chooser = random.Random("/".join(map(str, key)))
     return " ".join(chooser.choice(_WORDS) for _ in range(count))

@@ -1,7 +1,7 @@
-"""Figures of several servers side by side: one row per figure, with the ratio to the best peer.
+"""Tables of several servers' figures: one line per figure, with the ratio to the best peer.
 
-The ratio is the engine's figure over the best peer's, so a rate should be above 1 and a time below.
-A bar is a limit of that ratio, or of the engine's figure itself.
+The ratio is the engine's figure divided by the best peer's: rates should be above 1, times below. A
+bar is a limit on that ratio, or on the engine's figure itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,9 +12,9 @@ from rich.table import Table
 
 from benchmarks.peers import OURS, OURS_FAST
 
-MIN_CHUNKS_PER_TOKEN = 0.95  # fewer: tokens are sent in lumps, and latencies say little
-MIN_REUSE_RATIO = 5.0  # how much sooner the first token of a known prefix must come
-MAX_OTHERS_CORES = 0.2  # more of them busy with something else: distrust the figures
+MIN_CHUNKS_PER_TOKEN = 0.95  # below this, tokens arrive in bursts, and latencies mean little
+MIN_REUSE_RATIO = 5.0  # min speedup of the first token for a cached prefix
+MAX_OTHERS_CORES = 0.2  # if other processes use more cores than this, distrust the figures
 
 Figures = dict[str, Any]
 Results = dict[str, dict[str, Figures]]  # server -> scenario label -> figures
@@ -23,7 +23,7 @@ Results = dict[str, dict[str, Figures]]  # server -> scenario label -> figures
 @dataclass(frozen=True, slots=True)
 class Bar:
     limit: float
-    times_best: bool = True  # of the ratio to the best peer; else of the figure
+    times_best: bool = True  # the bar limits the ratio to the best peer; else the figure itself
 
     def text(self, higher_is_better: bool) -> str:
         sign = ">=" if higher_is_better else "<="
@@ -34,14 +34,14 @@ class Bar:
 class Row:
     label: str
     scenario: str  # label of the scenario
-    path: tuple[str, ...]  # keys down to a number, or to a spread whose median counts
+    path: tuple[str, ...]  # keys down to a number, or to a spread whose median is used
     higher_is_better: bool
     digits: int = 1
     bar: Bar | None = None
-    server: str = OURS  # whose figure is compared with the peers'
+    server: str = OURS  # the server whose figure is compared with the peers'
 
     def meets(self, own: float | None, best: float | None) -> bool | None:
-        """None: there is no bar, or nothing to judge by."""
+        """Whether the bar is met; None if there is no bar, or no figure to judge."""
         if self.bar is None or own is None:
             return None
         value = own if not self.bar.times_best else own / best if best else None
@@ -80,7 +80,7 @@ HEADLINE = (
         Bar(MIN_CHUNKS_PER_TOKEN, False),
     ),
 )
-# By the first word of a scenario's label, for scenarios that have no row above.
+# Lines for scenarios without one above, by the first word of the scenario's label.
 MORE_ROWS = {
     "conc": (
         Row("output tok/s", "", ("output_tps",), True),
@@ -105,7 +105,7 @@ MORE_ROWS = {
 
 
 def rows_of(results: Results) -> list[Row]:
-    """The rows that the engine has figures for."""
+    """The lines that the engine has figures for."""
     rows = [row for row in HEADLINE if row.scenario in results.get(row.server, {})]
     shown = {row.scenario for row in HEADLINE}
     for label in results[OURS]:
@@ -116,7 +116,7 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def value_at(figures: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    """The number at a path; a list is entered by "first" or "last", a spread by its median."""
+    """The number at a path: "first" and "last" index a list, and a spread gives its median."""
     found = _found(figures, path)
     return found.get("median") if isinstance(found, dict) else found
 
@@ -134,7 +134,7 @@ def best_peer(results: Results, row: Row) -> float | None:
 
 
 def bars_table(results: Results) -> Table:
-    """One row per figure: every server's, the engine's ratio to the best peer, and the bar."""
+    """One line per figure: each server's, the engine's ratio to the best peer, and the bar."""
     names = [OURS, *(name for name in results if name not in (OURS, OURS_FAST))]
     table = Table("figure")
     for name in names:
@@ -154,13 +154,13 @@ def bars_table(results: Results) -> Table:
 
 
 def whole_run(scenarios: Iterable[Figures], peak_rss_mb: float) -> Figures:
-    """What is one figure per server: memory, and how finely the worst scenario's tokens came."""
+    """Figures of a whole run: peak memory, and the worst scenario's chunks per token."""
     chunks = [figures["chunks_per_token"] for figures in scenarios if figures.get("ok")]
     return {"peak_rss_mb": peak_rss_mb, "chunks_per_token": min(chunks, default=None)}
 
 
 def complaints(results: Results) -> list[str]:
-    """What makes the engine's own figures void; empty for a good run."""
+    """Why the engine's own figures are invalid; empty for a good run."""
     found = []
     for name in (OURS, OURS_FAST):
         for label, figures in results.get(name, {}).items():
@@ -179,7 +179,7 @@ def complaints(results: Results) -> list[str]:
 
 
 def remarks(results: Results) -> list[str]:
-    """What a reader should know before believing a figure."""
+    """Notes that a reader needs to judge the figures."""
     found = []
     for name, scenarios in results.items():
         for label, figures in scenarios.items():
@@ -204,7 +204,7 @@ def _found(figures: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def _whole(scenarios: Mapping[str, Figures], label: str) -> Figures:
-    """The scenario's figures, or none where requests failed: rates of the others mislead."""
+    """The scenario's figures; empty if requests failed, because the rates of the others mislead."""
     figures = scenarios.get(label, {})
     return {} if figures.get("failed") else figures
 

@@ -1,6 +1,6 @@
 """What the router costs, what it saves, and what a killed backend costs its clients.
 
-    python -m benchmarks.router overhead     # through the router and past it, in turn, one backend
+    python -m benchmarks.router overhead     # with and without the router, alternating, one backend
     python -m benchmarks.router prefixes     # prompt tokens computed, by policy, over two replicas
     python -m benchmarks.router kills        # 32 streams over HTTP while engines are killed;
                                              # --config FILE: those of its first model
@@ -73,7 +73,7 @@ def params(max_tokens: int) -> SamplingParams:
 async def collect(
     backend: InferenceBackend, request: ChatRequest | CompletionRequest
 ) -> list[Event]:
-    """All events, pushed where the backend can."""
+    """All events of a request, pushed if the backend supports it."""
     is_chat = isinstance(request, ChatRequest)
     stream = backend.chat(request) if is_chat else backend.complete(request)
     events: list[Event] = []
@@ -83,13 +83,13 @@ async def collect(
 
 
 class Asker:
-    """Completions of new prompts."""
+    """Sends completions with new prompts."""
 
     def __init__(self) -> None:
         self._count = 0
 
     async def __call__(self, backend: InferenceBackend, num_words: int, max_tokens: int) -> float:
-        """Seconds that one took."""
+        """The seconds that one completion took."""
         self._count += 1
         context = GenerationContext(request_id=f"r{self._count}", params=params(max_tokens))
         prompt = words(num_words, "overhead", self._count)
@@ -99,7 +99,7 @@ class Asker:
 
 
 async def overhead(model: str, rounds: int) -> dict[str, Any]:
-    """One backend, asked through the router and past it by turns."""
+    """Query one backend with and without the router, alternating."""
     backend = native(model)
     router = router_over("prefix", backend)
     await router.start()
@@ -107,7 +107,8 @@ async def overhead(model: str, rounds: int) -> dict[str, Any]:
     ways: dict[str, InferenceBackend] = {"direct": backend, "router": router}
     latency: dict[str, list[float]] = {name: [] for name in ways}
     rate: dict[str, list[float]] = {name: [] for name in ways}
-    cpu_s: dict[str, list[float]] = {name: [] for name in ways}  # of this process, all requests
+    # CPU time of this process, of all requests.
+    cpu_s: dict[str, list[float]] = {name: [] for name in ways}
     try:
         for _ in range(8):
             await ask(backend, 32, 2)
@@ -159,7 +160,7 @@ async def prefixes(model: str, rounds: int) -> dict[str, Any]:
 
 
 async def _converse(router: Router) -> int:
-    """Prompt tokens that were not in the cache of whoever was asked."""
+    """Number of prompt tokens that were not in the cache of the chosen replica."""
     rng = random.Random(7)
     talks: list[list[dict[str, str]]] = [[] for _ in range(16)]
     order = [number for number in range(16) for _ in range(8)]
@@ -193,7 +194,7 @@ policy = "least_loaded"
 
 
 class Streams:
-    """Clients that stream without a pause; when each request began and how it ended."""
+    """Clients that stream without a pause. Records when each request began and how it ended."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url = url
@@ -201,7 +202,7 @@ class Streams:
         self.open_since: dict[int, float] = {}
         self.num_done = 0
         self.num_errors = 0
-        self.error_at = 0.0  # of the last one
+        self.error_at = 0.0  # time of the last error
         self.malformed: list[str] = []
         self.is_over = False
         self._count = 0
@@ -231,7 +232,7 @@ class Streams:
 
 
 async def kills(model: str, rounds: int, config: Path | None = None) -> dict[str, Any]:
-    """Ten engines killed under 32 streams, then the server itself."""
+    """Kill ten engines under 32 streams, then the server itself."""
     with tempfile.TemporaryDirectory() as folder:
         if config is None:
             config = Path(folder) / "engine.toml"
@@ -240,7 +241,7 @@ async def kills(model: str, rounds: int, config: Path | None = None) -> dict[str
         with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None
             url = await asyncio.to_thread(_ready_url, server)
-            # Nobody else reads what it logs, and a full pipe would stop it.
+            # Keep reading the server's log: a full pipe would block the server.
             reading = asyncio.create_task(asyncio.to_thread(server.stderr.read))
             try:
                 figures = await _kill_engines(url, server.pid, rounds)
@@ -263,7 +264,7 @@ def _ready_url(server: "subprocess.Popen[str]") -> str:
 
 
 def _engines(server_pid: int) -> list[int]:
-    """One process of each backend: what a launcher started, rather than the launcher."""
+    """One process per backend: the engine itself, not its launcher."""
     children = psutil.Process(server_pid).children()
     inner = [each.children() if LAUNCHER in each.cmdline() else [each] for each in children]
     return [found[0].pid for found in inner if found]

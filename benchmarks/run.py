@@ -1,12 +1,12 @@
-"""Starts the engine and its peers, asks all of them the same things in turn, prints one table.
+"""Starts the engine and its peers, runs the same scenarios on all of them, and prints one table.
 
     python -m benchmarks.run                       # the default model, every peer that can run here
     python -m benchmarks.run --quick               # one round
     python -m benchmarks.run --quick --scenarios single chat --peers      # the engine alone
 
-Servers are alive side by side and each scenario goes round them before the next one starts, so a
-disturbance of the machine meets all of them. Rates are medians over the rounds, latencies are
-pooled over them. Every round has its own prompts. Compare figures of one run only.
+All servers run side by side. Each scenario runs on every server before the next scenario starts, so
+a disturbance of the machine affects all of them. Rates are medians over the rounds; latencies are
+pooled. Every round has its own prompts. Compare only figures of the same run.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.store.model_store import resolve_model
 from engine.core.store.pull import pull
 
-WAVES = 4  # requests of `conc`, in units of its concurrency
-LATENCY_CONCURRENCY, LATENCY_REQUESTS = 8, 64  # a p99 over fewer is close to the slowest request
+WAVES = 4  # requests of `conc`, as a multiple of its concurrency
+LATENCY_CONCURRENCY, LATENCY_REQUESTS = 8, 64  # with fewer requests, the p99 is nearly the max
 FAST_CONCURRENCY = 32
 WARM_REQUESTS = 2
 REQUEST_TIMEOUT = 600.0  # seconds
-TABLE_WIDTH = 160  # where the output is not a terminal
+TABLE_WIDTH = 160  # if the output is not a terminal
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def chosen_scenarios(
 def server_specs(
     options: argparse.Namespace, model: Path, say: Say, *, sequences: int = 32, context: int = 2048
 ) -> list[ServerSpec]:
-    """The engine and the peers that can run here; a line for each that cannot."""
+    """The engine and the peers that can run here. Prints a line for each that can't."""
     specs = [ours(_setup(options, model), tuple(shlex.split(options.serve_args)))]
     for name in options.peers:
         setup = replace(_setup(options, model), sequences=sequences, context=context)
@@ -185,7 +185,7 @@ def _print_notes(
 
 
 def speaker() -> Say:
-    """Progress goes to standard error, with the seconds since the start."""
+    """A function that prints progress to standard error, with the seconds since the start."""
     console, started = Console(stderr=True), time.perf_counter()
 
     def say(line: str) -> None:

@@ -1,10 +1,10 @@
-"""What is asked of a server, and how many at once.
+"""The load scenarios: what is sent to a server, and how many requests at once.
 
     single   32 words in, 128 tokens out, one at a time
     prefill  1,024 in, 1 out, one at a time
     conc     128 in, 128 out, distinct prompts, `concurrency` at once
     prefix   1,024 shared words and 32 distinct ones, 32 out, `concurrency` at once from the start
-    reuse    the same, but the first request alone (it meets a cold prefix), then one at a time
+    reuse    the same, but the first request alone (with a cold prefix), then one at a time
     chat     conversations replayed turn by turn; each turn sends everything said so far
     grammar  128 in, 128 out by chat, `concurrency` at once: freely, and again under a JSON schema
 
@@ -63,7 +63,7 @@ SCENARIOS = {
     "grammar": Scenario("grammar", None, 128, 128, concurrency=8),
 }
 
-# Long enough that no answer of a benchmark's length can complete it.
+# So long that no answer of a benchmark's length can complete it.
 ROW = {
     "type": "object",
     "properties": {
@@ -87,18 +87,18 @@ UNDER_SCHEMA = {
 
 
 class Measurement:
-    """One scenario on one server: batches as they are made, and the figures of all of them."""
+    """One scenario on one server: its batches so far, and the figures over all of them."""
 
     def __init__(self, scenario: Scenario, target: Target, pid: int | None = None) -> None:
         self._scenario = scenario
         self._target = target
         self._pid = pid
         self._batches: list[Batch] = []
-        self._free: list[Batch] = []  # grammar: the same without one
+        self._free: list[Batch] = []  # grammar: the same requests without one
         self._conversations: list[list[Sample]] = []
 
     async def warm_up(self, session: aiohttp.ClientSession, seed: str, requests: int) -> None:
-        """Ask with prompts that nothing else uses."""
+        """Send requests with prompts that nothing else uses."""
         scenario = self._scenario
         for number in range(requests):
             length = scenario.prompt_words + scenario.prefix_words
@@ -106,7 +106,7 @@ class Measurement:
             await complete(session, self._target, prompt, min(8, scenario.output_tokens))
 
     async def add_batch(self, session: aiohttp.ClientSession, seed: str) -> Batch:
-        """Ask everything once. The same seed again would meet the server's prefix cache."""
+        """Run the scenario once. Repeating a seed would hit the server's prefix cache."""
         scenario, target, pid = self._scenario, self._target, self._pid
         key = f"{seed}/{scenario.label}"
         if scenario.name == "chat":
@@ -121,7 +121,7 @@ class Measurement:
         return batch
 
     def figures(self) -> dict[str, Any]:
-        """As JSON can hold them: rates as median over batches, latencies pooled over all."""
+        """The figures as JSON-compatible data: rates as medians over batches, latencies pooled."""
         scenario = self._scenario
         figures = {
             "scenario": scenario.name,
@@ -200,7 +200,9 @@ async def _chats(
 async def _replay(
     session: aiohttp.ClientSession, target: Target, scenario: Scenario, key: str, pid: int | None
 ) -> tuple[Batch, list[list[Sample]]]:
-    """The batch of all turns, and the samples of each conversation that went through."""
+    """Replay conversations. Returns the batch of all turns, and the samples of each completed
+    conversation.
+    """
 
     async def converse(number: int) -> list[Outcome]:
         messages: list[dict[str, str]] = []

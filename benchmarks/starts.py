@@ -1,4 +1,4 @@
-"""Starting servers: timed starts from nothing, and servers that stay up side by side."""
+"""Starts servers: timed cold starts, and servers that stay up side by side."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,8 @@ from benchmarks.figures import spread
 from benchmarks.peers import OURS
 from benchmarks.process import RunningServer, ServerError, ServerProcess, ServerSpec
 
-PACKED_FILES = "engine/packed/*.packed"  # in the cache folder of whoever runs the engine
-PACKED_SECONDS = 60  # longest wait for the engine to keep its packed weights
+PACKED_FILES = "engine/packed/*.packed"  # in the user's cache folder
+PACKED_SECONDS = 60  # max wait until the engine has written its packed weights
 
 Say = Callable[[str], None]
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 async def live_servers(
     specs: Sequence[ServerSpec], logs: Path, say: Say
 ) -> AsyncIterator[dict[str, RunningServer]]:
-    """All servers, up and answering. A peer that does not come up is left out."""
+    """All servers, up and answering. A peer that does not start is left out."""
     processes: list[ServerProcess] = []
     running: dict[str, RunningServer] = {}
     try:
@@ -45,10 +45,11 @@ async def live_servers(
 async def cold_starts(
     specs: Sequence[ServerSpec], rounds: int, logs: Path, say: Say
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Seconds from process start to the first completion, each server `rounds` times in turn.
+    """Seconds from process start to the first completion, `rounds` times for each server,
+    alternating.
 
-    The engine is started with an empty cache folder, and again with the packed weights that the
-    first start left there. A server of which a start takes minutes is not among them.
+    The engine starts with an empty cache folder, and again with the packed weights that the first
+    start left there. Servers that take minutes to start are left out.
     """
     unpacked: dict[str, list[float]] = {}
     usual: dict[str, list[float]] = {}
@@ -70,7 +71,7 @@ async def cold_starts(
                 say(str(error))
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in {**unpacked, **usual}:
-        # A peer has no such cache: one figure stands for both.
+        # A peer has no such cache: one figure counts for both.
         first_times, times = unpacked.get(name, usual.get(name, [])), usual.get(name, [])
         results[name] = {"cold unpacked": cold_figures(first_times), "cold": cold_figures(times)}
     return results
@@ -94,7 +95,9 @@ async def _both_engine_starts(spec: ServerSpec, log: Path) -> tuple[float, float
 
 
 async def _time_start(spec: ServerSpec, log: Path, wait_for: str | None = None) -> float:
-    """Start and stop; `wait_for` names a cache folder to be filled before the stop."""
+    """Start and stop a server. `wait_for` names a cache folder that must be filled before the
+    stop.
+    """
     process = ServerProcess(spec, log)
     try:
         running = await process.start()

@@ -1,4 +1,4 @@
-"""How cost grows with work: one figure of every server over a range of loads, kept as JSON.
+"""Sweeps: one figure of every server over a range of loads, stored as JSON.
 
 concurrency  output tok/s of 128 in, 128 out, with 1 to 64 requests at once
 context      time per decoded token, one request at a time, after 128 to 8,000 tokens
@@ -28,8 +28,8 @@ class Sweep:
 
     name: str
     loads: tuple[tuple[int, Scenario], ...]
-    path: tuple[str, ...]  # of the figure, in a scenario's figures
-    sequences: int  # what servers must be able to hold at once
+    path: tuple[str, ...]  # keys of the figure, in a scenario's figures
+    sequences: int  # sequences that a server must be able to hold at once
     context: int
 
     def upto(self, largest: int) -> "Sweep":

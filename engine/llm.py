@@ -1,7 +1,7 @@
-"""The engine as a library: `LLM` for text, `InferenceEngine` for OpenAI-shaped answers.
+"""The engine as a library: `LLM` for text, `InferenceEngine` for OpenAI-shaped responses.
 
-Both run the engine in a thread of this process and speak to it exactly as the server does, so that
-outputs, batching and prefix sharing are the same. Use them as context managers, or call `close`.
+Both run the engine in a thread of this process and use the same messages as the server, so outputs,
+batching and prefix caching are the same. Use them as context managers, or call `close`.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One choice: its text, why it ended, and the tokens' log-probabilities if asked for.
+    """One choice: its text, its finish reason, and the tokens' logprobs if requested.
 
     Tool calls are `{"id", "type", "function": {"name", "arguments": JSON text}}`.
     """
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """The answer to one prompt; `text` is the first choice's."""
+    """The result for one prompt; `text` is the first choice's."""
 
     choices: tuple[Completion, ...]
     usage: UsageEvent
@@ -71,7 +71,7 @@ class GenerationOutput:
 
 
 class LLM:
-    """A model in this process. Settings are `section.key` overrides, as in a configuration file.
+    """A model in this process. `settings` are `section.key` overrides, as in a configuration file.
 
     `LLM("smollm2-135m-instruct", settings={"model.dtype": "bfloat16"})`
     """
@@ -115,7 +115,7 @@ class LLM:
         *,
         grammar: GrammarSpec | None = None,
     ) -> list[GenerationOutput]:
-        """Continue each prompt (text or token ids), all of them batched together."""
+        """Continue each prompt (text or token ids), all in one batch."""
         streams = [self._complete(prompt, params, grammar) for prompt in _batch(prompts)]
         return self._collect(streams, params)
 
@@ -125,15 +125,17 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Answer a conversation, or several batched together. `options` are `grammar` and those
-        fields of a `ChatRequest` that are not its messages, such as `tools` and `tool_choice`.
+        """Answer one conversation, or several in one batch.
+
+        `options` are `grammar` and the fields of a `ChatRequest` other than its messages, such as
+        `tools` and `tool_choice`.
         """
         single = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         batch: Any = [conversations] if single else conversations
         return self._collect([self._chat(each, params, **options) for each in batch], params)
 
     def embed(self, inputs: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """A vector of unit length for each text, or list of token ids: (inputs, dimensions)."""
+        """The unit-length embedding of each text or list of token ids: (inputs, dimensions)."""
         texts = tuple(each if isinstance(each, str) else tuple(each) for each in _batch(inputs))
         request = EmbedRequest(request_id=f"llm-{next(self._ids)}", inputs=texts)
         return self._call(self._backend.embed(request)).vectors
@@ -141,22 +143,22 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Event, None, None]:
-        """The typed events of one continuation, as they come."""
+        """The typed events of one completion, as they arrive."""
         return self._iterate(self._complete(prompt, params, None))
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Generator[Event, None, None]:
-        """The typed events of one answer, as they come; `options` as for `chat`."""
+        """The typed events of one chat answer, as they arrive. `options` are as for `chat`."""
         return self._iterate(self._chat(messages, params, **options))
 
     @property
     def card(self) -> ModelCard:
-        """The model's own description: context length, quantization, size."""
+        """The model's description: context length, quantization, size."""
         return self._backend.models()[0]
 
     def stats(self) -> EngineStats | None:
-        """Gauges and totals of the engine, as of its last report."""
+        """The engine's gauges and counters, as of its last report."""
         return self._backend.stats()
 
     def _context(
@@ -199,7 +201,9 @@ class LLM:
     def _collect(
         self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
     ) -> list[GenerationOutput]:
-        """All of them, no more at once than the engine queues. The first failure ends the rest."""
+        """Run all streams, with no more open at once than the engine queues. The first failure
+        cancels the rest.
+        """
 
         async def gather() -> list[GenerationOutput]:
             places = asyncio.Semaphore(max(1, self._max_queued // (params.n if params else 1)))
@@ -229,7 +233,7 @@ class LLM:
                 self._call(events.aclose())  # type: ignore[attr-defined]
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the engine's event loop; an interrupt here ends it there."""
+        """Run a coroutine on the engine's event loop. An interrupt here cancels it there."""
         if not self._thread.is_alive():
             work.close()
             raise UnavailableError("This engine has been closed; make a new one.")
@@ -251,7 +255,7 @@ class LLM:
 
 
 class InferenceEngine:
-    """The same engine with OpenAI's request and answer shapes."""
+    """The same engine with OpenAI's request and response shapes."""
 
     def __init__(
         self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
@@ -268,11 +272,11 @@ class InferenceEngine:
         self._llm.close()
 
     def generate(self, prompts: Sequence[str], **params: Any) -> list[str]:
-        """Continue each prompt; parameters are those of `SamplingParams`."""
+        """Continue each prompt. `params` are fields of `SamplingParams`."""
         return [output.text for output in self._llm.generate(prompts, _params(params))]
 
     def chat_completion(self, messages: Messages, **params: Any) -> dict[str, Any]:
-        """A whole `chat.completion` object."""
+        """A complete `chat.completion` object."""
         collected = Collected(_params(params).n)
         usage: UsageEvent | None = None
         for event in self._llm.stream_chat(messages, _params(params)):
@@ -286,7 +290,7 @@ class InferenceEngine:
         return dict(json.loads(body))
 
     def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:
-        """`chat.completion.chunk` objects as they come; the last one carries the usage."""
+        """`chat.completion.chunk` objects as they arrive; the last one carries the usage."""
         stream = ChatStream(self._envelope(), _params(params).n, include_usage=True)
         yield from _parsed(stream.opening())
         for event in self._llm.stream_chat(messages, _params(params)):
@@ -300,7 +304,7 @@ class InferenceEngine:
 
 
 def _batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A single prompt, text or token ids, is a batch of one."""
+    """Turn a single prompt (text or token ids) into a batch of one."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     batch: Any = [prompts] if single else prompts
     return batch
@@ -330,7 +334,7 @@ async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse values that mean nothing. Written so that NaN fails too."""
+    """Refuse invalid values. The comparisons are written so that NaN fails too."""
     infinity = float("inf")
     rules = {
         "n >= 1": params.n >= 1,
@@ -355,7 +359,9 @@ def check_params(params: SamplingParams) -> None:
 
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters by name; an unknown one is an error that lists what there is."""
+    """`SamplingParams` from keyword arguments. An unknown name is an error that lists the valid
+    ones.
+    """
     known = set(SamplingParams.__struct_fields__)
     unknown = sorted(set(params) - known)
     if unknown:
@@ -367,7 +373,7 @@ def _params(params: Mapping[str, Any]) -> SamplingParams:
 
 
 def _parsed(sse: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of server-sent events."""
+    """The JSON objects in server-sent events."""
     for event in sse.split(b"\n\n"):
         if event and event + b"\n\n" != DONE:
             yield json.loads(event.removeprefix(b"data: "))

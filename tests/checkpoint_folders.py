@@ -1,4 +1,4 @@
-"""Tiny models with their tokenizers, as folders that hold all that a user would have."""
+"""Writes tiny models with their tokenizers, as complete model folders."""
 
 import struct
 from dataclasses import replace
@@ -13,10 +13,10 @@ from tests import gguf_files, safetensors_files, tokenizer_files
 
 
 def write_hf(folder: Path, family: str, *, spread: float = 1.0, **changes: Any) -> ModelConfig:
-    """`spread` is the standard deviation of matrices."""
+    """Write a Hugging Face model folder. `spread` is the standard deviation of matrices."""
     tokenizer_files.write_directory(folder)
     pieces = Tokenizer.from_directory(folder).vocab_size
-    # A few rows pad the table.
+    # A few extra rows pad the embedding table.
     sizes = {"vocab_size": pieces + 5, "bos_id": 0, "eos_ids": (2, 0)}
     config = replace(gguf_files.tiny_config(family, **changes), **sizes)
     weights = {
@@ -28,7 +28,7 @@ def write_hf(folder: Path, family: str, *, spread: float = 1.0, **changes: Any) 
 
 
 def write_llama2c(folder: Path, tied: bool, bytes_as_themselves: bool = False) -> ModelConfig:
-    """As llama2.c's own scripts lay a model out, written here independently of the code."""
+    """Write a model as llama2.c's own scripts do, independently of the code under test."""
     metadata = tokenizer_files.sentencepiece_metadata()
     pieces, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     config = gguf_files.tiny_config(

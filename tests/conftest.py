@@ -1,4 +1,6 @@
-"""Fixtures that several kinds of tests share: the default model, and a live server around it."""
+"""Fixtures shared by several kinds of tests: the default model, and a live server that serves
+it.
+"""
 
 import os
 import tempfile
@@ -10,11 +12,12 @@ import pytest
 from engine.core.store.pull import pull
 from tests.served import ServedEngine, serve
 
-# Read once, when PyTorch is first imported: threads that spin starve whatever shares the cores.
+# Read when PyTorch is first imported: spinning threads starve other processes on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Read once, when JAX first compiles: tests compile much and run little of it.
+# Read when JAX first compiles: tests compile much code and run each piece only briefly.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-# What servers store by default goes here, not to the data of whoever runs the tests.
+# Servers store their data here by default, and not in the data folder of the user who runs the
+# tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
@@ -24,12 +27,14 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The default model's file; fetched on first use, as `engine pull` does."""
+    """The default model's file; downloaded on first use, as `engine pull` does."""
     return pull(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="session")
 def server(default_model: Path) -> Iterator[ServedEngine]:
-    """`engine serve` on the default model, as a user starts it. Shared: tests leave it idle."""
+    """`engine serve` on the default model, started as a user would. It is shared: tests leave it
+    idle.
+    """
     with serve(DEFAULT_MODEL, "--dtype", "float32") as served:
         yield served

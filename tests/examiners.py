@@ -1,4 +1,6 @@
-"""What a hostile file might make a parser do, as examiners of `engine.core.sandbox.examination`."""
+"""Misbehaving parsers, as examiners for `engine.core.sandbox.examination`: what a hostile file
+might make a parser do.
+"""
 
 import os
 import socket
@@ -28,7 +30,7 @@ def refuse(path: Path) -> None:
 
 
 def fill_memory(path: Path) -> None:
-    bytearray(6 << 30)  # more than the limit, and less than most machines would give
+    bytearray(6 << 30)  # above the limit, but below what most machines have
 
 
 def spin(path: Path) -> None:
@@ -63,5 +65,5 @@ def open_many(path: Path) -> None:
 
 def hold_three_files(path: Path) -> None:
     held = os.listdir("/dev/fd")
-    if len(held) > 4:  # the fourth is the folder that is being listed
+    if len(held) > 4:  # the fourth descriptor is the folder that is being listed
         raise ModelError(f"{len(held)} open files")

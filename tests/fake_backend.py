@@ -1,7 +1,7 @@
-"""An `InferenceBackend` without a model, for tests of everything above one.
+"""An `InferenceBackend` without a model, for tests of the layers above a backend.
 
-It answers with its `words`, or with a `script` of events, at the pace that it is set to, and
-remembers what it was asked, how many streams are open and how many were cut short.
+It answers with its `words` or with a `script` of events, at a configurable pace. It records its
+requests, how many streams are open, and how many were cancelled.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ Script = Sequence[Scripted]
 
 
 def call_script(*calls: tuple[str, str], choice: int = 0, said: str = "") -> list[Scripted]:
-    """Events of a turn that calls tools, each as a name and its arguments in JSON text; every
-    call's arguments come in two pieces.
+    """Events of an answer that calls tools, each given as a name and JSON arguments. The arguments
+    of each call arrive in two pieces.
     """
     events: list[Scripted] = [TextEvent(choice, said, 1)] if said else []
     for index, (name, arguments) in enumerate(calls):
@@ -79,7 +79,7 @@ def call_script(*calls: tuple[str, str], choice: int = 0, said: str = "") -> lis
 
 
 def reasoning_script(thoughts: Sequence[str], words: Sequence[str]) -> list[Scripted]:
-    """Events of a turn that thinks before it answers."""
+    """Events of an answer with reasoning before its text."""
     events: list[Scripted] = []
     for thought in thoughts:
         events += [ReasoningEvent(0, thought), TextEvent(0, "", 1)]
@@ -88,17 +88,17 @@ def reasoning_script(thoughts: Sequence[str], words: Sequence[str]) -> list[Scri
 
 
 class FakeBackend(InferenceBackend):
-    """One token per word; a prompt has as many tokens as words, or ids."""
+    """Generates one token per word. A prompt has one token per word or id."""
 
     def __init__(self, words: Sequence[str] = DEFAULT_WORDS) -> None:
         self.reset(words)
 
     def reset(self, words: Sequence[str] = DEFAULT_WORDS) -> None:
-        """As new, for a test that shares a server with others."""
+        """Reset the state, for a test that shares a server with others."""
         self.words = tuple(words)
-        # In place of the words; a function of the request, where turns should differ.
+        # Used instead of the words; a function of the request if answers should differ.
         self.script: Script | Callable[[ChatRequest | CompletionRequest], Script] | None = None
-        self.reasoning_tokens = 0  # for the usage
+        self.reasoning_tokens = 0  # reported in the usage
         self.cards = [CARD]
         self.prefill_s = 0.0
         self.token_s: float | None = 0.0  # None: all tokens at once
@@ -114,10 +114,12 @@ class FakeBackend(InferenceBackend):
         self.num_ended = 0
         self.num_cut_short = 0
         self.is_stopped = False
-        self.log_levels: list[str] = []  # that it was told
+        self.log_levels: list[str] = []  # levels that were set
 
     def set_card(self, **fields: Any) -> None:
-        """Another model: `set_card(capabilities=("completions",), emulated=("tools",))`."""
+        """Pretend to be another model: `set_card(capabilities=("completions",),
+        emulated=("tools",))`.
+        """
         self.cards = [msgspec.structs.replace(CARD, **fields)]
 
     async def start(self) -> str:
@@ -154,7 +156,7 @@ class FakeBackend(InferenceBackend):
         return self._answer(request, _count(request.prompt))
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        """A vector that depends on nothing but its input."""
+        """A vector that depends only on its input."""
         self.embed_requests.append(request)
         if self.refusal is not None:
             raise self.refusal
@@ -164,7 +166,7 @@ class FakeBackend(InferenceBackend):
     async def tokenize(
         self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """A token for each byte; the special one is 256."""
+        """One token per byte; the special token is 256."""
         text = content if isinstance(content, str) else _chat_text(content)
         return ((256,) if add_special_tokens else ()) + tuple(text.encode())
 
@@ -217,7 +219,7 @@ class FakeBackend(InferenceBackend):
             self.num_cut_short += not finished
 
     def _steps(self, request: ChatRequest | CompletionRequest) -> list[list[Scripted]]:
-        """What comes without a pause in between."""
+        """The events in groups; each group is sent without a pause."""
         if self.script is not None:
             script = self.script(request) if callable(self.script) else self.script
             return [[event] for event in script]
@@ -254,7 +256,7 @@ def _vector(text: str | tuple[int, ...]) -> Any:
 
 
 def _echo(request: CompletionRequest, choice: int) -> TextEvent:
-    """The prompt's words; nothing is known of how likely the first one was."""
+    """The prompt's words. The first word has no logprob."""
     assert isinstance(request.prompt, str)
     params = request.context.params
     if not params.score_prompt:

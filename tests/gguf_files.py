@@ -1,4 +1,4 @@
-"""GGUF files for tests: sound ones through the `gguf` package, hostile ones byte by byte."""
+"""GGUF files for tests: valid ones written with the `gguf` package, hostile ones byte by byte."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def assemble(
     num_entries: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """A file from its parts; the counts may lie."""
+    """A file from its parts; the counts may be wrong on purpose."""
     head = magic + u32(version)
     head += u64(len(tensors) if num_tensors is None else num_tensors)
     head += u64(len(entries) if num_entries is None else num_entries)
@@ -71,7 +71,7 @@ def assemble(
 
 
 def tiny_config(family: str, **changes: Any) -> ModelConfig:
-    """A two-layer model whose sizes all differ, so that a mixed-up shape can't go unnoticed."""
+    """A two-layer model whose sizes all differ, so that a mixed-up shape is noticed."""
     layer_norm = family == "gpt2"
     settings: dict[str, Any] = {
         "family": family,
@@ -114,7 +114,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> Arrays:
 
 
 def gguf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
-    """The same weights as a converter would store them, under GGUF's names."""
+    """The weights in GGUF's layout and under its names, as a converter would store them."""
     stored: Arrays = {}
     for spec in architecture(config.family).tensors(config):
         if spec.name in weights:
@@ -135,10 +135,10 @@ def write_gguf(
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     **writer_options: Any,
 ) -> None:
-    """Write with the `gguf` package; `extra` adds or replaces unsigned, float, string or list keys,
-    a whole vocabulary among them.
+    """Write with the `gguf` package.
 
-    Bytes are blocks of the tensor's type in `types`, Q8_0 unless it says otherwise.
+    `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
+    Bytes are blocks of the tensor's type in `types`, by default Q8_0.
     """
     writer = gguf.GGUFWriter(path, config.family, **writer_options)
     prefix = config.family
@@ -183,7 +183,7 @@ def write_gguf(
         kind = None
         if values.dtype == np.uint8:
             kind = (types or {}).get(name, gguf.GGMLQuantizationType.Q8_0)
-        writer.add_tensor(name, values, raw_dtype=kind)  # it works the shape out
+        writer.add_tensor(name, values, raw_dtype=kind)  # the writer derives the shape
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

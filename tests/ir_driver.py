@@ -1,4 +1,4 @@
-"""Small models for the graph and plan tests, and sequences that are run chunk by chunk."""
+"""Small models for the graph and plan tests, and a driver that runs sequences chunk by chunk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ CONFIGS: Mapping[str, ModelConfig] = {
 
 
 def random_weights(graph: Graph, seed: int = 0) -> dict[str, F32]:
-    """Wide enough that a lost bias or a wrong norm shows."""
+    """Random weights that vary enough to reveal a lost bias or a wrong norm."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.normal(0, 0.3, value.shape).astype(np.float32) + (len(value.shape) == 1)
@@ -74,7 +74,7 @@ def random_weights(graph: Graph, seed: int = 0) -> dict[str, F32]:
 
 
 def new_state(config: ModelConfig, factors: F32 | None = None) -> State:
-    """Empty caches; what was never written is NaN, so that reading it shows."""
+    """Empty caches filled with NaN, so that reading an unwritten position shows."""
     shape = (NUM_BLOCKS, BLOCK, 2, config.num_kv_heads, config.head_dim)
     turns = None
     if config.rope is not None:
@@ -92,7 +92,7 @@ class Track:
 
 @dataclass
 class Driver:
-    """Runs sequences over one paged cache; blocks are dealt in no helpful order."""
+    """Runs sequences over one paged cache, with blocks in shuffled order."""
 
     forward: Forward
     state: State
@@ -105,7 +105,9 @@ class Driver:
         return Track(list(tokens), blocks)
 
     def step(self, work: Sequence[tuple[Track, int]], every_token: bool = False) -> F32:
-        """Computes the next tokens of each track; logits of the last ones, or of all."""
+        """Compute the next tokens of each track. Returns the logits of the last tokens, or of
+        all.
+        """
         ids, positions, slots, row_of, wanted = [], [], [], [], []
         for row, (track, count) in enumerate(work):
             for position in range(track.num_computed, track.num_computed + count):

@@ -1,7 +1,7 @@
-"""A real server on a real socket, in a thread, over a backend that the test holds.
+"""A real server on a real socket, in a thread, over a backend that the test controls.
 
-In-process HTTP clients buffer whole responses; what a socket sees (order in time, disconnects,
-draining) can only be tested over one.
+In-process HTTP clients buffer whole responses. Ordering in time, disconnects and draining can only
+be tested over a socket.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.fake_backend import MODEL, FakeBackend
 
 
 def make_settings(**sections: dict[str, Any]) -> Settings:
-    """Settings with any free port, and whatever a test needs otherwise."""
+    """Settings with a free port, and with the given sections."""
     return Settings(**{**sections, "server": {"port": 0} | sections.get("server", {})})
 
 
@@ -59,7 +59,7 @@ class LiveServer:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """Its event loop does not turn meanwhile."""
+        """Block the server's event loop meanwhile."""
         begun, ended = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -74,7 +74,7 @@ class LiveServer:
             ended.set()
 
     def signal(self) -> None:
-        """What SIGTERM does."""
+        """Do what SIGTERM does."""
         self._loop.call_soon_threadsafe(self._server.handle_signal)
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ def live_server(
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Fails only when something never happens, so the limit is generous."""
+    """Wait for a condition. The limit is generous, so this fails only if it never becomes true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -122,7 +122,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[Any]:
-    """The payloads of an SSE body, comments left out; `[DONE]` stays a string."""
+    """The payloads of an SSE body, without comments; `[DONE]` stays a string."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
     assert all(block.startswith("data: ") for block in blocks), blocks
     payloads = [block.removeprefix("data: ") for block in blocks]

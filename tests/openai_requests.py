@@ -1,4 +1,4 @@
-"""Requests and a started backend, for tests of servers behind ours."""
+"""Requests and a started backend, for tests of remote OpenAI-compatible servers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

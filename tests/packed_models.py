@@ -1,4 +1,4 @@
-"""Small models to pack, and plans of how."""
+"""Small models for tests of weight packing, and their packing plans."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ from engine.backends.custom.frameworks.native.weights.loading import (  # noqa: 
 
 
 def make_model(path: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """Feed-forward sizes that are neither whole panels nor whole groups."""
+    """Write a model whose MLP sizes are multiples of neither the panel nor the group size."""
     biases = {} if family == "gpt2" else {"qkv_bias": True, "mlp_bias": True}
     config = tiny_config(family, intermediate_size=88, **(biases | changes))
     weights = random_weights(config, seed)
@@ -35,7 +35,9 @@ def make_model(path: Path, family: str = "llama", seed: int = 0, **changes: Any)
 
 
 def plan_of(source: ModelSource) -> tuple[list[PackedMatrix], list[str]]:
-    """As a planner would fuse them: query, key and value together, gate and up interleaved."""
+    """Fuse the matrices as a planner would: query, key and value together, gate and up
+    interleaved.
+    """
     groups = [("embed", False), ("head", False)]
     for layer in range(source.config.num_layers):
         place = f"layers.{layer}"
@@ -64,7 +66,7 @@ def plan_of(source: ModelSource) -> tuple[list[PackedMatrix], list[str]]:
 
 
 def load(model: Path, where: PackedCache | None, **options: Any) -> PackedWeights:
-    """Load and wait for the file to be written."""
+    """Load the weights and wait until the packed file is written."""
     source = open_model(model)
     weights = load_weights(source, *plan_of(source), threads=2, cache=where, **options)
     source.close()
@@ -79,7 +81,7 @@ def content(weights: PackedWeights) -> list[bytes]:
 
 
 def in_rows(parts: list[NDArray[np.float32]], interleaved: bool) -> NDArray[np.float32]:
-    """The parts' rows in the order of the matrix, and zeros up to whole panels."""
+    """The parts' matrix rows in packed order, zero-padded to whole panels."""
     if not interleaved:
         whole = np.concatenate(parts)
         return np.concatenate((whole, np.zeros((-len(whole) % 16, *whole.shape[1:]), np.float32)))

@@ -61,7 +61,7 @@ def a_completion(prompt: str | tuple[int, ...], **params: Any) -> CompletionRequ
 
 
 async def fed(backend: PluggedBackend, request: ChatRequest | CompletionRequest) -> list[Event]:
-    """The events as they are pushed; of a backend without plugins at work, as they are read."""
+    """The pushed events; without active plugins, the events as they are read."""
     source = (
         backend.chat(request) if isinstance(request, ChatRequest) else backend.complete(request)
     )

@@ -1,4 +1,4 @@
-"""What the tests of /v1/responses share: a fake model behind the application, and its words."""
+"""Shared by the tests of /v1/responses: the application with a fake model, and its words."""
 
 import json
 from collections.abc import AsyncIterator
@@ -47,7 +47,9 @@ def ask(**fields: Any) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, each of which says its type twice and its number once."""
+    """The events of a stream. Checks that both type fields agree and that the numbers are
+    consecutive.
+    """
     events: list[dict[str, Any]] = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
@@ -72,7 +74,7 @@ def client_of(app: FastAPI) -> httpx.AsyncClient:
 
 @asynccontextmanager
 async def serving(backend: FakeBackend, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a new application, which must hold nothing when the test ends."""
+    """A client of a new application, which must hold nothing at the end of the test."""
     app = app_over(backend, tmp_path)
     async with client_of(app) as client:
         yield client

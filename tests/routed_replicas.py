@@ -1,4 +1,4 @@
-"""Routers over backends without a model, and requests to them."""
+"""Routers over fake backends, and requests to them."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -28,7 +28,7 @@ GONE = UnavailableError("it is gone", retry_after=3.0)
 
 
 class Fed(FakeBackend):
-    """Pushes its events."""
+    """A backend that pushes its events."""
 
     def chat(self, request: ChatRequest) -> "Feed":
         return Feed(super().chat(request))
@@ -99,5 +99,5 @@ async def _fed(made: Router, asked: ChatRequest) -> list[Event]:
     return events
 
 
-# Whichever way a server takes the events.
+# Runs a test with pulled and with pushed events.
 both_ways = pytest.mark.parametrize("take", [answer, _fed])

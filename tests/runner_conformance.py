@@ -1,6 +1,6 @@
-"""What every `ModelRunner` must keep to, as tests over the real scheduler, cache and loop.
+"""The contract of every `ModelRunner`, as tests over the real scheduler, cache and loop.
 
-Subclass `RunnerConformance` in a test module, say how a runner is made, and pytest finds the rest:
+Subclass `RunnerConformance` in a test module and implement `make_runner`; pytest finds the rest:
 
     class TestMyRunner(RunnerConformance):
         nan_token = 50
@@ -11,8 +11,8 @@ Subclass `RunnerConformance` in a test module, say how a runner is made, and pyt
         @classmethod
         def logits(cls, tokens) -> F32: ...
 
-One runner serves all the tests of a class, so each finds a cache full of others' keys and values. A
-request's own tokens, computed with nothing beside it, are what it must give in any company.
+All tests of a class share one runner, so each starts with a cache full of other requests' keys and
+values. A request must give the same tokens in any batch as it gives when it runs alone.
 """
 
 import random
@@ -43,7 +43,7 @@ from engine.core.interfaces.request import (
 
 NUM_NEW = 12
 MAX_TURNS = 2000
-# Of logarithms and states that two schedules computed, in float32.
+# Max difference of logprobs and states between two schedules, in float32.
 TOLERANCE = 1e-3
 DRAWN: Mapping[str, Any] = {
     "temperature": 0.9,
@@ -74,9 +74,9 @@ NUM_STEADY = 24
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How steps are cut and what memory there is; None: all that the runner has."""
+    """How steps are cut, and how much memory there is; None: all that the runner has."""
 
-    budget: int = 64  # tokens of a step
+    budget: int = 64  # tokens per step
     max_slots: int | None = None
     num_blocks: int | None = None
     shares: bool = True
@@ -84,7 +84,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came back for one choice of a request."""
+    """The result of one choice of a request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -119,7 +119,7 @@ class ListChannel:
 
 
 class Bench:
-    """A scheduler, a cache and a loop around a runner, turned by hand."""
+    """A scheduler, a cache and a loop around a runner, driven one iteration at a time."""
 
     def __init__(self, runner: ModelRunner, schedule: Schedule) -> None:
         spec = runner.spec
@@ -138,7 +138,7 @@ class Bench:
         self.scheduler.check()
 
     def run(self, requests: Sequence[GenerateRequest]) -> dict[tuple[str, int], Outcome]:
-        """To their ends: every outcome by request and choice."""
+        """Run the requests to their end. Returns every outcome by request and choice."""
         self.turn(*requests)
         return self.finish()
 
@@ -147,7 +147,7 @@ class Bench:
             if not self.scheduler.has_work:
                 break
             self.turn()
-        self.turn()  # takes in a step that was launched for nothing
+        self.turn()  # finish a step that was launched ahead and is not needed
         assert not self.scheduler.has_work, f"no end after {MAX_TURNS} turns"
         held = self.pool.num_usable - self.pool.num_free - self.pool.num_evictable
         assert held == 0, f"{held} blocks are held by nobody"
@@ -200,9 +200,9 @@ def tokens(outcomes: Mapping[tuple[str, int], Outcome]) -> dict[tuple[str, int],
 
 
 class RunnerConformance:
-    """The runner needs at least 8 slots, 40 blocks, and 96 positions."""
+    """The contract's tests. The runner needs at least 8 slots, 40 blocks and 96 positions."""
 
-    # A token whose embedding is not finite, and which nothing draws; None: there is no such.
+    # A token whose embedding is not finite and that is never sampled; None: there is none.
     nan_token: ClassVar[int | None] = None
     runner: ClassVar[ModelRunner]
     alone: ClassVar[dict[tuple[str, int], Outcome]]
@@ -251,7 +251,7 @@ class RunnerConformance:
 
     @classmethod
     def requests(cls) -> list[GenerateRequest]:
-        """Greedy and drawn, with a shared beginning and without, one of them with two choices."""
+        """Greedy and sampled requests, with and without a shared prefix; one has two choices."""
         shared = cls.text(2 * cls.runner.spec.block_size, seed=90)
         tails = [cls.text(length, seed) for seed, length in enumerate((1, 3, 9, 14))]
         found = [cls.request(f"greedy {i}", shared + tail) for i, tail in enumerate(tails)]
@@ -283,7 +283,9 @@ class RunnerConformance:
         assert again["greedy 3", 0].num_cached >= 2 * self.runner.spec.block_size
 
     def test_who_was_preempted_goes_on_as_before(self) -> None:
-        """Four that begin in a block each outgrow a pool that only one of them can have."""
+        """Four sequences start with one block each, then outgrow a pool that fits only one of
+        them.
+        """
         size = self.runner.spec.block_size
         length = 2 * size + 2
         growing = [
@@ -351,7 +353,7 @@ class RunnerConformance:
         assert outcomes["greedy 1", 0].finish_reason == "abort"
 
     def test_a_row_that_is_not_finite_harms_no_other(self) -> None:
-        """Not its batch mates, and not who gets its blocks of the cache afterwards."""
+        """Neither the other rows of the batch nor later users of its blocks are affected."""
         if self.nan_token is None:
             return
         prompt = self.text(20, seed=5)
@@ -365,7 +367,7 @@ class RunnerConformance:
         self.check(bench.run(self.requests()), "after sick ones")
 
     def test_logprobs_are_the_models_own(self) -> None:
-        """Of a greedy row the chosen token is the likeliest; a bias changes the choice alone."""
+        """A greedy row's token is the likeliest; a bias changes the choice but not the logprobs."""
         prompt = self.text(9, seed=3)
         plain = self.request("plain", prompt, logprobs=2, max_tokens=1)
         best = self.serve([plain], Schedule())["plain", 0].logprobs[0]

@@ -1,8 +1,8 @@
-"""What must hold of the runtime at every moment, recounted from scratch and from its raw state.
+"""The runtime's invariants, recomputed from its raw state.
 
-Nothing here calls the runtime's own `check`: each rule is stated a second time, by other means. The
-toy model's cells are hashes of all that came before them, so what a cached block contains can be
-checked too.
+Nothing here calls the runtime's own `check`: each rule is implemented a second time, independently.
+A KV cell of the toy model is a hash of all tokens before it, so the contents of cached blocks can
+be checked too.
 """
 
 from collections import Counter
@@ -19,12 +19,12 @@ from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
 
 @lru_cache(maxsize=1 << 16)
 def cell_after(tokens: tuple[int, ...]) -> int:
-    """What the toy model writes for the last of these tokens."""
+    """What the toy model writes to the KV cell of the last token."""
     return mix(cell_after(tokens[:-1]) if len(tokens) > 1 else 1, tokens[-1])
 
 
 class Snapshot:
-    """The pool, the tree and the sequences, taken apart."""
+    """A copy of the state of the pool, the tree and the sequences."""
 
     def __init__(self, engine) -> None:
         self.engine = engine
@@ -79,19 +79,21 @@ def free_list(now: Snapshot) -> None:
 
 
 def null_block(now: Snapshot) -> None:
-    """INV-04: the null block is nobody's."""
+    """INV-04: no sequence and no cache node holds the null block."""
     assert NULL_BLOCK not in now.pool._free and NULL_BLOCK not in now.held
     assert NULL_BLOCK not in now.cached and now.pool.refs(NULL_BLOCK) == 0
 
 
 def holders_are_distinct(now: Snapshot) -> None:
-    """INV-06: nobody mentions a block twice, so letting go of a list counts each once."""
+    """INV-06: no holder lists a block twice, so releasing a list drops one reference per block."""
     for seq in now.running:
         assert len(seq.blocks) == len(set(seq.blocks)), seq.request_id
 
 
 def block_tables(now: Snapshot) -> None:
-    """INV-09: as many blocks as tokens need, at most those it was promised; the arrays agree."""
+    """INV-09: a table has as many blocks as its tokens need, at most those promised; the arrays
+    agree.
+    """
     builder = now.engine.loop._builder
     for seq in now.running:
         most = max(len(seq.tokens) + seq.num_sampling, seq.max_len)
@@ -102,7 +104,9 @@ def block_tables(now: Snapshot) -> None:
 
 
 def cached_contents(now: Snapshot) -> None:
-    """INV-10, INV-16: the tree holds whole blocks of exactly what their tokens give, all finite."""
+    """INV-10, INV-16: the tree holds whole blocks with exactly the contents of their tokens, all
+    finite.
+    """
     cells = now.engine.runner.cells
     for _, tokens, blocks, node in now.paths:
         assert NAN_TOKEN not in tokens and CRASH_TOKEN not in tokens, "a poisoned block is cached"
@@ -114,7 +118,9 @@ def cached_contents(now: Snapshot) -> None:
 
 
 def tree_shape(now: Snapshot) -> None:
-    """INV-11: no empty edge, siblings that differ in their first block, each block once."""
+    """INV-11: no edge is empty, siblings differ in their first block, and each block occurs
+    once.
+    """
     assert len(now.cached) == len(set(now.cached)), "a block is in the tree twice"
     for *_, node in now.paths:
         assert node.blocks and node.parent is not None
@@ -123,9 +129,9 @@ def tree_shape(now: Snapshot) -> None:
 
 
 def longest_match(now: Snapshot) -> None:
-    """INV-12, INV-17: `match` finds the longest prefix there is, and never all of the tokens."""
+    """INV-12, INV-17: `match` finds the longest cached prefix, but never all of the tokens."""
     if now.kv.radix._ttl_s is not None:
-        return  # what has expired is there and not found
+        return  # expired prefixes still exist but are not matched
     known: dict[tuple, int] = {}
     for namespace, tokens, blocks, _ in now.paths:
         for count in range(1, len(blocks) + 1):
@@ -141,7 +147,7 @@ def longest_match(now: Snapshot) -> None:
 
 
 def ancestors_are_held(now: Snapshot) -> None:
-    """INV-13: who holds a cached block holds all that come before it, in a tree of its own."""
+    """INV-13: a holder of a cached block also holds all its ancestors, within one namespace."""
     for namespace, _, blocks, _ in now.paths:
         for seq in now.running:
             mine = [block in seq.blocks for block in blocks]
@@ -150,12 +156,12 @@ def ancestors_are_held(now: Snapshot) -> None:
 
 
 def evictable_count(now: Snapshot) -> None:
-    """INV-14: the running count of what can be evicted is a fresh count of it."""
+    """INV-14: the running count of evictable blocks equals a fresh count."""
     assert now.pool.num_evictable == len(set(now.cached) - now.held.keys())
 
 
 def queues(now: Snapshot) -> None:
-    """INV-18, INV-24: everybody is in one place, and nothing is remembered of the gone."""
+    """INV-18, INV-24: each sequence is in exactly one queue, and nothing of ended ones remains."""
     scheduler, everybody = now.engine.scheduler, now.running + now.waiting
     assert len(set(everybody)) == len(everybody)
     indexed = [seq for choices in scheduler._requests.values() for seq in choices]
@@ -174,7 +180,7 @@ def queues(now: Snapshot) -> None:
 
 
 def preemptions(now: Snapshot) -> None:
-    """INV-23: nobody is preempted for ever."""
+    """INV-23: no sequence is preempted forever."""
     for seq in now.running + now.waiting:
         assert seq.num_preemptions <= MAX_PREEMPTIONS
 
@@ -198,7 +204,9 @@ CHECKS = (
 
 @contextmanager
 def noted(violations: list[str]) -> Iterator[None]:
-    """Where the runtime would take a failed check for a failure of its own, and go on."""
+    """Record assertion errors here, where the runtime would handle them as its own failure and go
+    on.
+    """
     try:
         yield
     except AssertionError as error:
@@ -207,11 +215,11 @@ def noted(violations: list[str]) -> Iterator[None]:
 
 
 def check_writes(engine, inputs: BatchInputs) -> None:
-    """INV-07, INV-08: only one's own unshared blocks are written, each place once, and nobody reads
-    in a step what another row writes in it.
+    """INV-07, INV-08: a row writes only to its own unshared blocks, each position once, and no row
+    reads what another row writes in the same step.
     """
     if not inputs.write_slots.any():
-        return  # a step that belongs to nobody
+        return  # a warm-up step without a sequence
     size, writers = engine.spec.block_size, {}
     for row in range(len(inputs.slots)):
         for place in inputs.write_slots[inputs.query_start[row] : inputs.query_start[row + 1]]:
@@ -225,8 +233,8 @@ def check_writes(engine, inputs: BatchInputs) -> None:
 
 
 class WatchedScheduling:
-    """INV-19, INV-20: budgets are kept, nobody running is left out, nobody is overtaken by
-    another of its tenant's.
+    """INV-19, INV-20: budgets are kept, every running sequence gets a row, and a sequence is never
+    overtaken by a later one of its tenant.
     """
 
     def __init__(self, scheduler, violations: list[str]) -> None:

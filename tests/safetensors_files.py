@@ -1,4 +1,4 @@
-"""Safetensors files and model directories for tests, sound and hostile."""
+"""Safetensors files and model directories for tests, valid and hostile."""
 
 import json
 import struct
@@ -24,7 +24,7 @@ HF_NAMES = {
 
 
 def assemble(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file from its header and data; the stated header length may lie."""
+    """A file from its header and data; the stated header length may be wrong on purpose."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -48,7 +48,7 @@ def file_bytes(tensors: Arrays, dtypes: dict[str, str] | None = None) -> bytes:
 
 
 def hf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
-    """The same weights as Hugging Face would store them."""
+    """The weights in Hugging Face's layout and under its names."""
     return {
         spec.hf: weights[spec.name].T if spec.hf_transform == "transpose" else weights[spec.name]
         for spec in architecture(config.family).tensors(config)

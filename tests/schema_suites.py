@@ -1,8 +1,8 @@
-"""JSON schemas from elsewhere: the official test suite, and what real tools validate files with.
+"""JSON schemas from other projects: the official test suite, and schemas of real tools.
 
-The suite lies in the source distribution of `jsonschema`, which is downloaded once; the schemas of
-real tools lie in the installed `check-jsonschema`. `supported_schemas` are those among all of them
-that a client could send: small enough, honoured, and compiled in time.
+The suite is part of the source distribution of `jsonschema`, which is downloaded once. The schemas
+of real tools come with the installed `check-jsonschema`. `supported_schemas` are those that a
+client could send: small enough, supported, and compiled in time.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ def suite_folder() -> Path:
 
 @cache
 def suite_schemas() -> list[NamedSchema]:
-    """Every schema of the suite, the optional parts too, each naming its draft."""
+    """Every schema of the suite, including the optional parts; each names its draft."""
     found = []
     for draft, uri in SUITE_DRAFTS.items():
         for path in sorted((suite_folder() / draft).rglob("*.json")):
@@ -71,7 +71,7 @@ def suite_schemas() -> list[NamedSchema]:
 
 @cache
 def real_schemas() -> list[NamedSchema]:
-    """Whole schemas of real tools, and each of their definitions and properties as one."""
+    """The schemas of real tools, and each of their definitions and properties as a schema."""
     folder = resources.files("check_jsonschema.builtin_schemas") / "vendor"
     found: list[NamedSchema] = []
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
@@ -90,7 +90,7 @@ def _parts(name: str, document: dict[str, Any]) -> Iterator[NamedSchema]:
 
 
 def _alone(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    """A part of a document as a document, with only those definitions that it needs."""
+    """A part of a schema as a separate document, with only the definitions that it needs."""
     needed: dict[str, dict[str, Any]] = {keyword: {} for keyword in DEFINITION_KEYWORDS}
     pending = [schema]
     while pending:
@@ -124,7 +124,7 @@ def _references(value: Any) -> Iterator[str]:
 
 @cache
 def supported_schemas() -> list[NamedSchema]:
-    """From both sources, with their names."""
+    """The supported schemas of both sources, with their names."""
     return asyncio.run(supported_among([*suite_schemas(), *real_schemas()]))
 
 

@@ -1,6 +1,6 @@
-"""An HTTP server whose every byte a test decides: for what no honest server would send.
+"""An HTTP server whose every byte the test decides, to send what no real server would.
 
-It runs on the test's own event loop, on TCP or on a Unix socket, and remembers what it was asked.
+It runs on the test's own event loop, on TCP or on a Unix socket, and records its requests.
 """
 
 import asyncio
@@ -24,7 +24,9 @@ class Asked:
 
 @dataclass
 class Reply:
-    """Pieces are written one by one; `hangs` waits after them, else the connection is kept."""
+    """A response whose pieces are written one by one. `hangs` waits after them; otherwise the
+    connection is kept open.
+    """
 
     pieces: Sequence[bytes]
     hangs: bool = False
@@ -44,7 +46,7 @@ def whole(body: Any, status: int = 200, **headers: str) -> Reply:
 
 
 def stream(*events: Any, **how: Any) -> Reply:
-    """Each event as a piece of its own: bytes as they are, a string as data, others as JSON."""
+    """A response with one piece per event: bytes as they are, a string as data, others as JSON."""
     pieces = [_chunk(event_bytes(event)) for event in events]
     head = _head(200, {"content-type": "text/event-stream", "transfer-encoding": "chunked"})
     ending = [] if how.get("hangs") or how.get("closes") else [b"0\r\n\r\n"]
@@ -58,7 +60,7 @@ def event_bytes(event: Any) -> bytes:
 
 
 def delta(index: int = 0, finish: str | None = None, **fields: Any) -> dict[str, Any]:
-    """A chunk of a chat."""
+    """One chunk of a streamed chat."""
     return {"choices": [{"index": index, "delta": fields, "finish_reason": finish}]}
 
 
@@ -87,14 +89,14 @@ def _chunk(data: bytes) -> bytes:
 
 @dataclass
 class ScriptedServer:
-    """`script` answers every POST; GET of the models lists one; other paths are in `paths`."""
+    """Answers every POST with `script`, lists one model, and serves other paths from `paths`."""
 
     script: Script
     url: str = ""
     paths: dict[str, Script] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     num_connections: int = 0
-    # A client has left before its answer was complete.
+    # Set when a client disconnected before its answer was complete.
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""Starts `engine serve` as a child process, the way a user does, and tells where it listens."""
+"""Starts `engine serve` as a child process, as a user would, and returns its address."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def serve(
     timeout_s: float = START_TIMEOUT_S,
     module: str = "engine.cli.main",
 ) -> Iterator[ServedEngine]:
-    """`engine serve ARGUMENTS` on a free port, until the block ends."""
+    """Run `engine serve ARGUMENTS` on a free port, until the block ends."""
     argv = [sys.executable, "-m", module, "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}

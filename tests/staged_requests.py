@@ -1,4 +1,4 @@
-"""A request that passes every stage of its life, for tests in which each of them fails."""
+"""A request that passes through every stage, for tests that make each stage fail."""
 
 from typing import Any
 

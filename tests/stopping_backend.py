@@ -1,4 +1,4 @@
-"""A backend that answers so many requests and then none: for work that is interrupted."""
+"""A backend that answers a number of requests and then hangs, for tests of interrupted work."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -10,8 +10,8 @@ from tests.fake_backend import DEFAULT_WORDS, FakeBackend
 class StoppingBackend(FakeBackend):
     def reset(self, words: Sequence[str] = DEFAULT_WORDS) -> None:
         super().reset(words)
-        self.num_answers: int | None = None  # None: as many as are asked for
-        self.num_held = 0  # requests that wait for an answer now
+        self.num_answers: int | None = None  # None: answer all requests
+        self.num_held = 0  # requests that are waiting for an answer
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         if self.num_answers is None or len(self.requests) < self.num_answers:

@@ -27,7 +27,7 @@ CORPUS = [
 
 @cache
 def read_gguf(path: Path) -> dict[str, Any]:
-    """The tokenizer's part of a GGUF file's metadata, by a reader that is not ours."""
+    """The tokenizer's metadata of a GGUF file, read by another library."""
     fields = GGUFReader(path).fields
     return {name: fields[name].contents() for name in fields if name.startswith("tokenizer.")}
 
@@ -49,7 +49,7 @@ def byte_level_engine() -> tokenizers.Tokenizer:
 
 
 def byte_level_metadata(**changes: Any) -> dict[str, Any]:
-    """What a GGUF file would carry for `byte_level_engine`."""
+    """The GGUF metadata for `byte_level_engine`."""
     model = json.loads(byte_level_engine().to_str())["model"]
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
     metadata: dict[str, Any] = {
@@ -66,7 +66,9 @@ def byte_level_metadata(**changes: Any) -> dict[str, Any]:
 
 
 def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
-    """Pieces with scores, as SentencePiece's BPE writes them; all 256 bytes as fallback."""
+    """Tokens with scores, as SentencePiece's BPE writes them, with byte fallback for all 256
+    bytes.
+    """
     engine = tokenizers.Tokenizer(models.BPE())
     engine.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -93,7 +95,7 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
 
 
 def write_directory(path: Path, **settings: Any) -> Path:
-    """A Hugging Face model directory with `byte_level_engine`, BOS added by its post-processor."""
+    """A Hugging Face model directory with `byte_level_engine`; its post-processor adds BOS."""
     engine = byte_level_engine()
     engine.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]

@@ -1,4 +1,4 @@
-"""An engine to a `Generation`: it remembers what it was told of the request, and does nothing."""
+"""A stub engine for a `Generation`: it records the calls it gets and does nothing."""
 
 
 class ToldEngine:

@@ -1,5 +1,6 @@
-"""A backend whose engine is real and whose model is a toy: it starts at once, and its answers are
-letters. The engine runs in a thread, or in a process that can be killed.
+"""A backend with the real engine and a toy model: it starts at once, and its answers are letters.
+
+The engine runs in a thread, or in a process that can be killed.
 """
 
 from types import SimpleNamespace

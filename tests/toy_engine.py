@@ -1,4 +1,6 @@
-"""The real runtime over the toy model, driven turn by turn, every delta collected and checked."""
+"""The real runtime with the toy model, driven one iteration at a time. Every delta is collected and
+checked.
+"""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from tests.toy_runner import VOCAB, ToyRunner, generate_alone
 
 
 class ListChannel:
-    """A channel that is two lists."""
+    """A channel made of two lists."""
 
     def __init__(self) -> None:
         self.inbox: list = []
@@ -39,7 +41,7 @@ class ListChannel:
 
 @dataclass
 class Outcome:
-    """What has come back for one choice."""
+    """The result of one choice so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
@@ -51,7 +53,7 @@ class Outcome:
 
 
 class ToyEngine:
-    """An `EngineLoop` with helpers to submit, turn, and compare with the oracle."""
+    """An `EngineLoop` with helpers to submit requests, iterate, and compare with the oracle."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class ToyEngine:
     ) -> None:
         self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
         self.channel = ListChannel()
-        self.violations: list[str] = []  # of checks made in the middle of a step
+        self.violations: list[str] = []  # failed checks from within a step
         self.runner = ToyRunner(self.spec, self._check_writes)
         self.pool = BlockPool(self.spec.num_blocks)
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
@@ -75,8 +77,8 @@ class ToyEngine:
         self.kv = KVCache(self.pool, radix, block_size, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots)
         self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
-        self.hostages: list[int] = []  # blocks taken out of the pool
-        self.num_pardons = 0  # choices that may have failed by a planned fault
+        self.hostages: list[int] = []  # blocks removed from the pool by `shrink`
+        self.num_pardons = 0  # choices that an injected fault may have failed
         self.kv.check = self._check_kv
         budget = StepBudget(budget, max_slots)
         self.loop = EngineLoop(
@@ -125,7 +127,7 @@ class ToyEngine:
             self.runner.poison([b for b in range(1, self.pool.num_blocks) if not self.pool.refs(b)])
 
     def run(self, most: int = 2000) -> None:
-        """Turn until every outcome is final."""
+        """Iterate until every outcome is final."""
         for _ in range(most):
             if all(o.finish_reason for o in self.outcomes.values()):
                 self.turn(2)  # a step may still be in flight
@@ -151,19 +153,19 @@ class ToyEngine:
         return alone
 
     def shrink(self, count: int) -> None:
-        """Take blocks out of the pool; what is cached gives way."""
+        """Remove blocks from the pool, evicting cached ones if necessary."""
         short = count - self.pool.num_free
         if short > 0:
             self.kv.radix.evict(short)
         self.hostages += self.pool.take(min(count, self.pool.num_free))
 
     def grow(self) -> None:
-        """Give them all back."""
+        """Return all removed blocks to the pool."""
         self.pool.drop(self.hostages)
         self.hostages.clear()
 
     def check(self) -> None:
-        """All invariants, and that nothing delivered differs from the oracle."""
+        """Check all invariants, and that all delivered tokens equal the oracle's."""
         self.scheduler.check()
         check_invariants(self)
         assert not self.violations
@@ -196,7 +198,7 @@ class ToyEngine:
         outcome.error_code = delta.error_code
 
     def num_unforeseen(self) -> int:
-        """Choices that failed although nothing was wrong with their requests."""
+        """Number of choices that failed although their requests were valid."""
         failed = [key for key, o in self.outcomes.items() if o.error_code == "INFERENCE_ERROR"]
         return sum(self.expected(*key)[1] != "error" for key in failed)
 

@@ -32,12 +32,12 @@ def _shared() -> Grammars:
 
 
 def new_matcher(grammar: str):
-    """A matcher at its start."""
+    """A matcher in its start state."""
     return _shared().compile(grammar).result().deep_copy()
 
 
 class PatientGrammars(Grammars):
-    """Compiles when it is told to, so that histories are the same each time."""
+    """Compiles only when told to, so that histories are reproducible."""
 
     def __init__(self) -> None:
         super().__init__(vocabulary)
@@ -48,7 +48,7 @@ class PatientGrammars(Grammars):
         return self._waiting[-1][1]
 
     def finish(self) -> None:
-        """Everything that was asked for so far."""
+        """Compile everything that was requested so far."""
         for grammar, future in self._waiting:
             future.set_result(new_matcher(grammar))
         self._waiting.clear()

@@ -1,10 +1,9 @@
-"""A model without weights, for tests of the runtime: what it generates is a hash of its KV
-contents.
+"""A model without weights for tests of the runtime: its output is a hash of its KV contents.
 
 Each KV cell holds a hash of the previous cell and its own token, read through the block table. A
-block that is wrong, stale, shared and then written, or freed too early changes the output, so that
-"equal to generating alone" is an exact check. `ToyRunner` implements the whole runner seam in
-numpy; `generate_alone` is the oracle.
+block that is wrong, stale, freed too early, or written while it is shared changes the output. So
+"equal to generating alone" is an exact check. `ToyRunner` implements the whole model runner
+interface in numpy; `generate_alone` is the oracle.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ CRASH_TOKEN = 23  # computing it raises
 
 
 class ToyCrash(RuntimeError):
-    """What a broken kernel would raise."""
+    """Raised in place of a kernel error."""
 
 
 def mix(*values: int) -> int:
@@ -47,14 +46,14 @@ def scatter(state: int) -> np.ndarray:
 
 
 def toy_logits(cells: list[int]) -> np.ndarray:
-    """Logits from every cell of the context; the two reserved tokens are never likely."""
+    """Logits from all KV cells of the context; the two reserved tokens are never likely."""
     logits = scatter(mix(*cells)) * 8.0
     logits[[NAN_TOKEN, CRASH_TOKEN]] = -1e9
     return logits
 
 
 def prompt_logits(prompt: Sequence[int]) -> list[np.ndarray]:
-    """Behind each of a prompt's tokens."""
+    """The logits after each of a prompt's tokens."""
     cells, parent, found = [], 1, []
     for token in prompt:
         parent = mix(parent, token)
@@ -64,7 +63,7 @@ def prompt_logits(prompt: Sequence[int]) -> list[np.ndarray]:
 
 
 def prompt_logprobs(prompt: Sequence[int]) -> list[float]:
-    """Of every token but the first."""
+    """The logprobs of all prompt tokens but the first."""
     pairs = zip(prompt_logits(prompt), prompt[1:], strict=False)
     return [
         float(row[token] - row.max() - np.log(np.exp(row - row.max()).sum()))
@@ -80,7 +79,7 @@ class History:
 
 @dataclass(frozen=True)
 class Draw:
-    """One row's sampling parameters, plain."""
+    """One row's sampling parameters, as plain values."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -97,7 +96,9 @@ class Draw:
 
 
 def sample_row(logits: np.ndarray, draw: Draw, history: History) -> int:
-    """The documented order: penalties, bias, mask, temperature, top-k, top-p, min-p, draw."""
+    """Sample in the documented order: penalties, bias, mask, temperature, top-k, top-p, min-p,
+    sample.
+    """
     logits = logits.copy()
     for token in set(history.prompt) | set(history.output):
         value = logits[token]
@@ -136,7 +137,9 @@ class Pending:
 
 
 class ToyRunner:
-    """The seam in numpy. `on_write(inputs)` lets a test look at every step before it writes."""
+    """The model runner interface in numpy. A test can inspect every step before its writes with
+    `on_write(inputs)`.
+    """
 
     def __init__(self, spec: RunnerSpec, on_write=lambda inputs: None) -> None:
         self._spec = replace(spec, vocab_size=VOCAB)
@@ -152,7 +155,7 @@ class ToyRunner:
         return self._spec
 
     def poison(self, blocks: list[int]) -> None:
-        """Overwrite the contents of blocks that nobody holds."""
+        """Overwrite the contents of blocks that have no holder."""
         for block in blocks:
             start = block * self._spec.block_size
             self.cells[start : start + self._spec.block_size] = 0xDEAD
@@ -260,7 +263,7 @@ class ToyRunner:
         assert len(set(inputs.slots.tolist())) == rows, "two rows have one slot"
         assert len(set(inputs.write_slots.tolist())) == tokens, "two tokens go to one place"
         if rows == 1 and inputs.block_tables[0, 0] == NULL_BLOCK:
-            return  # a step that belongs to nobody
+            return  # a warm-up step without a sequence
         assert (inputs.write_slots >= self._spec.block_size).all(), "the null block is written"
         for row in range(rows):
             used = -(-int(inputs.seq_lens[row]) // self._spec.block_size)
@@ -281,8 +284,9 @@ def generate_alone(
     max_seq_len: int,
     matcher=None,
 ) -> tuple[list[int], str]:
-    """What a request gives with no engine around it: its tokens, and why it ended. `matcher` is at
-    the start of the grammar that the output must match.
+    """The tokens and finish reason of a request, computed without an engine.
+
+    `matcher` is in the start state of the request's grammar.
     """
     assert params.seed is not None
     if CRASH_TOKEN in prompt or NAN_TOKEN in prompt:
@@ -330,5 +334,5 @@ def _allowed(matcher) -> frozenset[int]:
     return frozenset(token for token in range(VOCAB) if mask[token // 8] >> (token % 8) & 1)
 
 
-# Parameters cross the seam as float32.
+# These parameters are passed to the runner as float32.
 _F32 = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")

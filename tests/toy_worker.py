@@ -1,4 +1,4 @@
-"""The real engine process around the toy model, for tests of processes: it starts at once."""
+"""The real engine process with the toy model, for tests that need processes. It starts at once."""
 
 import ctypes
 import sys
@@ -16,7 +16,7 @@ from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.errors import ResourceError
 from tests.toy_runner import CRASH_TOKEN, VOCAB, ToyCrash, ToyRunner
 
-STEP_S = 0.005  # slow enough to be killed in the middle
+STEP_S = 0.005  # slow enough to be killed in the middle of a step
 
 
 class SlowToyRunner(ToyRunner):
@@ -26,7 +26,7 @@ class SlowToyRunner(ToyRunner):
 
 
 class FragileToyRunner(SlowToyRunner):
-    """A device that is lost for good with its first fault."""
+    """A device that fails permanently after its first fault."""
 
     is_lost = False
 
@@ -38,7 +38,7 @@ class FragileToyRunner(SlowToyRunner):
 
 
 class StuckToyRunner(SlowToyRunner):
-    """A kernel that waits for ever, where no signal wakes it: a lock that is taken twice."""
+    """A kernel that waits forever and that no signal interrupts: it takes a lock twice."""
 
     def forward(self, inputs):
         if CRASH_TOKEN in inputs.token_ids:
@@ -67,7 +67,7 @@ def load_runner(source, options: EngineOptions):
     if Path(options.model_path).stem == "slow":
         time.sleep(60)
     if options.model_path in ("impatient", "stuck"):
-        loop.LEAST_PATIENCE_S = 1.0
+        loop.MIN_PATIENCE_S = 1.0
     spec = RunnerSpec(
         block_size=options.block_size,
         num_blocks=257,

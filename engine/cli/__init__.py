@@ -1,5 +1,5 @@
-"""The `engine` command: a module for each command, imported when it is used."""
+"""The `engine` command: one module per subcommand, imported when it is used."""
 
 import time
 
-BEGAN_AT = time.monotonic()  # nothing of the command has been loaded before this
+BEGAN_AT = time.monotonic()  # before any other module of the command is imported

@@ -1,7 +1,7 @@
-"""The engine's process of `engine serve`, started before the command line is read.
+"""Starts the engine process of `engine serve` before the command line is parsed.
 
-To read that takes Typer, and with it pydantic, half as long as the engine's process needs to import
-what it needs; both get ready side by side.
+Parsing imports Typer and pydantic, which takes half as long as the engine process needs for its own
+imports. The two run in parallel.
 """
 
 import os
@@ -13,17 +13,19 @@ _waiting: list[EngineProcess] = []
 
 
 def start_engine(arguments: Sequence[str]) -> None:
-    """If the command will need one. Where it does not, the process ends with this one."""
+    """Start an engine process if the command will need one. If it does not, the process exits with
+    this one.
+    """
     if arguments[:1] == ["serve"] and "--help" not in arguments:
         _waiting.append(_started())
 
 
 def take_engine() -> EngineProcess:
-    """The one that was started, or one that starts now."""
+    """The engine process that was started before, or a new one."""
     return _waiting.pop() if _waiting else _started()
 
 
 def _started() -> EngineProcess:
-    # numpy would start a BLAS thread for each core, here and in the engine: they only spin.
+    # Numpy would start one BLAS thread per core, here and in the engine; these threads only spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return EngineProcess()

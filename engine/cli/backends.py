@@ -1,4 +1,4 @@
-"""`engine backends argv`: the command lines of the engines that are run as children."""
+"""`engine backends argv`: the command lines of engines that run as child processes."""
 
 import shlex
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def argv(
 
 
 def _backends(settings: "Settings", wanted: str | None) -> "Iterator[tuple[str, InferenceBackend]]":
-    """By their names in the configuration file, or the one that flags and [model] describe."""
+    """Backends by their name in the configuration file, or the one given by flags and [model]."""
     from engine.backends.custom.engine_settings import backend_name
     from engine.backends.factory import make_backend
     from engine.core.errors import ConfigError

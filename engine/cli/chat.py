@@ -1,4 +1,4 @@
-"""`engine chat`: a conversation in the terminal, with the model in this process."""
+"""`engine chat` and `engine generate`: text in the terminal, with the model in this process."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ from engine.cli.console import (
 )
 from engine.core.errors import EngineError
 
-with contextlib.suppress(ImportError):  # Python can be built without it
+with contextlib.suppress(ImportError):  # some Python builds lack it
     import readline  # noqa: F401 - gives `input` arrow keys and history
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 PROMPT = "you> "
-# The two control characters tell readline which part takes no room on the screen.
+# The control characters \x01 and \x02 enclose what readline must not count as visible width.
 COLORED_PROMPT = "\x01\x1b[1;32m\x02you>\x01\x1b[0m\x02 "
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 
@@ -34,7 +34,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 def chat(
     model: ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens per answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Max tokens per answer.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.7,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 0.95,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answers.")] = None,
@@ -69,7 +69,7 @@ def chat(
 
 
 def _read_line(console: "Console") -> str | None:
-    """The next line of the user, or None when the conversation is over."""
+    """The user's next line; None at the end of the conversation."""
     is_plain = console.no_color or not console.is_terminal
     try:
         line = input(PROMPT if is_plain else COLORED_PROMPT).strip()
@@ -82,8 +82,9 @@ def _read_line(console: "Console") -> str | None:
 def _answer(
     console: "Console", llm: "LLM", conversation: list[dict[str, str]], params: "SamplingParams"
 ) -> str | None:
-    """Print the answer as it comes; Ctrl-C cuts it short and keeps what was said. None if there is
-    no answer, which an error message has explained.
+    """Print the answer as it is generated. Ctrl-C stops it and keeps the text so far.
+
+    Returns None if there is no answer; an error message was printed then.
     """
     from engine.core.interfaces.backend import TextEvent, UsageEvent
 
@@ -114,7 +115,7 @@ def generate(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Name, file or folder.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Max tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")] = None,

@@ -1,7 +1,7 @@
 """`engine compare`: the same prompts through several backends, in one table.
 
-The exit status is 0 if every backend agrees with the first one, up to near ties, on the wanted
-share of prompts; 1 if one does not or could not be run; 2 for a mistake on the command line.
+The exit status is 0 if every backend agrees with the first one, up to near ties, on the required
+share of prompts. It is 1 if one does not, or could not run, and 2 for a command line error.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.compare.contenders import Contender
-    from engine.compare.prompts import Prompt
-    from engine.compare.report import Row
+    from engine.compare.prompts import ComparedPrompt
+    from engine.compare.report import ComparedBackend
     from engine.compare.run import Plan, Trial
     from engine.core.config_schema import Settings
 
@@ -120,14 +120,16 @@ async def _run(contenders: "list[Contender]", plan: "Plan") -> "list[Trial]":
         return await run_all(contenders, plan, lambda text: status.update(text))
 
 
-def _print_json(rows: "list[Row]", asked: "list[Prompt]", tie: float, fail_below: float) -> None:
+def _print_json(
+    rows: "list[ComparedBackend]", asked: "list[ComparedPrompt]", tie: float, fail_below: float
+) -> None:
     from engine.compare.report import as_json
 
     limits = {"tie_nats": tie, "fail_below": fail_below}
     print(json.dumps(limits | as_json(rows, asked), indent=2))
 
 
-def _print_tables(rows: "list[Row]", asked: "list[Prompt]", show: int) -> None:
+def _print_tables(rows: "list[ComparedBackend]", asked: "list[ComparedPrompt]", show: int) -> None:
     from engine.compare.report import as_table, differences_table, error_lines
 
     console = output()

@@ -1,4 +1,4 @@
-"""`engine config show`: every setting, its value, and which source it came from."""
+"""`engine config show`: every setting, its value, and the source of that value."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 def setting_rows(loaded: "LoadedSettings") -> list[tuple[str, Any, str]]:
-    """`section.key`, value as JSON holds it, origin; secrets replaced."""
+    """Each setting as `section.key`, JSON value and origin, with secrets replaced."""
     import msgspec
 
     from engine.core.config_schema import SECRET_KEYS

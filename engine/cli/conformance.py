@@ -1,6 +1,7 @@
-"""`engine conformance URL`: does a server do what real clients rely on?
+"""`engine conformance URL`: checks a server against what real clients rely on.
 
-The table goes to standard output as rules end; the exit status is 0 only if nothing failed.
+The table is written to standard output while the rules run. The exit status is 0 only if no rule
+failed.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What the commands share: output, the options that several of them take, and loading of settings.
+"""Shared by the commands: output, common options, and loading of settings.
 
-Results go to standard output and everything else to standard error, so that output can be piped.
+Results go to standard output, everything else to standard error, so that output can be piped.
 """
 
 import os
@@ -56,7 +56,9 @@ def messages() -> "Console":
 
 
 def print_error(error: EngineError) -> None:
-    """One line, in red on a terminal. The text may hold what a file or a server said."""
+    """Print the error as one line, red on a terminal. Its text may come from a file or a server, so
+    it is escaped.
+    """
     text = "".join(each if each.isprintable() else " " for each in str(error))
     label = "error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
@@ -65,13 +67,16 @@ def print_error(error: EngineError) -> None:
 
 
 def exit_code(error: EngineError) -> int:
-    """2 for what the user can put right on the command line or in settings, 1 for the rest."""
+    """2 for errors that the user can fix on the command line or in the settings, 1 for all
+    others.
+    """
     return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
 
 
 def read_api_key(path: Path | None) -> str | None:
-    """The key for somebody's server. Settings are not asked: a key that ./engine.toml names is for
-    our own server alone.
+    """The API key for a server given by URL.
+
+    It is never taken from the settings: a key in ./engine.toml is only for our own server.
     """
     if path is None:
         return os.environ.get("LLM_ENGINE_API_KEY")
@@ -84,7 +89,9 @@ def read_api_key(path: Path | None) -> str | None:
 def load_cli_settings(
     config: Path | None, flags: Mapping[str, Any] | None = None
 ) -> "LoadedSettings":
-    """Settings of this process; `flags` are `section.key` -> value, None where not given."""
+    """Load the settings. `flags` maps `section.key` to a value, or to None if the flag was not
+    given.
+    """
     from engine.core.config import load_settings
 
     given = {key: value for key, value in (flags or {}).items() if value is not None}

@@ -1,4 +1,4 @@
-"""`engine convert`: a model from one file format to another."""
+"""`engine convert`: converts a model from one file format to another."""
 
 from pathlib import Path
 from typing import Annotated, Literal

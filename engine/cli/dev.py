@@ -1,4 +1,4 @@
-"""`engine dev`: the scripts of `engine/scripts/dev`, each with arguments of its own."""
+"""`engine dev`: runs the scripts of `engine/scripts/dev`, each with its own arguments."""
 
 import sys
 from importlib import import_module

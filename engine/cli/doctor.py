@@ -1,7 +1,7 @@
 """`engine doctor`: what this machine has, which backends can run on it, and what is missing.
 
-Versions come from package metadata, GPUs from the driver and speeds from a process of its own, so
-that no framework is imported: a broken one must not break the command that says what is wrong.
+Versions come from package metadata, GPUs from the driver, and speeds from a separate process. No
+framework is imported: a broken one must not break the command that diagnoses it.
 """
 
 import json
@@ -39,7 +39,7 @@ _BACKEND_NEEDS = {
     "torch": (("torch",), "torch"),
     "transformers": (("torch", "transformers"), "torch,transformers"),
 }
-# What has an environment of its own: nothing here tells whether it can run.
+# Backends that run in an environment of their own, which can't be checked from here.
 _ELSEWHERE = {
     "vllm": "runs in the environment that its option python names",
     "sglang": "runs in the environment that its option python names",
@@ -59,7 +59,7 @@ _CPU_FEATURES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact. `ok` is None where it is neither good nor bad; `fix` says what would mend it."""
+    """One fact. `ok` is None if it is neither good nor bad; `fix` says how to fix it."""
 
     topic: str
     name: str
@@ -69,7 +69,7 @@ class Finding:
 
 
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Tell what this machine can run, and why. Exits with 1 if no backend can run here."""
+    """Show what this machine can run, and why. Exits with 1 if no backend can run here."""
     gpus = _gpus()
     has_gpu = any(each.ok for each in gpus)
     findings = [
@@ -115,7 +115,7 @@ def _hardware() -> list[Finding]:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """The processor's name and the instruction sets that matter here."""
+    """The CPU's name, and its instruction sets that the kernels can use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -154,7 +154,7 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> list[Finding]:
-    """What the native kernels would use here, and how fast they were just now."""
+    """What the native kernels would use here, and their measured speed."""
     if not _has_native_kernels():
         return [Finding("kernels", "native kernels", "not built", False, _NATIVE_FIX)]
     try:
@@ -182,7 +182,7 @@ def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
     ]
     size = CATALOGUE[DEFAULT_MODEL].size
     if size is not None:
-        # Every weight is read once for each token of a lone request.
+        # Decode at batch size 1 reads every weight once per token.
         bound = speed["read_bytes_per_s"] / size
         detail = f"up to about {bound:.0f} tokens/s for one request ({size / 1e6:.0f} MB a token)"
         found.append(Finding("kernels", DEFAULT_MODEL, detail))
@@ -194,7 +194,9 @@ def _has_native_kernels() -> bool:
 
 
 def _measured_speed() -> dict[str, Any]:
-    """Raises `SubprocessError` or `ValueError` when the kernels cannot be run."""
+    """Measure the kernels in a child process. Raises `SubprocessError` or `ValueError` if they
+    can't run.
+    """
     command = [sys.executable, "-m", f"{_NATIVE}.machine"]
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S, check=True

@@ -1,4 +1,4 @@
-"""The `engine` command. A sub-command's module is imported only when that command is used.
+"""The `engine` command. A subcommand's module is imported only when that command is used.
 
 `engine --help` prints the one-line descriptions below, so it loads neither server nor framework.
 """
@@ -15,8 +15,8 @@ from engine.cli.ahead import start_engine
 from engine.cli.console import exit_code, print_error
 from engine.core.errors import EngineError
 
-# Name -> where it is, and what `engine --help` says. A target is a function with Typer parameters,
-# or a Typer app for a command that has commands of its own.
+# Command name -> its target, and its line in `engine --help`. A target is a function with Typer
+# parameters, or a Typer app with subcommands.
 COMMANDS = {
     "serve": ("engine.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
     "chat": ("engine.cli.chat:chat", "Talk with a model in the terminal."),
@@ -46,7 +46,9 @@ COMMANDS = {
 
 
 class LazyCommand(TyperCommand):
-    """Stands for a command by name and help; turns into it when its arguments are parsed."""
+    """Stands in for a command with its name and help. The real command is loaded when its arguments
+    are parsed.
+    """
 
     def __init__(self, name: str, target: str, help_text: str) -> None:
         super().__init__(name, help=help_text, short_help=help_text)
@@ -56,7 +58,7 @@ class LazyCommand(TyperCommand):
         return self.resolve().make_context(info_name, args, parent=parent, **extra)
 
     def resolve(self) -> Any:
-        """The real command, its module imported."""
+        """Import the module and return the real command."""
         module_name, attribute = self._target.split(":")
         target = getattr(import_module(module_name), attribute)
         if isinstance(target, typer.Typer):
@@ -67,7 +69,9 @@ class LazyCommand(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """The commands above; an `EngineError` from any of them is one line and an exit code."""
+    """The group of all commands. It prints an `EngineError` of any command as one line and sets the
+    exit code.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -91,7 +95,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: brackets are text, and rich is not loaded
+    rich_markup_mode=None,  # plain help: brackets stay as text, and rich is not imported
 )
 
 

@@ -1,7 +1,7 @@
 """What `engine inspect` says about a model: the report as plain data, and as tables.
 
-Metadata comes from files that nobody vouches for: it is shown as text with control characters
-removed, and long values are cut.
+Metadata comes from untrusted files. It is shown as text without control characters, and long values
+are truncated.
 """
 
 import math
@@ -17,13 +17,13 @@ from rich.text import Text
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
-DTYPES = {"bfloat16": 2, "float32": 4}  # what keys, values and unpacked weights are held in
+DTYPES = {"bfloat16": 2, "float32": 4}  # bytes per value; for keys, values and dequantized weights
 _MAX_ITEMS = 8
 _MAX_TEXT = 120
 
 
 def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
-    """Everything as JSON can hold it; sizes in bytes."""
+    """The report as JSON-compatible data; sizes are in bytes."""
     config = source.config
     tensors = source.checkpoint.tensors
     num_values = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
@@ -80,7 +80,7 @@ def _memory(weights: int, kv_per_token: int, num_tokens: int) -> dict[str, int]:
 
 
 def _type_mix(tensors: Iterable[Any], num_values: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Per storage type: tensors, parameters and bytes; the largest share first."""
+    """Tensors, parameters and bytes of each storage type, largest share first."""
     counts: Counter[str] = Counter()
     params: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -95,7 +95,9 @@ def _type_mix(tensors: Iterable[Any], num_values: dict[str, int]) -> dict[str, d
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value as JSON: numpy unpacked, long arrays as their count and start."""
+    """A metadata value as JSON: numpy values converted, long arrays reduced to their count and
+    start.
+    """
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
@@ -193,7 +195,7 @@ def _shown(value: Any) -> Text:
 
 
 def human_bytes(size: int) -> str:
-    """Decimal units: 98.4 MB."""
+    """The size in decimal units, such as 98.4 MB."""
     return _scaled(size, ("B", "kB", "MB", "GB", "TB"))
 
 

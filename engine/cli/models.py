@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.core.store.catalogue import CatalogueEntry
     from engine.core.store.model_store import StoredModel
 
-GRAPH_CONTEXT = 128  # tokens of a sequence, unless the user says
+GRAPH_CONTEXT = 128  # default tokens per sequence
 _ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
 
 TokensOption = Annotated[
@@ -164,7 +164,7 @@ def _print_model(
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """Pulled models first, then what else the catalogue offers."""
+    """The pulled models, then the remaining models of the catalogue."""
     from engine.core.store.catalogue import CATALOGUE
     from engine.core.store.model_store import ModelStore
 

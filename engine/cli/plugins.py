@@ -16,7 +16,7 @@ def _group() -> None:
 
 @app.command(name="list")
 def list_plugins(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List every installed plugin, with what the configuration says of it."""
+    """List every installed plugin and its configuration."""
     rows = plugin_rows(load_cli_settings(config).settings.tables.plugins)
     if as_json:
         import json
@@ -33,7 +33,7 @@ def list_plugins(config: ConfigOption = None, as_json: JsonOption = False) -> No
 
 
 def plugin_rows(tables: Any) -> list[dict[str, Any]]:
-    """Used ones first, in the order in which they see a request."""
+    """One row per plugin: those in use first, in the order in which they see a request."""
     from engine.core.errors import ConfigError
     from engine.core.registry.plugin_registry import plugin_names
     from engine.plugins.build import make_plugin

@@ -1,4 +1,4 @@
-"""`engine profile`: where a model's time goes, kernel by kernel and on the way to a first token."""
+"""`engine profile`: a model's time by kernel, and its time to first token by phase."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 
-PROMPT_TOKENS = 512  # unless the user says
+PROMPT_TOKENS = 512  # default
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and nobody asked it why. "
 
 
@@ -119,7 +119,7 @@ def _options(
 
 
 def _room(source: "ModelSource", options: "EngineOptions", new_tokens: int) -> int:
-    """Tokens that the context has for a prompt."""
+    """Tokens that the context leaves for the prompt."""
     most = source.config.max_position
     context = min(options.max_seq_len or most, most)
     if new_tokens >= context:
@@ -139,7 +139,9 @@ def _random_ids(source: "ModelSource", count: int) -> tuple[int, ...]:
 def _tokenized(
     source: "ModelSource", prompt: str | None, count: int | None, room: int
 ) -> tuple[tuple[int, ...], float]:
-    """The prompt's ids, and the seconds it took to find them. The default is cut to what fits."""
+    """The prompt's token ids, and the seconds it took to tokenize. The default prompt is cut to
+    fit.
+    """
     import time
 
     from engine.backends.custom.frontend.text_model import load_text
@@ -150,7 +152,7 @@ def _tokenized(
         wanted = count or min(PROMPT_TOKENS, room)
         made_up = text.encode_prompt(_SENTENCE * wanted)[:wanted]
         prompt = text.tokenizer.decode(made_up)
-    text.encode_prompt(prompt)  # a server's tokenizer is warm
+    text.encode_prompt(prompt)  # warm up, as a server's tokenizer would be
     began = time.monotonic()
     found = text.encode_prompt(prompt)
     tokenize_s = time.monotonic() - began
@@ -192,7 +194,7 @@ def print_profile(
 
 
 def _host(found: "Profile") -> Iterator[str]:
-    """Where the device works beside the host: how much of each step the host is busy itself."""
+    """If the device runs asynchronously: how long the host itself is busy in each step."""
     if found.device != "cpu":
         step_ms = 1e3 * found.seconds / found.num_steps
         host_ms = 1e3 * found.host_s / found.num_steps
@@ -244,5 +246,5 @@ def _table(first: str, *columns: str) -> "Table":
 
 
 def _short(name: str) -> str:
-    """Template arguments make names of many lines."""
+    """Shorten a kernel name, which template arguments can make very long."""
     return name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 3]}..."

@@ -1,4 +1,4 @@
-"""A long copy, such as a pull, in the terminal: a bar per file; plain lines anywhere else."""
+"""Progress of a long copy, such as a pull: a bar per file in a terminal, plain lines elsewhere."""
 
 from types import TracebackType
 from typing import Self

@@ -1,4 +1,4 @@
-"""`engine serve`: a model behind an OpenAI-compatible API, until a signal ends it."""
+"""`engine serve`: serves a model over an OpenAI-compatible API until a signal ends it."""
 
 import gc
 import json
@@ -91,7 +91,7 @@ LogFormatOption = Annotated[str | None, typer.Option(help="pretty or json.")]
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
-    """`name=value` each; a value is written as in TOML, or is text."""
+    """Parse `name=value` options. A value is TOML, or else plain text."""
     if not given:
         return None
     from engine.backends.factory import option_value
@@ -164,10 +164,10 @@ def serve(
 
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
-    process = take_engine()  # it gets ready while this process does, so before anything is imported
-    # Else it reads the metadata of every installed package, to find plugins for our own classes.
+    process = take_engine()  # first of all: it loads its imports in parallel with this process
+    # Otherwise pydantic reads the metadata of every installed package to look for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    gc.disable()  # until the server is ready: hardly anything that is made until then is garbage
+    gc.disable()  # until the server is ready: startup creates hardly any garbage
     try:
         from engine.core.config import check_references
         from engine.core.utils.listening import bind_probes, bind_socket
@@ -181,7 +181,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
             return load_cli_settings(config, flags).settings
 
         if loaded.settings.tables.backends:
-            process.discard()  # each of the backends starts what it needs
+            process.discard()  # each backend starts its own
             origin = _check_no_model(loaded)
             _run(loaded, sock, probe_sock, lambda: _routed_server(loaded, origin, reread))
         else:
@@ -195,7 +195,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
 
 
 def _begin(settings: "Settings", process: "EngineProcess") -> None:
-    """Let the engine load, before the modules of this process are."""
+    """Send the engine its options, so that it loads while this process imports its modules."""
     from engine.backends.custom.engine_settings import (
         EXAMINER,
         backend_name,
@@ -216,7 +216,7 @@ def _begin(settings: "Settings", process: "EngineProcess") -> None:
         try:
             found = examination.finish()
         except ConnectionClosedError:
-            return  # whoever starts the engine will see that it has ended, and say so
+            return  # the code that uses the engine will report that it has ended
         process.begin(engine_options(settings, name, path))
         if found:
             from engine.backends.custom.frontend.text_cache import keep_text
@@ -233,13 +233,13 @@ def _begin(settings: "Settings", process: "EngineProcess") -> None:
 
 
 def _import_server() -> None:
-    """What takes this process as long as a model's examination takes."""
+    """Import the server's modules, while the engine process examines the model."""
     import engine.backends.custom.app
     import engine.servers.run  # noqa: F401
 
 
 def _check_no_model(loaded: "LoadedSettings") -> str:
-    """The file that says what to serve; nothing else may."""
+    """The configuration file that lists the models. Raises if flags or settings name one too."""
     from engine.core.errors import ConfigError
 
     origin = loaded.origins[f"backends.{next(iter(loaded.settings.tables.backends))}"]
@@ -288,9 +288,9 @@ def _run(
     say(f"Loading {server.loading} ...")
 
     def announce(_: float) -> None:
-        gc.freeze()  # what is there now stays, and need not be looked at again
+        gc.freeze()  # exclude everything created so far from garbage collection
         gc.enable()
-        # The server's own wait would tell too little: most is loaded before it begins.
+        # Count from the start of the command: most of the loading precedes the server's own start.
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
@@ -302,7 +302,7 @@ def _run(
 
 
 def _tell_of_unused(loaded: "LoadedSettings") -> None:
-    """Settings of our own engine, where there is none."""
+    """Report settings that only apply to our own engine, if there is none."""
     from engine.backends.custom.engine_settings import backend_name, has_engine
 
     settings = loaded.settings
@@ -318,7 +318,7 @@ def _tell_of_unused(loaded: "LoadedSettings") -> None:
 
 
 def _speaker(log_format: str) -> Callable[[str], None]:
-    """Tells the user something; where the log is JSON lines, as one of those."""
+    """A function that prints a message to the user, or logs it if the log format is JSON lines."""
     if log_format == "json":
         return logging.getLogger(__name__).info
     return lambda text: print(text, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""The same prompts through several backends: do they agree, and how fast is each?"""
+"""Sends the same prompts to several backends and compares their answers and speed."""

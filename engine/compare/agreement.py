@@ -1,7 +1,7 @@
-"""Do two answers to one greedy request agree?
+"""Decides whether two answers to the same greedy request agree.
 
-Backends round differently, so the first token at which they part may be one that both found about
-as likely as the other's: a near tie. Whatever follows it follows from it, and is not compared.
+Backends round differently. At the first token where they differ, both tokens may have been about
+equally likely: a near tie. Everything after that token depends on it and is not compared.
 """
 
 import math
@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Literal
 
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.core.interfaces.backend import TokenText
 
 Verdict = Literal["identical", "tie", "different"]
 END = "<end>"
-_EXCERPT = 24  # characters, where there are no tokens to show
+_EXCERPT = 24  # characters, when there are no tokens to show
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """By how many nats the two backends disagree about which of two tokens comes next: what each
-    preferred its own token by, added up. `is_bound`: at least so much, a token being none of the
-    other's alternatives.
+    """How strongly two backends disagree about which of two tokens comes next, in nats.
+
+    It is the sum of each backend's preference for its own token. `is_bound` marks a lower bound:
+    one token is not among the other backend's alternatives.
     """
 
     nats: float
@@ -30,10 +31,10 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    position: int  # tokens that came before, of the reference
+    position: int  # number of reference tokens before it
     reference: str
     other: str
-    gap: Gap | None  # None: neither backend tells logprobs
+    gap: Gap | None  # None: neither backend returns logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Agreement:
     same_finish: bool
 
 
-def compare_answers(reference: Answer, other: Answer, tie_nats: float) -> Agreement:
+def compare_answers(reference: ComparedAnswer, other: ComparedAnswer, tie_nats: float) -> Agreement:
     same_finish = reference.finish_reason == other.finish_reason
     pairs = list(zip(reference.shown_tokens, other.shown_tokens, strict=False))
     common = next((i for i, (a, b) in enumerate(pairs) if not _same(a, b)), len(pairs))
@@ -61,8 +62,8 @@ def compare_answers(reference: Answer, other: Answer, tie_nats: float) -> Agreem
     return Agreement("tie" if is_tie else "different", divergence, distances, same_finish)
 
 
-def find_divergence(reference: Answer, other: Answer) -> Divergence:
-    """Where two answers that differ part: by tokens where both tell theirs, else by characters."""
+def find_divergence(reference: ComparedAnswer, other: ComparedAnswer) -> Divergence:
+    """The first difference of two answers: by tokens if both have them, else by characters."""
     for index, (a, b) in enumerate(zip(_ended(reference), _ended(other), strict=False)):
         if a is None or b is None or not _same(a, b):
             return Divergence(index, _shown(a), _shown(b), _gap(a, b))
@@ -72,15 +73,15 @@ def find_divergence(reference: Answer, other: Answer) -> Divergence:
     )
 
 
-def _ended(answer: Answer) -> list[TokenText | None]:
-    """The tokens and what ended them: None where that has no token."""
+def _ended(answer: ComparedAnswer) -> list[TokenText | None]:
+    """The answer's tokens and the token that ended it, or None if the end has no token."""
     if not answer.tokens:
         return []
     return [*answer.shown_tokens, answer.end_token]
 
 
 def _same(a: TokenText, b: TokenText) -> bool:
-    # Some servers tell a token's bytes, others only text in which half a character is lost.
+    # Some servers return a token's bytes, others only text, which loses partial characters.
     return a.token_bytes == b.token_bytes or a.token == b.token
 
 
@@ -94,19 +95,19 @@ def _gap(a: TokenText | None, b: TokenText | None) -> Gap | None:
 
 
 def _lead(chosen: TokenText, rival: TokenText) -> Gap | None:
-    """How much more likely its own backend found `chosen`."""
+    """How much more likely than `rival` the backend found `chosen`, its own token."""
     if not chosen.top or not math.isfinite(chosen.logprob):
         return None
     for each in chosen.top:
         if each.token_bytes == rival.token_bytes or each.token == rival.token:
             return Gap(max(chosen.logprob - each.logprob, 0.0), is_bound=False)
-    least = min(each.logprob for each in chosen.top)
-    return Gap(max(chosen.logprob - least, 0.0), is_bound=True)
+    lowest = min(each.logprob for each in chosen.top)
+    return Gap(max(chosen.logprob - lowest, 0.0), is_bound=True)
 
 
 def _shown(token: TokenText | None) -> str:
     return END if token is None else token.token
 
 
-def _excerpt(answer: Answer, at: int) -> str:
+def _excerpt(answer: ComparedAnswer, at: int) -> str:
     return answer.said[at : at + _EXCERPT] or END

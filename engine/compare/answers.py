@@ -1,4 +1,4 @@
-"""One choice's answer, collected from events: what was said, in which tokens, and how it ended."""
+"""One choice's answer, collected from events: its text, its tokens and its ending."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from engine.core.interfaces.backend import (
 
 
 @dataclass
-class Answer:
-    """Reasoning, text and tool calls, in the order in which they came, as one text.
+class ComparedAnswer:
+    """Reasoning, text and tool calls joined into one text, in order of arrival.
 
-    Past `max_chars` nothing more is kept, and `is_cut` tells.
+    Text beyond `max_chars` is dropped, and `is_cut` is set.
     """
 
     max_chars: int | None = None
-    tokens: list[TokenText] = field(default_factory=list)  # where logprobs were asked for
+    tokens: list[TokenText] = field(default_factory=list)  # filled if logprobs were requested
     num_tokens: int = 0
     finish_reason: str | None = None
     is_cut: bool = False
     _pieces: list[str] = field(default_factory=list)
     _num_chars: int = 0
-    # After each piece of text: characters and tokens until there.
+    # The numbers of characters and of tokens after each piece of text.
     _char_ends: list[int] = field(default_factory=list)
     _token_ends: list[int] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def end_token(self) -> TokenText | None:
-        """The control token that ended the answer, where the backend shows it among the tokens."""
+        """The control token that ended the answer, if the backend returns it among the tokens."""
         if self.finish_reason != "stop" or not self.tokens:
             return None
         last = self.tokens[-1]
@@ -59,7 +59,7 @@ class Answer:
         return self.tokens if self.end_token is None else self.tokens[:-1]
 
     def tokens_until(self, num_chars: int) -> int:
-        """How many tokens were complete when so many characters had been said."""
+        """How many tokens were complete after the first `num_chars` characters."""
         index = bisect_right(self._char_ends, num_chars)
         return self._token_ends[index - 1] if index else 0
 

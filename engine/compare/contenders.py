@@ -1,8 +1,9 @@
-"""Which backends are compared: words of a command line to kinds, models and options.
+"""Parses which backends to compare: command line words to kinds, models and options.
 
-A word is a name of the configuration's `[backends]`, a kind (`native`), an address (`http://...`),
-or one of the last two with a name before it (`exact=native`, `cloud=https://...`). An option is
-`name.option=value`; a dot in it goes into a table: `native.backend_args.threads=1`.
+A word is a name from the configuration's `[backends]`, a kind (`native`) or an address
+(`http://...`). A kind or an address may have a name before it (`exact=native`,
+`cloud=https://...`). An option is `name.option=value`; further dots address nested tables:
+`native.backend_args.threads=1`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,10 @@ def find_contenders(
     model: str,
     configured: Mapping[str, Contender],
 ) -> list[Contender]:
-    """In the order given. `model` is for those that name none; a server at an address is asked for
-    its first. Raises `ConfigError`.
+    """The backends in the order given. Raises `ConfigError`.
+
+    `model` is used by backends that name none. A server at an address uses the first model it
+    lists.
     """
     found = [_contender(word.strip(), model, configured) for word in words if word.strip()]
     names = [each.name for each in found]
@@ -65,9 +68,9 @@ def _contender(word: str, model: str, configured: Mapping[str, Contender]) -> Co
 
 
 def _option(text: str, names: Sequence[str]) -> tuple[str, list[str], Any]:
-    """Whose it is, its path, and its value."""
+    """The backend's name, the option's path, and its value."""
     path, is_assigned, value = text.partition("=")
-    # An address has dots, so the longest name that fits is the one that is meant.
+    # An address contains dots, so take the longest name that matches.
     owners = [name for name in names if path.startswith(f"{name}.")]
     if not is_assigned or not owners:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""What is asked: a file with one prompt or conversation per line.
+"""Reads a file with one prompt or conversation per line.
 
-A line is JSON (a string, a list of messages, or an object with `prompt` or `messages` and perhaps
-an `id`) in a file that ends in .jsonl, and plain text, a prompt as it stands, in any other.
+In a .jsonl file, a line is a JSON string, a list of messages, or an object with `prompt` or
+`messages` and optionally an `id`. In any other file, each line is a prompt as plain text.
 """
 
 import json
@@ -24,7 +24,7 @@ _FIELDS = {"id", "prompt", "messages"}
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ComparedPrompt:
     id: str
     content: str | tuple[dict[str, Any], ...]  # a text to continue, or the messages of a chat
 
@@ -38,8 +38,10 @@ class Prompt:
         return backend.chat(ChatRequest(context=context, messages=self.content))
 
 
-def read_prompts(path: Path, *, as_chat: bool = False) -> list[Prompt]:
-    """`as_chat` makes each text a user's message. Raises `InvalidRequestError` with the line."""
+def read_prompts(path: Path, *, as_chat: bool = False) -> list[ComparedPrompt]:
+    """Read the file. `as_chat` makes each text a user message. Raises `InvalidRequestError` with
+    the line number.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,20 +50,22 @@ def read_prompts(path: Path, *, as_chat: bool = False) -> list[Prompt]:
     prompts = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            prompt = _from_json(path, number, line) if is_json else Prompt(str(number), line)
+            prompt = (
+                _from_json(path, number, line) if is_json else ComparedPrompt(str(number), line)
+            )
             prompts.append(_in_chat(prompt) if as_chat else prompt)
     if not prompts:
         raise InvalidRequestError(f"{path} has no prompts", param="prompts")
     return prompts
 
 
-def _in_chat(prompt: Prompt) -> Prompt:
+def _in_chat(prompt: ComparedPrompt) -> ComparedPrompt:
     if isinstance(prompt.content, str):
-        return Prompt(prompt.id, ({"role": "user", "content": prompt.content},))
+        return ComparedPrompt(prompt.id, ({"role": "user", "content": prompt.content},))
     return prompt
 
 
-def _from_json(path: Path, number: int, line: str) -> Prompt:
+def _from_json(path: Path, number: int, line: str) -> ComparedPrompt:
     def refuse(reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"{path}, line {number}: {reason}", param="prompts")
 
@@ -81,10 +85,10 @@ def _from_json(path: Path, number: int, line: str) -> Prompt:
     if "prompt" in value:
         if not isinstance(value["prompt"], str) or not value["prompt"]:
             raise refuse("prompt must be a text")
-        return Prompt(name, value["prompt"])
+        return ComparedPrompt(name, value["prompt"])
     if reason := _fault(value["messages"]):
         raise refuse(reason)
-    return Prompt(name, tuple(value["messages"]))
+    return ComparedPrompt(name, tuple(value["messages"]))
 
 
 def _fault(messages: Any) -> str | None:

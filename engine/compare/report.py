@@ -1,6 +1,6 @@
-"""Trials side by side: figures for each backend, and every place where one left the reference.
+"""The comparison as tables: figures for each backend, and every difference from the reference.
 
-What a backend said is text from outside: it is shown without control characters, never as markup.
+A backend's output is untrusted text: it is shown without control characters, and never as markup.
 """
 
 import math
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.compare.agreement import Agreement, Divergence, compare_answers
-from engine.compare.prompts import Prompt
-from engine.compare.run import Outcome, Trial
+from engine.compare.prompts import ComparedPrompt
+from engine.compare.run import ComparedOutcome, Trial
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_MAX_ERROR = 100  # characters of one, in a table
+_MAX_ERROR = 100  # max characters of an error in a table
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One backend. An agreement is None where there is an error on either side."""
+class ComparedBackend:
+    """One backend's results. An agreement is None if either side had an error."""
 
     trial: Trial
     agreements: tuple[Agreement | None, ...]
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def agreement(self) -> float:
-        """Share of prompts answered as the reference did, or as it might have at a near tie."""
+        """Share of prompts with the same answer as the reference, or with a near tie."""
         if not self.agreements:
             return 0.0
         return (self.count("identical") + self.count("tie")) / len(self.agreements)
@@ -61,11 +61,11 @@ class Row:
         return self.trial.num_tokens / self.trial.wall_s if self.trial.wall_s else None
 
 
-def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[Row]:
-    """The first trial is the reference, and what it says of itself is agreement."""
+def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[ComparedBackend]:
+    """One row per trial. The first trial is the reference; it agrees with itself."""
     reference = trials[0].outcomes
     return [
-        Row(
+        ComparedBackend(
             trial,
             tuple(
                 _agreement(ours, theirs, tie_nats)
@@ -77,22 +77,24 @@ def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[Row]:
     ]
 
 
-def _agreement(reference: Outcome, other: Outcome, tie_nats: float) -> Agreement | None:
+def _agreement(
+    reference: ComparedOutcome, other: ComparedOutcome, tie_nats: float
+) -> Agreement | None:
     if reference.error is not None or other.error is not None:
         return None
     return compare_answers(reference.answer, other.answer, tie_nats)
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """Nearest rank: the smallest value that at least `percent` % of all do not exceed."""
+    """Nearest-rank percentile: the smallest value that is >= at least `percent` % of all values."""
     ordered = sorted(values)
     if not ordered:
         return None
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def as_table(rows: Sequence[Row]) -> "Table":
-    """A backend is a column, so that a few fit any terminal."""
+def as_table(rows: Sequence[ComparedBackend]) -> "Table":
+    """The table has one column per backend, so that a few fit any terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -124,7 +126,7 @@ _TITLES = (
 )
 
 
-def _figures(row: Row) -> dict[str, "str | Text"]:
+def _figures(row: ComparedBackend) -> dict[str, "str | Text"]:
     from rich.text import Text
 
     if row.trial.failure is not None:
@@ -160,8 +162,12 @@ def _number(value: float | None, scale: float, digits: int) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
-def differences_table(rows: Sequence[Row], prompts: Sequence[Prompt], most: int) -> "Table | None":
-    """Where answers part, the real differences first; None if all are the same."""
+def differences_table(
+    rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt], max_shown: int
+) -> "Table | None":
+    """The places where answers differ, real differences before near ties; None if there are
+    none.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -173,14 +179,14 @@ def differences_table(rows: Sequence[Row], prompts: Sequence[Prompt], most: int)
     ]
     if not found:
         return None
-    found.sort(key=lambda each: each[0])  # "different" comes before "tie"
+    found.sort(key=lambda each: each[0])  # "different" sorts before "tie"
     title = f"{len(found)} answers part from the reference"
-    if len(found) > most:
-        title += f"; {most} of them"
+    if len(found) > max_shown:
+        title += f"; {max_shown} of them"
     table = Table(pad_edge=False, title=title, title_justify="left")
     for name in ("backend", "prompt", "token", "reference says", "it says", "gap", ""):
         table.add_column(name, overflow="fold")
-    for verdict, backend, prompt_id, parting in found[:most]:
+    for verdict, backend, prompt_id, parting in found[:max_shown]:
         label = Text("near tie") if verdict == "tie" else Text("different", style="red")
         table.add_row(
             Text(plain(backend)),
@@ -200,8 +206,8 @@ def _gap(divergence: Divergence) -> str:
     return f"{'> ' if divergence.gap.is_bound else ''}{divergence.gap.nats:.3f}"
 
 
-def error_lines(rows: Sequence[Row]) -> list[str]:
-    """What failed and what should be known of a backend, each thing once."""
+def error_lines(rows: Sequence[ComparedBackend]) -> list[str]:
+    """Errors and notes of the backends, without duplicates."""
     lines = []
     for row in rows:
         name = plain(row.trial.contender.name)
@@ -214,7 +220,7 @@ def error_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def as_json(rows: Sequence[Row], prompts: Sequence[Prompt]) -> dict[str, Any]:
+def as_json(rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt]) -> dict[str, Any]:
     return {
         "reference": rows[0].trial.contender.name,
         "num_prompts": len(prompts),
@@ -222,7 +228,7 @@ def as_json(rows: Sequence[Row], prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _row_json(row: ComparedBackend, prompts: Sequence[ComparedPrompt]) -> dict[str, Any]:
     trial, distances = row.trial, row.distances
     return {
         "name": trial.contender.name,
@@ -253,7 +259,9 @@ def _row_json(row: Row, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _prompt_json(prompt: Prompt, outcome: Outcome, agreement: Agreement | None) -> dict[str, Any]:
+def _prompt_json(
+    prompt: ComparedPrompt, outcome: ComparedOutcome, agreement: Agreement | None
+) -> dict[str, Any]:
     parting = None if agreement is None else agreement.divergence
     gap = None if parting is None else parting.gap
     return {

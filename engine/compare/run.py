@@ -1,6 +1,6 @@
-"""One backend after the other: started, warmed up, asked everything, stopped.
+"""Runs one backend after the other: start, warm up, send all prompts, stop.
 
-Never two at once: they would share the cores, and each other's times.
+Two backends never run at once, because they would compete for the cores and distort the times.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from engine.backends.base import InferenceBackend
 from engine.backends.factory import make_backend
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.compare.contenders import Contender
-from engine.compare.prompts import Prompt
+from engine.compare.prompts import ComparedPrompt
 from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.backend import GenerationContext, ModelCard, TextEvent
 from engine.core.interfaces.request import SamplingParams
 
-NUM_ALTERNATIVES = 5  # beside each token: the most that every kind of server gives
+NUM_ALTERNATIVES = 5  # alternatives per token: the max that every kind of server supports
 WARM_UP = "Water boils at"
 WARM_UP_TOKENS = 8
 
@@ -29,29 +29,29 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How every backend is asked."""
+    """How every backend is queried."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[ComparedPrompt]
     max_tokens: int
     concurrency: int
-    timeout_s: float  # of one request
+    timeout_s: float  # per request
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One prompt's: an answer, or an error."""
+class ComparedOutcome:
+    """The result for one prompt: an answer, or an error."""
 
-    answer: Answer
+    answer: ComparedAnswer
     ttft_s: float | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One backend's: outcomes in the order of the prompts, or why there are none."""
+    """One backend's outcomes, in the order of the prompts, or the reason why there are none."""
 
     contender: Contender
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[ComparedOutcome, ...] = ()
     failure: EngineError | None = None
     card: ModelCard | None = None
     start_s: float = 0.0
@@ -70,9 +70,10 @@ def make_contender(contender: Contender) -> InferenceBackend:
 async def run_all(
     contenders: Sequence[Contender], plan: Plan, say: Say, make: Make = make_contender
 ) -> list[Trial]:
-    """The first is the reference: raises its failure, there being nothing to compare with then.
+    """Run all backends. The first is the reference.
 
-    A mistake in any backend's options is raised before the first of them is started.
+    Raises if the reference fails, because there is nothing to compare with then. Invalid options of
+    any backend are raised before the first one starts.
     """
     backends = [make(contender) for contender in contenders]
     trials: list[Trial] = []
@@ -106,7 +107,7 @@ async def _try(contender: Contender, backend: InferenceBackend, plan: Plan, say:
     return Trial(contender, outcomes, None, card, started - began, wall_s, notes)
 
 
-def _check(card: ModelCard, prompts: Sequence[Prompt]) -> None:
+def _check(card: ModelCard, prompts: Sequence[ComparedPrompt]) -> None:
     for prompt in prompts:
         if prompt.capability not in card.capabilities:
             hint = "use --chat" if prompt.capability == "completions" else "give it plain prompts"
@@ -129,13 +130,15 @@ def _params(card: ModelCard, max_tokens: int) -> tuple[SamplingParams, tuple[str
 async def _warm_up(
     backend: InferenceBackend, card: ModelCard, params: SamplingParams, plan: Plan
 ) -> None:
-    """As many at once as will be measured, of a text that leaves none of theirs in a cache."""
+    """Send as many requests at once as will be measured, with a text that shares no prefix with the
+    prompts.
+    """
     brief = SamplingParams(
         max_tokens=WARM_UP_TOKENS, temperature=params.temperature, logprobs=params.logprobs
     )
     is_chat = "completions" not in card.capabilities
     content = ({"role": "user", "content": WARM_UP},) if is_chat else WARM_UP
-    prompt = Prompt("warm-up", content)
+    prompt = ComparedPrompt("warm-up", content)
     asked = [_answer(backend, prompt, brief, plan.timeout_s) for _ in range(plan.concurrency)]
     for outcome in await asyncio.gather(*asked):
         if outcome.error is not None:
@@ -144,11 +147,11 @@ async def _warm_up(
 
 async def _ask_all(
     name: str, backend: InferenceBackend, params: SamplingParams, plan: Plan, say: Say
-) -> tuple[Outcome, ...]:
+) -> tuple[ComparedOutcome, ...]:
     free = asyncio.Semaphore(plan.concurrency)
     done = itertools.count(1)
 
-    async def ask(prompt: Prompt) -> Outcome:
+    async def ask(prompt: ComparedPrompt) -> ComparedOutcome:
         async with free:
             outcome = await _answer(backend, prompt, params, plan.timeout_s)
         say(f"{name}: {next(done)} of {len(plan.prompts)}")
@@ -160,12 +163,12 @@ async def _ask_all(
 
 
 async def _answer(
-    backend: InferenceBackend, prompt: Prompt, params: SamplingParams, timeout_s: float
-) -> Outcome:
+    backend: InferenceBackend, prompt: ComparedPrompt, params: SamplingParams, timeout_s: float
+) -> ComparedOutcome:
     context = GenerationContext(
         request_id=f"compare-{secrets.token_hex(8)}", params=params, timeout_s=timeout_s
     )
-    answer = Answer()
+    answer = ComparedAnswer()
     ttft_s: float | None = None
     began = time.monotonic()
     try:
@@ -175,7 +178,7 @@ async def _answer(
                     ttft_s = time.monotonic() - began
                 answer.add(event)
     except TimeoutError:
-        return Outcome(answer, ttft_s, f"no end within {timeout_s:g} s")
+        return ComparedOutcome(answer, ttft_s, f"no end within {timeout_s:g} s")
     except EngineError as error:
-        return Outcome(answer, ttft_s, str(error))
-    return Outcome(answer, ttft_s)
+        return ComparedOutcome(answer, ttft_s, str(error))
+    return ComparedOutcome(answer, ttft_s)

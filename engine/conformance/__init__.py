@@ -1,6 +1,5 @@
-"""The conformance kit: what real clients rely on, as rules that any OpenAI-compatible server can be
-held to.
+"""The conformance kit: rules for what real clients expect of any OpenAI-compatible server.
 
-`rules/` has one file per topic; a rule is a small function that talks to the server and raises
-`RuleFailed` with what it saw. Nothing here knows our own server.
+`rules/` has one file per topic. A rule is a small function that sends requests to the server and
+raises `RuleFailed` with what it saw. Nothing here is specific to our own server.
 """

@@ -1,18 +1,18 @@
-"""The words that rules are written in: what they expect, and how they give up.
+"""Assertions for rules.
 
-A rule that cannot tell (the server refuses an optional feature by name, or the model did not write
-what was needed) is skipped with its reason; it never passes by default.
+A rule is skipped, with the reason, if it can't be judged: the server refuses an optional feature by
+name, or the model did not write what was needed. A skipped rule does not count as passed.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# A client's mistake, said in a way that no SDK sends again.
+# Statuses for a client error, which no SDK retries.
 REFUSALS = frozenset({400, 413, 415, 422})
 
 
 class RuleFailed(Exception):
-    """The server broke the rule; the message is what it did."""
+    """The server broke the rule; the message says how."""
 
     def __init__(self, message: str, *, is_advice: bool = False) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ def is_count(value: Any) -> bool:
 
 
 def field(value: Any, *path: str | int) -> Any:
-    """What is at `path` in parsed JSON; fails the rule where it is missing."""
+    """The value at `path` in parsed JSON. Fails the rule if it is missing."""
     for position, key in enumerate(path):
         is_there = (isinstance(key, str) and isinstance(value, Mapping) and key in value) or (
             isinstance(key, int) and isinstance(value, list) and -len(value) <= key < len(value)
@@ -57,7 +57,7 @@ def text(value: Any, *path: str | int) -> str:
 
 
 def items(value: Any, *path: str | int) -> list[Any]:
-    """The list at `path`, which must have entries."""
+    """The list at `path`, which must not be empty."""
     found = field(value, *path)
     if not isinstance(found, list) or not found:
         raise RuleFailed(f"{'.'.join(map(str, path))} is {short(found)}, not a list with entries")

@@ -1,6 +1,6 @@
-"""Results for people, as a table, and for programs, as one JSON document.
+"""The results as a table for people, and as one JSON document for programs.
 
-What a server said is text from outside: it is shown without control characters and never as markup.
+A server's output is untrusted text: it is shown without control characters and never as markup.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""What a rule is, and how one ends: it returns, or raises that it failed or was skipped.
+"""Defines rules and their results. A rule passes by returning; it raises to fail or to be skipped.
 
-A rule names the client that depends on it and what that client's user would see. Rules that no
-known client needs are advice: they are reported and never fail a run.
+A rule names the client that depends on it, and what that client's user would see. A rule that no
+known client needs is advice: it is reported, but never fails a run.
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,7 +28,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one rule ended; `detail` is what the server did, or why the rule was skipped."""
+    """The result of one rule. `detail` says what the server did, or why the rule was skipped."""
 
     rule: Rule
     outcome: Outcome
@@ -37,7 +37,7 @@ class Result:
 
 @dataclass(slots=True)
 class Group:
-    """Rules of one topic. `missing` tells of an optional one why this server lacks it."""
+    """Rules of one topic. For an optional topic, `missing` returns why this server lacks it."""
 
     name: str
     missing: Callable[[Target], Awaitable[str | None]] | None = None

@@ -1,6 +1,6 @@
-"""Runs rules against one server, one after the other, and tells how each ended.
+"""Runs rules against one server, one after the other, and reports each result.
 
-A fault of the connection is the server's: a rule whose request breaks off or never ends has failed.
+Connection errors count against the server: a rule fails if its request breaks off or never ends.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window")
 
 
 def root_of(url: str) -> str:
-    """The server's root: users give it with or without the `/v1` that SDKs want."""
+    """The server's root URL. Users give it with or without the `/v1` that SDKs want."""
     if not url.startswith(("http://", "https://")):
         raise InvalidRequestError(f"{url} is no address: begin it with http:// or https://.")
     return url.rstrip("/").removesuffix("/v1")
@@ -29,7 +29,7 @@ def new_client(url: str, api_key: str | None, timeout_s: float) -> httpx.AsyncCl
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
-    """The server with `model`, or with the first one that it lists."""
+    """The server with `model`, or with the first model that it lists."""
     try:
         reply = await client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -59,7 +59,9 @@ async def run_rules(
     only: Iterable[str] = (),
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Every rule of `groups`, or of those named in `only`, which then may not be missing."""
+    """Run every rule of `groups`, or of the groups in `only`. A group named there must not be
+    missing.
+    """
     wanted = frozenset(only)
     unknown = wanted - {group.name for group in groups}
     if unknown:
@@ -88,7 +90,7 @@ async def _missing(group: Group, target: Target) -> str | None:
     try:
         return await group.missing(target)
     except (httpx.HTTPError, RuleFailed):
-        return None  # it is there, and its rules will find the same fault
+        return None  # the endpoint exists; its rules will hit the same error
 
 
 async def run_rule(rule: Rule, target: Target) -> Result:

@@ -1,7 +1,7 @@
-"""A strict reader of server-sent events.
+"""A strict parser of server-sent events.
 
-It keeps what a lenient one would hide: lines that belong to no field, bytes that are not UTF-8, an
-event that was never ended. Those are what breaks the simpler readers among clients.
+It reports what a lenient parser would hide and what breaks simple clients: lines without a field,
+bytes that are not UTF-8, an event without its final blank line.
 """
 
 import json
@@ -24,7 +24,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A whole stream. `problems` are breaches of the event format itself."""
+    """A whole stream. `problems` are violations of the event format itself."""
 
     headers: httpx.Headers
     events: tuple[Event, ...]
@@ -32,7 +32,7 @@ class Stream:
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """The JSON of every event; the terminator is left out."""
+        """The JSON of every event, without the terminator."""
         return [_parsed(event.data) for event in self.events if event.data != DONE]
 
     @property

@@ -1,6 +1,7 @@
-"""The server under test, as rules see it: requests in, replies out, no exception for a status.
+"""The server under test: requests in, replies out. An error status raises no exception.
 
-Every request carries what OpenAI's SDK sends. Answers that several rules look at are fetched once.
+Every request carries the headers that OpenAI's SDK sends. Answers that several rules inspect are
+fetched once.
 """
 
 import json
@@ -44,13 +45,13 @@ class Reply:
             raise RuleFailed(f"{self.summary} is not JSON") from None
 
     def ok(self) -> Any:
-        """The JSON of a success; anything else fails the rule."""
+        """The JSON of a successful reply; anything else fails the rule."""
         if self.status != 200:
             raise RuleFailed(self.summary)
         return self.json()
 
     def refused(self) -> "Reply":
-        """Fails the rule unless this is a 4xx that tells the client of its own mistake."""
+        """Fail the rule unless this is a 4xx that reports a client error."""
         if self.status in REFUSALS:
             return self
         if self.status >= 500:
@@ -58,14 +59,16 @@ class Reply:
         raise RuleFailed(f"accepted: {self.summary}" if self.status < 300 else self.summary)
 
     def ok_unless_refused(self, param: str) -> Any:
-        """The JSON of a success; the rule is skipped if the server refuses `param` by name."""
+        """The JSON of a successful reply. The rule is skipped if the server refuses `param` by
+        name.
+        """
         if self.status in REFUSALS and param in self.message:
             raise RuleSkipped(f"refused by name: {self.message[:120]}")
         return self.ok()
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object, wherever a client finds it."""
+        """The error object, wherever clients look for it."""
         body = self.json()
         if not isinstance(body, dict) or not isinstance(body.get("error"), dict):
             raise RuleFailed(f"{self.summary}: no error object")
@@ -74,7 +77,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """What the server says, for people; raw where it has no known shape."""
+        """The server's error message, or the raw body if its shape is unknown."""
         try:
             body = json.loads(self.content)
         except ValueError:
@@ -120,14 +123,14 @@ class Target:
         return reply
 
     async def stream(self, path: str, body: dict[str, Any]) -> Stream:
-        """A stream to its end; a refusal fails the rule."""
+        """Read a stream to its end. A refusal fails the rule."""
         reply = await self.post(path, body | {"stream": True})
         if reply.status != 200:
             raise RuleFailed(reply.summary)
         return read_stream(reply.headers, reply.content)
 
     async def once(self, key: str, make: Callable[[], Awaitable[Value]]) -> Value:
-        """`make()`, or what it gave or raised the first time."""
+        """The result or error of `make()`, which is called only the first time."""
         if key not in self._once:
             try:
                 self._once[key] = await make()
@@ -140,7 +143,7 @@ class Target:
         return value
 
     def chat(self, content: Any = QUESTION, **fields: Any) -> dict[str, Any]:
-        """A small chat request; `fields` add to it or replace."""
+        """A small chat request; `fields` are added or replace its own."""
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16}
         return {"model": self.model, "temperature": 0, **body} | fields
 
@@ -149,7 +152,7 @@ class Target:
         return body | fields
 
     async def plain_chat(self) -> Any:
-        """One ordinary answer, for every rule that looks at its shape."""
+        """One ordinary answer, shared by the rules that inspect its shape."""
 
         async def ask() -> Any:
             return (await self.post(CHAT, self.chat())).ok()
@@ -164,7 +167,7 @@ class Target:
         return await self.once("usage stream", lambda: self.stream(CHAT, body))
 
     async def bad_request(self) -> Reply:
-        """What the server says to a plain mistake."""
+        """The server's reply to an obvious client error."""
         return await self.once("bad request", self._make_bad_request)
 
     async def _make_bad_request(self) -> Reply:

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.backends.base import InferenceBackend
 from engine.compare.agreement import find_divergence
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -235,7 +235,7 @@ class Lane:
         )
 
     def _judge(
-        self, mirror: Mirror, answers: Mapping[int, Answer], error: str | None
+        self, mirror: Mirror, answers: Mapping[int, ComparedAnswer], error: str | None
     ) -> tuple[Outcome, int | None]:
         """The result of a copy, and the index of the first token that differs."""
         if error is not None:
@@ -268,7 +268,7 @@ class Lane:
 
 async def _answer(
     backend: InferenceBackend, request: Request
-) -> tuple[Mapping[int, Answer], str | None]:
+) -> tuple[Mapping[int, ComparedAnswer], str | None]:
     """The backend's answer to a copy, and the error that ended it, if any."""
     answers = _answers(request)
     limit_s = min(request.context.timeout_s or MAX_SECONDS, MAX_SECONDS)
@@ -297,8 +297,8 @@ def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> Async
     return backend.chat(copy) if isinstance(copy, ChatRequest) else backend.complete(copy)
 
 
-def _answers(request: Request) -> dict[int, Answer]:
-    return {choice: Answer(MAX_ANSWER_CHARS) for choice in range(request.context.params.n)}
+def _answers(request: Request) -> dict[int, ComparedAnswer]:
+    return {choice: ComparedAnswer(MAX_ANSWER_CHARS) for choice in range(request.context.params.n)}
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -325,9 +325,9 @@ def _num_chars(value: Any) -> int:
     return 1
 
 
-def _reasons(answers: Mapping[int, Answer]) -> list[str | None]:
+def _reasons(answers: Mapping[int, ComparedAnswer]) -> list[str | None]:
     return [answer.finish_reason for answer in answers.values()]
 
 
-def _num_tokens(answers: Mapping[int, Answer]) -> int:
+def _num_tokens(answers: Mapping[int, ComparedAnswer]) -> int:
     return sum(answer.num_tokens for answer in answers.values())

@@ -1,1 +1,1 @@
-"""Scripts around the engine; nothing in it depends on them."""
+"""Developer scripts. The engine itself does not depend on them."""

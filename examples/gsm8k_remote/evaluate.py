@@ -23,9 +23,9 @@ from scoring import marked_number, predicted_number
 
 from engine.backends.base import InferenceBackend
 from engine.backends.factory import make_backend
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.compare.contenders import find_contenders
-from engine.compare.prompts import Prompt
+from engine.compare.prompts import ComparedPrompt
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import GenerationContext
 from engine.core.interfaces.request import SamplingParams
@@ -150,16 +150,16 @@ class Asker:
         write_result(self._file, result)
         print("." if result.is_correct else "x", end="", file=sys.stderr, flush=True)
 
-    async def _answer(self, question: str) -> Answer:
+    async def _answer(self, question: str) -> ComparedAnswer:
         text = f"{INSTRUCTION}\n\n{question}"
         chat = ({"role": "user", "content": text},)
-        prompt = Prompt("", chat if self._is_chat else f"{text}\n\nSolution:")
+        prompt = ComparedPrompt("", chat if self._is_chat else f"{text}\n\nSolution:")
         context = GenerationContext(
             request_id=f"gsm8k-{secrets.token_hex(8)}",
             params=SamplingParams(max_tokens=self._args.max_tokens, temperature=0.0),
             timeout_s=self._args.timeout,
         )
-        answer = Answer()
+        answer = ComparedAnswer()
         async with asyncio.timeout(self._args.timeout):
             async for event in prompt.ask(self._backend, context):
                 answer.add(event)

@@ -1,4 +1,4 @@
-"""The state machine for as many steps as asked, as one line of JSON.
+"""Runs the state machine for a number of steps and prints one line of JSON.
 
 python -m tests.property.run_machine --steps 100000 --seed 1
 """
@@ -19,8 +19,8 @@ HISTORIES_AT_ONCE = 25
 
 
 def run(steps: int, first_seed: int) -> dict:
-    """Histories until `steps` rules have been executed, or one breaks something. A round has a seed
-    of its own, so that the one that failed is repeated by itself.
+    """Run random histories until `steps` rules were executed or one fails. Each round has its own
+    seed, so that a failing round can be repeated alone.
     """
     began = time.monotonic()
     RuntimeMachine.num_rules = 0
@@ -42,7 +42,7 @@ def run(steps: int, first_seed: int) -> dict:
 
 
 def run_round(round_seed: int) -> None:
-    """Without shrinking, which takes long: the seed is enough to see it again."""
+    """Run one round without shrinking, which is slow: the seed is enough to reproduce a failure."""
     seed(round_seed)(RuntimeMachine)
     run_state_machine_as_test(
         RuntimeMachine,
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # planned faults are logged like any
+    logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
     result = run(arguments.steps, arguments.seed)
     print(json.dumps(result))
     raise SystemExit(bool(result["violations"]))

@@ -1,7 +1,8 @@
-"""The same requests in random schedules: whatever shares their steps, their tokens are the same.
+"""Runs the same requests in random schedules: a request's tokens must never depend on its batch.
 
-Batched, chunked, from the cache, preempted, repeated after a failed step, in pools of any size:
-each request's output is compared with what it gives alone. One line of JSON tells the outcome.
+Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
+in pools of any size. Each output is compared with that of the request running alone. The result is
+one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
@@ -38,10 +39,10 @@ from engine.core.interfaces.request import (
 )
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
-NUM_REQUESTS = 24  # different ones
+NUM_REQUESTS = 24  # distinct requests
 MOST_TURNS = 5000
 RETRIED = ("schedule", "forward", "sample", "wait", "publish")
-KINDS = ("batches", "chunks", "hits", "preemptions", "failures")  # what a schedule can meet
+KINDS = ("batches", "chunks", "hits", "preemptions", "failures")  # what a schedule can run into
 Output = dict[int, tuple[int, ...]]  # by choice
 
 
@@ -60,7 +61,7 @@ class ListChannel:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule's engine is like."""
+    """The settings of a schedule's engine."""
 
     num_blocks: int
     max_slots: int
@@ -69,7 +70,7 @@ class Shape:
 
 
 class Engine:
-    """A loop over `runner` with a pool of its own, turned by hand."""
+    """A loop over `runner` with its own pool, driven one iteration at a time."""
 
     def __init__(self, runner: ModelRunner, shape: Shape) -> None:
         size = runner.spec.block_size
@@ -116,7 +117,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Model:
-    """Requests, and how engines for them are made; `alone` is what each gives by itself."""
+    """Requests, and how engines for them are made; `alone` has each request's output when run
+    alone.
+    """
 
     requests: list[GenerateRequest]
     new_engine: Callable[[random.Random], Engine]
@@ -131,7 +134,7 @@ def toy_model(rng: random.Random) -> Model:
 
     def new_engine(rng: random.Random) -> Engine:
         size = rng.choice([1, 2, 16])
-        least = -(-32 // size)  # the longest request
+        least = -(-32 // size)  # enough for the longest request
         spec = RunnerSpec(size, 65, 5, 64, VOCAB, depth=rng.choice([0, 1]))
         return Engine(ToyRunner(spec), shape(rng, least, 64))
 
@@ -146,7 +149,7 @@ def toy_model(rng: random.Random) -> Model:
 
 
 def native_model(rng: random.Random) -> Model:
-    """The default model on our own kernels; alone is an engine of its own with all the room."""
+    """The default model on the native kernels; `alone` uses a separate engine with ample memory."""
     from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
     from engine.backends.custom.runtime.model_runner import RunnerConfig
     from engine.backends.custom.weights.model import open_model
@@ -157,7 +160,7 @@ def native_model(rng: random.Random) -> Model:
     ids = Tokenizer.from_gguf(source.metadata).encode(TEXT.read_text(encoding="ascii")[:4000])
     config = RunnerConfig("cpu", STORED, 16, 65, 5, 256, None, max_batch_tokens=128)
     runner = build_runner(source, config)
-    starts = [0, 0, 0, 200, 400]  # several continue one beginning
+    starts = [0, 0, 0, 200, 400]  # several share a prefix
     prompts = [tuple(ids[at : at + rng.randint(3, 60)]) for at in starts * 2]
     requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
     alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
@@ -195,7 +198,7 @@ def run_alone(engine: Engine, request: GenerateRequest) -> Output:
 
 
 def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
-    """The number of choices whose tokens are not those that they have alone."""
+    """Number of choices whose tokens differ from those of the request alone."""
     engine = model.new_engine(rng)
     asked: dict[str, int] = {}
     left = rng.randint(2, 10)
@@ -271,7 +274,7 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # planned faults are logged like any
+    logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
     result = run(arguments.model, arguments.schedules, arguments.seed)
     print(json.dumps(result))
     raise SystemExit(bool(result["mismatches"]))

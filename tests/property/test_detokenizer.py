@@ -1,4 +1,4 @@
-"""Streaming text: any cut of the tokens gives the same text, and a stop string never shows."""
+"""Streamed text is the same however the tokens are split, and a stop string is never shown."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ BYTE_LEVEL = Tokenizer.from_gguf(byte_level_metadata())
 SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())
 
 tokenizers = st.sampled_from([BYTE_LEVEL, SENTENCEPIECE])
-# Ids past the vocabulary are what a padded embedding table can give.
+# A padded embedding table can give ids past the vocabulary.
 random_ids = st.lists(st.integers(0, 720), max_size=40)
 real_texts = st.lists(st.sampled_from(CORPUS), max_size=2).map("".join) | st.text(max_size=30)
 stops = st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3).map(tuple)
@@ -27,7 +27,7 @@ def chunks(data: st.DataObject, ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text before the match that completes first, by trying every end and every start."""
+    """The text before the match that completes first, found by brute force over all substrings."""
     for end in range(len(text) + 1):
         for start in range(end):
             if text[start:end] in stop:
@@ -55,7 +55,8 @@ def test_whole_characters_arrive_as_soon_as_they_are_whole(
     for chunk in chunks(data, ids):
         sent += b"".join(map(tokenizer.token_bytes, chunk))
         so_far += detokenizer.push(chunk)
-        whole = sent.decode("utf-8", "ignore")  # of a valid text, only an unfinished end is ignored
+        # The text is valid, so only an incomplete last character is ignored.
+        whole = sent.decode("utf-8", "ignore")
         assert so_far == (whole.removeprefix(" ") if tokenizer.drops_leading_space else whole)
     assert so_far == text and detokenizer.flush() == ""
 
@@ -113,7 +114,7 @@ def test_empty_stop_string_is_refused() -> None:
         (("bcd", "c"), "abcd", "ab"),  # the match that completes first
         (("d", "bcd"), "abcd", "a"),  # the longer of two that complete together
         (("abcdef",), "abcdeabcdefg", "abcde"),
-        (("xyz",), "ab xy", "ab xy"),  # held back, and given out at the end
+        (("xyz",), "ab xy", "ab xy"),  # held back, and emitted at the end
         (("aab",), "aaab", "a"),
     ],
 )

@@ -1,9 +1,9 @@
-"""What a schema's grammar lets through is valid under the schema, as another library judges it.
+"""Whatever a schema's grammar allows is valid under the schema, as judged by another library.
 
-Random walks stand in for a model: each takes, token by token, something that the mask allows, and
-hurries to an end after a while. A walk that reaches the end must be JSON that validates, formats
-included; none may get stuck. Every schema of the official suite and of real tools is either walked
-with the default model's vocabulary, or refused with the keyword or rule that is in the way.
+Random walks stand in for a model. Each samples tokens that the mask allows, and prefers to finish
+after a while. A finished walk must be JSON that validates, including formats; no walk may get
+stuck. Every schema of the official suite and of real tools is either walked with the default
+model's vocabulary, or refused with an error that names the unsupported keyword or rule.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from tests.schema_suites import (
 NUM_FREE_TOKENS = 25
 MAX_TOKENS = 300
 CLOSERS = (b"]", b"}", b'"')
-# A refusal names a keyword or what is wrong with one, after the path of the schema it is in.
+# A refusal names the schema's path, then the keyword or what is wrong with it.
 REFUSAL = re.compile(
     r"schema(\.[^:]*)*: (keyword '|'|format \"|the pattern |no finite JSON value |a '\$ref' |"
     r"numbers are only |it admits no value |it is \d+ bytes long)"
 )
-# So short that walks often spell declared names, enumerated values and bounds.
+# Small, so that walks often spell declared names, enumerated values and bounds.
 ALPHABET = [char.encode() for char in 'ab{}[]":,0123459.-truefalsnl é']
 NAMES = ["a", "b", "ab", "ba"]
 PATTERNS = [
@@ -53,7 +53,7 @@ PATTERNS = [
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What llguidance asks of a tokenizer, and the tokens for a walker to look at."""
+    """The tokenizer interface of llguidance, and the tokens for the walks."""
 
     tokens: Sequence[bytes]
     special_token_ids: Sequence[int]
@@ -77,7 +77,7 @@ class Walker:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         assert not matcher.is_error(), matcher.get_error()
         text = b""
-        # Short tokens only in some walks: most long ones are words, and end up inside strings.
+        # Some walks use short tokens only: most long ones are words, and occur only inside strings.
         max_bytes = rng.choice([1, 3, 100])
         for index in range(MAX_TOKENS):
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -130,7 +130,7 @@ def check_valid(schema: Any, text: str) -> None:
 
 
 def walk_all(walker: Walker, schemas: list[NamedSchema], num_walks: int) -> int:
-    """How many walks ended; each of them is checked."""
+    """The number of walks that ended; each of them is validated."""
     num_ended = 0
     for name, schema in schemas:
         grammar = grammar_of(schema)
@@ -147,7 +147,7 @@ def walk_all(walker: Walker, schemas: list[NamedSchema], num_walks: int) -> int:
 
 
 def check_refusals(schemas: list[NamedSchema]) -> None:
-    """Whatever is refused before it is compiled is refused by name."""
+    """Check that schemas which are refused before compiling are refused by name."""
     for name, schema in schemas:
         try:
             grammar_of(schema)
@@ -174,7 +174,7 @@ def test_all_schemas(walker: Walker) -> None:
 
 
 class RandomSchemas:
-    """Small schemas in which every keyword meets every other one."""
+    """Generates small schemas in which every keyword meets every other one."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Parsing of output: any cut of the text gives the same pieces, and nothing is lost."""
+"""Output parsing gives the same pieces however the text is split, and loses nothing."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from engine.core.parsing.json_scanner import JsonScanner, is_object
 from engine.core.parsing.output import OutputParser, ReasoningFormat
 from engine.core.parsing.pieces import Piece, ReasoningPiece, ToolCallPiece
 
-# Neither how long an example takes nor how long it takes to make says anything on a busy machine.
+# On a busy machine, how long an example takes means nothing.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 NAMES = frozenset({"f", "get_weather"})
@@ -44,7 +44,7 @@ arguments = st.builds(
     st.none() | st.integers(0, 2),
 )
 calls = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments), min_size=1, max_size=3)
-# Pieces that outputs are made of, well or badly.
+# Fragments of well-formed and malformed outputs.
 fragments = st.lists(
     st.sampled_from(
         [
@@ -71,7 +71,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 def normal(pieces: Sequence[Piece]) -> list[tuple[str, int, str, str]]:
-    """Pieces in order, neighbours of one kind joined, without the random ids."""
+    """Pieces in order, adjacent ones of a kind joined, without the random ids."""
     joined: list[tuple[str, int, str, str]] = []
     for piece in pieces:
         if isinstance(piece, ToolCallPiece):
@@ -142,7 +142,7 @@ def test_what_is_written_is_read(
 @untimed
 @given(formats, outputs, places)
 def test_without_calls_the_text_is_whole(tools: ToolFormat, text: str, cuts: Sequence[int]) -> None:
-    """No name of a tool in the text, so nothing can be a call."""
+    """Without a tool's name in the text, nothing can be a call."""
     parser = OutputParser(tools, frozenset({"another"}))
     pieces = normal(run(parser, cut(text, cuts)))
     assert pieces == ([("text", 0, "", text)] if text else [])
@@ -159,7 +159,7 @@ def test_little_is_read_twice(tools: ToolFormat, text: str, cuts: Sequence[int])
 
 def is_json(text: str) -> bool:
     def refuse(constant: str) -> None:
-        raise ValueError(constant)  # NaN and the infinities, which Python would take
+        raise ValueError(constant)  # NaN and the infinities, which Python would accept
 
     try:
         json.loads(text, parse_constant=refuse)

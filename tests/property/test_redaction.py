@@ -1,4 +1,4 @@
-"""The redactor on a text that comes in pieces does what it does on the whole one."""
+"""The redactor gives the same result for streamed pieces as for the whole text."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ PRIVATE = (
     "555-123-4567",
     "0171/1234567",
 )
-# Beginnings, ends and neighbours of the above, and what looks like them.
+# Prefixes, suffixes and neighbours of the secrets above, and look-alikes.
 NEAR = (
     *(
         "@",

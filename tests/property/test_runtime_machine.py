@@ -1,11 +1,11 @@
-"""Random histories of the real runtime over the toy model, with every invariant checked after every
+"""Random histories of the real runtime with the toy model. Every invariant is checked after every
 rule.
 
-Submissions with colliding prefixes, several choices, salts, priorities, poison and crash tokens
-meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and failures of every
-stage. Some must match a grammar, which compiles for a while; some want their prompts scored, or a
-vector. Whatever happens, delivered tokens equal the oracle's, every accepted choice ends exactly
-once, nobody fails for another's fault, and nothing is held when nothing runs.
+Requests have colliding prefixes, several choices, salts, priorities, and tokens that give NaN or
+crash. They meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and
+failures of every stage. Some have a grammar that takes a while to compile; some want prompt
+logprobs or an embedding. In every history, the delivered tokens equal the oracle's, every accepted
+choice ends exactly once, no request fails because of another, and an idle engine holds nothing.
 """
 
 import re
@@ -29,7 +29,7 @@ TOKENS = st.integers(0, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)
 REGEXES = ["(ab|cd)+e", "a{3}b?", "[a-f]+(gh)?", "hello|jail"]
 MAX_STEPS_TO_END = 3000
-# Failing once, each of these loses at most one choice; the others none at all.
+# A single failure of these loses at most one choice; a failure of the other stages loses none.
 LOSSY = {"allocate", "update", "nonfinite"}
 REPEATED = ("forward", "sample", "wait")
 STAGES = (*sorted(LOSSY), *REPEATED, "schedule", "publish")
@@ -55,7 +55,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.options = options
         self.engine = self._new_engine()
         self.count = 0
-        self.num_unpublished = 0  # planned
+        self.num_unpublished = 0  # failures that were injected
 
     def _new_engine(self):
         self.grammars = PatientGrammars()
@@ -155,7 +155,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         memory=st.booleans(),
     )
     def a_stage_fails(self, stage, at, count, memory):
-        """Once; whoever it was not working for must not notice."""
+        """A stage fails once; requests that it was not working on must not notice."""
         action = "mark" if stage == "nonfinite" else "memory" if memory else "raise"
         crashes = any(
             CRASH_TOKEN in self.engine.requests[request_id].prompt and not outcome.finish_reason
@@ -163,14 +163,15 @@ class RuntimeMachine(RuleBasedStateMachine):
         )
         with faults.planned(Fault(stage, action, at=at)) as plan:
             self.engine.turn(count)
-        # A row is repeated alone where a kernel failed on another; a second failure is its own.
+        # If a kernel fails on another row, this row is repeated alone; a second failure then fails
+        # it.
         is_lossy = stage in LOSSY or (stage in REPEATED and crashes)
         self.engine.num_pardons += plan.num_strikes * is_lossy
         self.num_unpublished += plan.num_strikes * (stage == "publish")
 
     @rule(prompt=PROMPTS, n=st.integers(1, 3))
     def taking_in_fails(self, prompt, n):
-        self.engine.turn()  # so that no other request is meant
+        self.engine.turn()  # so that the fault hits no other request
         self._submit(prompt, n=n, max_tokens=3)
         with faults.planned(Fault("intake")):
             self.engine.turn()
@@ -187,7 +188,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.pool.num_evictable)
     @rule()
     def insert_again(self):
-        """INV-15: what the tree has already changes nothing in it."""
+        """INV-15: inserting what the tree already has changes nothing."""
         for namespace, tokens, blocks, _ in Snapshot(self.engine).paths:
             self.engine.kv.radix.insert(namespace, packed(tokens), blocks, only_own=True)
 
@@ -212,7 +213,7 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """The engine dies; its open requests are submitted again by their clients."""
+        """The engine dies, and its clients submit their open requests again."""
         open_ids = {
             request_id
             for (request_id, _), outcome in self.engine.outcomes.items()
@@ -229,10 +230,10 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule()
     def run_to_the_end(self):
-        """No starvation: with no more arrivals everything ends, and nothing stays held."""
+        """No starvation: without new arrivals everything ends, and nothing stays held."""
         engine = self.engine
         engine.grow()
-        engine.turn()  # what was submitted is read, so its grammar is asked for
+        engine.turn()  # reads the submitted requests, so that their grammars are compiled
         self.grammars.finish()
         engine.run(MAX_STEPS_TO_END)
         assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
@@ -244,11 +245,12 @@ class RuntimeMachine(RuleBasedStateMachine):
         request, engine = self.engine.requests[request_id], self.engine
         expected_tokens, expected_reason = engine.expected(request_id, choice)
         fits = engine.kv.can_ever_fit(len(request.prompt) + request.params.max_tokens - 1)
-        if not fits and outcome.error_code != "INFERENCE_ERROR":  # whose number is checked
+        # Failures with this code are counted elsewhere.
+        if not fits and outcome.error_code != "INFERENCE_ERROR":
             assert outcome.error_code == "INVALID_REQUEST" and not outcome.tokens
         elif expected_reason == "error" and outcome.finish_reason != "abort":
             assert outcome.error_code == "INFERENCE_ERROR" and not outcome.tokens
-        elif outcome.finish_reason not in ("abort", "error"):  # whose errors are counted elsewhere
+        elif outcome.finish_reason not in ("abort", "error"):  # these endings are checked elsewhere
             assert (outcome.tokens, outcome.finish_reason) == (expected_tokens, expected_reason)
         assert outcome.num_cached < len(request.prompt), "nothing of the prompt was computed"
         if request.grammar is not None and outcome.finish_reason == "stop":

@@ -1,1 +1,1 @@
-"""What the server withstands, in figures with limits: `make scoreboard`, and docs/scoreboard.md."""
+"""Robustness figures of the server, each with limits: `make scoreboard`, and docs/scoreboard.md."""

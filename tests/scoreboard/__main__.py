@@ -1,7 +1,8 @@
-"""Measure: `python -m tests.scoreboard [R01 R05 ...] [--quick] [--seed N] [--write] [--list]`.
+"""Measures figures: `python -m tests.scoreboard [R01 R05 ...] [--quick] [--seed N] [--write]
+[--list]`.
 
-Each figure prints one line of JSON. The exit status is 1 if a limit was broken. `--write` puts what
-was measured into docs/scoreboard.md, beside what is there of other figures.
+Each figure prints one line of JSON. The exit status is 1 if a limit was broken. `--write` updates
+the measured figures in docs/scoreboard.md and keeps the others.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from tests.scoreboard.record import keep_seeds, write_page
 
 
 def commit() -> str:
-    """Of the code that is measured; with a plus where something is not committed."""
+    """The commit of the measured code; "+" marks uncommitted changes."""
     name = _git("rev-parse", "--short", "HEAD")
     return name + "+" if name and _git("status", "--porcelain", "--untracked-files=no") else name
 

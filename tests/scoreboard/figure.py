@@ -1,4 +1,4 @@
-"""A figure: something measured, with limits that it must keep.
+"""A figure: a measurement with limits that it must keep.
 
 A module of `figures/` registers one by decorating the function that measures it:
 
@@ -7,8 +7,8 @@ A module of `figures/` registers one by decorating the function that measures it
         run.repeat(run.share(500), balance_a_cup)  # each case has a seed of its own
         return {"dropped": len(run.failures)}
 
-Where a case can be made again from its seed alone, `case=` names the function that does; failing
-seeds are then kept in `failing_seeds.jsonl`, and every one of them is tried again by `make test`.
+If a case can be reproduced from its seed alone, `case=` names the function that does so. Failing
+seeds are then stored in `failing_seeds.jsonl`, and `make test` retries each of them.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class Limit:
     bound: float
 
     def holds(self, value: float) -> bool:
-        """NaN holds nowhere."""
+        """Whether the value keeps the limit. NaN never does."""
         return value <= self.bound if self.sign == "<=" else value >= self.bound
 
     def __str__(self) -> str:
@@ -46,27 +46,29 @@ def at_least(bound: float) -> Limit:
 
 @dataclass(slots=True)
 class Run:
-    """One measurement: where its randomness comes from, how much is asked, what went wrong."""
+    """One measurement: its randomness, the number of cases, and its failures."""
 
     seed: int
     quick: bool = False
-    cases: int = 0  # how many were tried; a figure that tried none has failed
+    cases: int = 0  # number of cases tried; a figure without cases has failed
     failures: list[str] = field(default_factory=list)
     failing_seeds: list[int] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)  # facts beside the limits
+    notes: dict[str, Any] = field(default_factory=dict)  # facts besides the limits
 
     def share(self, whole: int, quick: int | None = None) -> int:
-        """How many cases: `whole`, or of a quick run a fiftieth."""
+        """The number of cases: `whole`, or a fiftieth of it in a quick run."""
         if not self.quick:
             return whole
         return max(1, whole // 50) if quick is None else quick
 
     def random(self, *path: object) -> random.Random:
-        """The same for the same seed and path."""
+        """A generator that depends only on the seed and the path."""
         return random.Random(f"{self.seed}/{path}")
 
     def repeat(self, count: int, case: Callable[[int], None]) -> None:
-        """Cases of different seeds; one that raises is a failure, and the rest go on."""
+        """Run cases with different seeds. A case that raises counts as a failure; the others still
+        run.
+        """
         seeds = self.random("cases")
         for _ in range(count):
             case_seed = seeds.getrandbits(48)
@@ -86,14 +88,14 @@ class Run:
 class Figure:
     id: str
     name: str
-    minutes: float  # of a whole run on two cores
+    minutes: float  # duration of a whole run on two cores
     limits: Mapping[str, Limit]
     measure: Callable[[Run], Values]
     case: Callable[[int], None] | None
     in_quick: bool
 
     def take(self, seed: int, *, quick: bool = False) -> dict[str, Any]:
-        """As it is printed: one line of JSON."""
+        """Measure. Returns the result that is printed as one line of JSON."""
         run = Run(seed, quick)
         began = time.monotonic()
         try:
@@ -133,7 +135,7 @@ def figure(
     case: Callable[[int], None] | None = None,
     in_quick: bool = True,
 ) -> Callable[[Callable[[Run], Values]], Callable[[Run], Values]]:
-    """`in_quick`: whether it is part of `make test`, with fewer cases."""
+    """Register a figure. `in_quick`: whether `make test` runs it, with fewer cases."""
 
     def register(measure: Callable[[Run], Values]) -> Callable[[Run], Values]:
         assert id not in _FIGURES, f"{id} is there twice"
@@ -144,7 +146,7 @@ def figure(
 
 
 def all_figures() -> dict[str, Figure]:
-    """By id, in order."""
+    """All figures by id, in order."""
     from tests.scoreboard import figures
 
     for module in pkgutil.iter_modules(figures.__path__):

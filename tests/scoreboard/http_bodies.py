@@ -1,4 +1,4 @@
-"""The least that each route can be asked for, so that a figure can change one thing about it."""
+"""A minimal valid body for each route, so that a figure can change one thing about it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ MESSAGES = [{"role": "user", "content": "say hello"}]
 
 
 def least_bodies(model: str) -> dict[str, dict[str, Any]]:
-    """By path. None of them takes long to answer."""
+    """A minimal body for each path. None takes long to answer."""
     texts = {"model": model, "query": "a", "documents": ["b", "c"]}
     return {
         "/detokenize": {"tokens": [1, 2]},

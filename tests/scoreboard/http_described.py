@@ -1,5 +1,5 @@
-"""Requests made from the server's own description of itself, sound and unsound ones, and its
-answers held against it.
+"""Generates valid and invalid requests from the server's OpenAPI description, and checks the
+answers against it.
 """
 
 import re
@@ -27,18 +27,18 @@ CHECK_NAMES = (
     *("status_code_conformance", "content_type_conformance", "response_schema_conformance"),
     "negative_data_rejection",
 )
-# So that the next request is answered whatever an administrator's did.
+# Requests that undo an administrator's request, so that the next one can be answered.
 RESTORING = {
     "/v1/admin/undrain": {},
     "/v1/admin/limits": dict.fromkeys(LIMIT_NAMES),
     "/v1/admin/log-level": {"level": "info"},
 }
-# What decides how long an answer is; each request is to be a short one.
+# Fields that determine the length of an answer; requests are kept short.
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 
 
 class Described:
-    """Sends cases to one server and counts what was wrong with the answers."""
+    """Sends generated cases to one server and counts the wrong answers."""
 
     def __init__(self, run: Run, target: Target) -> None:
         self.run = run
@@ -48,14 +48,15 @@ class Described:
         self.statuses: Counter[int] = Counter()
         self.server_errors = self.violations = self.large_errors = 0
         description = target.description()
-        del description["security"]  # or made-up keys would be sent; R06 is about those
+        del description["security"]  # otherwise random keys would be sent, which R06 covers
         schema = schemathesis.openapi.from_dict(description)
         self.operations = [found.ok() for found in schema.get_all_operations()]
         self.checks = [CHECKS.get_one(name) for name in CHECK_NAMES]
 
     def send(self, count: int, *, administer: bool, num_routes: int | None = None) -> None:
-        """At least so many cases, in rounds over all routes, or over some; without those of the
-        administrator, if so asked.
+        """Send at least `count` cases, in rounds over all routes or over `num_routes` of them.
+
+        `administer` says whether the administrator's routes are included.
         """
         chosen = [each for each in self.operations if administer or not _is_admin(each.path)]
         if num_routes is not None:
@@ -73,7 +74,7 @@ class Described:
 
     def _send_some(self, operation: Any, mode: GenerationMode, turn: int, count: int) -> None:
         if mode is GenerationMode.NEGATIVE and not _takes_anything(operation):
-            return  # there is nothing that could be wrong
+            return  # nothing can be wrong with this case
 
         @hypothesis.seed(f"{self.run.seed}/{operation.label}/{mode}/{turn}")
         @hypothesis.settings(
@@ -127,7 +128,9 @@ class Described:
 
 
 def check_spread(statuses: Counter[int]) -> None:
-    """A run that was kept out, or that was never answered, has shown nothing."""
+    """Check that requests were answered in different ways: a run that is refused everywhere shows
+    nothing.
+    """
     total = sum(statuses.values())
     assert statuses[401] + statuses[429] < total / 10, f"most were kept out: {statuses}"
     answered = sum(count for status, count in statuses.items() if status < 300)
@@ -135,7 +138,7 @@ def check_spread(statuses: Counter[int]) -> None:
 
 
 def _vanishes(case: Any) -> bool:
-    """In a form, an empty list is a field that was never sent: nothing wrong is left of it."""
+    """An empty list in a form is not sent at all, so the case is no longer invalid."""
     is_form = (case.media_type or "").startswith("multipart/")
     return is_form and isinstance(case.body, dict) and [] in case.body.values()
 
@@ -154,7 +157,7 @@ def _all(operation: Any) -> Iterable[Any]:
 
 
 def _short(body: dict[str, Any]) -> dict[str, Any]:
-    """Asking for few tokens."""
+    """The body with a small number of tokens."""
     return {key: value for key, value in body.items() if key not in LENGTHS} | {
         key: 2 for key in LENGTHS if key in body
     }

@@ -1,5 +1,5 @@
-"""Every number that a request can carry, from the server's own description of itself, and values at
-and beyond its bounds.
+"""Every numeric field of every request, from the server's OpenAPI description, with values at and
+beyond its bounds.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-# As JSON text: some of these no encoder would write.
+# Raw JSON text, because no encoder would write some of these.
 NEVER = ("NaN", "Infinity", "-Infinity", '"1"', "true", "1e308", "-1e308", "1e999", "9" * 5000)
 WHOLE = (-1, 0, 2**31, 2**63, 2**64, -(2**31), -(2**63) - 1)
 _PLACEHOLDER = "the number goes here"
@@ -17,13 +17,13 @@ _PLACEHOLDER = "the number goes here"
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Where a number goes: in which route's body or query, under which keys, with which bounds."""
+    """A numeric field: its route, its location in the body or query, and its bounds."""
 
     method: str
     path: str
-    place: tuple[str | int, ...]  # an integer stands for a list's only member
+    place: tuple[str | int, ...]  # an integer stands for the only member of a list
     schema: dict[str, Any]
-    whole: dict[str, Any]  # the schema of the body that it is part of, or of the parameter
+    whole: dict[str, Any]  # the schema of the whole body, or of the parameter
     in_query: bool = False
 
     @property
@@ -33,7 +33,7 @@ class Number:
         return bool(keys & {"const", "enum"}) or bool(keys & low and keys & high)
 
     def values(self) -> Iterator[str]:
-        """JSON texts."""
+        """The values to try, as JSON text."""
         edges: set[float] = {*WHOLE}
         if "minimum" in self.schema:
             edges |= {self.schema["minimum"], self.schema["minimum"] - 1}
@@ -45,7 +45,7 @@ class Number:
         yield from (text for text in NEVER if not (self.in_query and text == '"1"'))
 
     def allows(self, body: bytes) -> bool:
-        """Whether a body, or a parameter, is what the server's description asks for."""
+        """Whether a body or parameter is valid by the server's description."""
         try:
             value = json.loads(body, parse_constant=_refuse)
         except ValueError:
@@ -53,7 +53,7 @@ class Number:
         return jsonschema.Draft202012Validator(self.whole).is_valid(value)
 
     def body(self, least: dict[str, Any], text: str) -> bytes:
-        """`least` with the value in its place."""
+        """The minimal body `least` with this value."""
         value: Any = _PLACEHOLDER
         for key in reversed(self.place[1:]):
             value = [value] if isinstance(key, int) else {key: value}

@@ -1,8 +1,8 @@
-"""A server in a process of its own over a backend that figures need: run as a module with settings
-in JSON. It prints where it listens, then answers a line of input with a line of output, until its
-input ends.
+"""A server in a separate process over a backend for figures. Run it as a module with JSON settings.
 
-    stalls               the longest pause of its event loop since it was last asked, in seconds
+It prints its address, then answers each line of input with a line of output, until its input ends:
+
+    stalls               the longest pause of its event loop since the last query, in seconds
     template "SOURCE"    requests are rendered with this chat template from now on
 """
 
@@ -28,8 +28,8 @@ TICK_S = 0.005
 
 
 class LoopClock:
-    """How long the event loop was kept from its work, by itself or by a thread that held the
-    interpreter. Time in which other programs had the processors is left out.
+    """Measures how long the event loop was blocked, by itself or by a thread that held the GIL.
+    Time in which other programs used the CPU is subtracted.
     """
 
     def __init__(self, server: LiveServer) -> None:
@@ -48,10 +48,10 @@ class LoopClock:
 
 
 def _queued() -> dict[str, int]:
-    """For how long each thread was ready to run and did not, in nanoseconds."""
+    """How long each thread was runnable but not running, in nanoseconds."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             found[task.name] = int((task / "schedstat").read_text().split()[1])
     return found
 

@@ -1,5 +1,5 @@
-"""Servers in processes of their own, with a key and an administrator's key, for figures that send
-requests.
+"""Servers in separate processes, with a client key and an administrator's key, for figures that
+send requests.
 """
 
 import json
@@ -26,7 +26,7 @@ KEY = "scoreboard-key-0123456789abcdef"
 ADMIN_KEY = "scoreboard-admin-key-0123456789"
 CLIENT = {"authorization": f"Bearer {KEY}"}
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
-# Wrong keys are part of what is tried; being slowed down for them is measured elsewhere.
+# Wrong keys are part of the test; throttling them is measured elsewhere.
 NO_THROTTLE = 1_000_000
 
 
@@ -39,7 +39,7 @@ class Target:
     process: subprocess.Popen[Any]
 
     def key_for(self, path: str) -> dict[str, str]:
-        """The headers of somebody who may ask there."""
+        """The headers of a client that may use this path."""
         return ADMIN if path.startswith("/v1/admin/") else CLIENT
 
     def description(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Target:
         return {each.pid for each in psutil.Process(self.process.pid).children(recursive=True)}
 
     def processor_s(self) -> float:
-        """What its own threads have used up."""
+        """CPU time of its own threads."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
@@ -57,7 +57,7 @@ class Target:
         return httpx.get(f"{self.url}/health", timeout=20).status_code == 200
 
     def ask(self, command: str, argument: Any = None) -> str:
-        """Of a server that `http_server` runs."""
+        """Send a command to a server run by `http_server`."""
         assert self.process.stdin is not None and self.process.stdout is not None
         words = command if argument is None else f"{command} {json.dumps(argument)}"
         self.process.stdin.write(words + "\n")
@@ -67,7 +67,7 @@ class Target:
 
 @contextmanager
 def held_server(*, native: bool = False, **sections: dict[str, Any]) -> Iterator[Target]:
-    """Our server over a backend without a model, or over the default model."""
+    """Our server over a fake backend, or over the default model."""
     with tempfile.TemporaryDirectory() as home:
         keys_file = Path(home, "keys.json")
         add_key(keys_file, "another")
@@ -98,7 +98,7 @@ def held_server(*, native: bool = False, **sections: dict[str, Any]) -> Iterator
 
 @contextmanager
 def served_default_model(*arguments: str) -> Iterator[Target]:
-    """`engine serve`, as a user starts it."""
+    """`engine serve`, started as a user would."""
     with tempfile.TemporaryDirectory() as home:
         env = {
             "LLM_ENGINE_API_KEY": KEY,

@@ -1,4 +1,6 @@
-"""A folder made unusable under a running server, in each way that disks know, and healed again."""
+"""Makes a folder unusable under a running server, in each way that a disk can fail, and restores
+it.
+"""
 
 import contextlib
 import os
@@ -14,7 +16,7 @@ from tests.scoreboard.served_engine import Served
 
 
 class NotPossibleError(Exception):
-    """This trouble can't be made on this machine."""
+    """This fault can't be produced on this machine."""
 
 
 Trouble = Callable[[Served, Path, random.Random], AbstractContextManager[None]]
@@ -22,7 +24,7 @@ Trouble = Callable[[Served, Path, random.Random], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def full(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
-    """No file of the server's can grow: what a full disk does to whoever writes."""
+    """Limit the size of the server's files, which has the effect of a full disk."""
     hard = resource.RLIM_INFINITY
     pids = [each.pid for each in served.processes()]
     for pid in pids:
@@ -43,7 +45,7 @@ def deleted(served: Served, folder: Path, chooser: random.Random) -> Iterator[No
 
 @contextlib.contextmanager
 def corrupted(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
-    """Every file has some bytes overwritten, at its beginning and elsewhere."""
+    """Overwrite some bytes of every file, at its beginning and elsewhere."""
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size:
             with path.open("r+b") as file:
@@ -55,7 +57,9 @@ def corrupted(served: Served, folder: Path, chooser: random.Random) -> Iterator[
 
 @contextlib.contextmanager
 def read_only(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
-    """By a mount for the superuser, whom permissions don't stop; some may not mount anything."""
+    """Make the folder read-only: by a mount for root, whom permissions don't stop. Mounting may not
+    be allowed.
+    """
     if os.geteuid() != 0:
         folder.chmod(0o500)
         yield

@@ -1,7 +1,7 @@
-"""Requests that cost whoever sends them little: for figures in which the machine is what is short.
+"""Cheap clients, for figures in which CPU time is scarce.
 
-As `ask` of `streams.py`, but an answer's bytes are only kept while there is load; `judge_all` looks
-at them afterwards.
+Like `ask` of `streams.py`, but under load the bytes of an answer are only collected; `judge_all`
+parses them afterwards.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from tests.scoreboard.streams import (
     request_bytes,
 )
 
-MAX_IDLE_S = 5.0  # well before a server closes an idle connection
+MAX_IDLE_S = 5.0  # well below a server's timeout for idle connections
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time; `done` when its answer has ended."""
+    """One request at a time; `done` is set when its answer has ended."""
 
     def __init__(self) -> None:
         self.used_at = 0.0
@@ -75,7 +75,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def send(server: HasAddress, raw: bytes, patience_s: float = PATIENCE_S) -> Reply:
-    """On a connection of its own; read to its end, and not judged yet."""
+    """Send a request on a new connection and read the answer to its end, without checking it."""
     connection: _Connection | None = None
     reply = Reply(time.monotonic())
     try:
@@ -92,8 +92,8 @@ async def send(server: HasAddress, raw: bytes, patience_s: float = PATIENCE_S) -
 
 
 class Pool:
-    """Connections that are kept for later requests, as clients' libraries do. `post` and no more
-    than that: an answer is waited for without end.
+    """Connections that are kept alive for later requests, as client libraries do. It has only
+    `post`, without a timeout.
     """
 
     def __init__(self, server: HasAddress) -> None:
@@ -147,7 +147,7 @@ async def post(
 
 
 def judge_all(replies: Iterable[Reply]) -> None:
-    """By the rules of well-formed answers; what breaks them has a `problem` from then on."""
+    """Check that the answers are well-formed; a bad one gets a `problem`."""
     for reply in replies:
         if reply.problem is None:
             try:

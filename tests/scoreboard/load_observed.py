@@ -1,10 +1,10 @@
-"""`engine serve` with a look at its event loop twice a second, written to a file as lines of JSON:
+"""`engine serve`, with event loop stalls written to a file twice a second, as lines of JSON:
 
     python -m tests.scoreboard.load_observed serve MODEL ...
 
-A stall is how long the loop did not come round to a task that is due every two milliseconds, less
-the time that its thread waited for a processor: that part is the machine's, all the rest (a long
-callback, a lock, another thread that holds the interpreter) is the server's.
+A stall is how late a task runs that is due every two milliseconds, minus the time that its thread
+waited for a CPU. The wait is the machine's fault; the rest (a long callback, a lock, a thread that
+holds the GIL) is the server's.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ LINE_EVERY_S = 0.5
 
 
 class Look(msgspec.Struct, frozen=True):
-    """One line. Times are of the monotonic clock."""
+    """One line of output. Times are of the monotonic clock."""
 
     at: float
-    stall_s: float  # the longest since the line before
-    late_s: float  # the same, with the time for which there was no processor
+    stall_s: float  # the longest stall since the previous line
+    late_s: float  # the same, including time without a CPU
     num_tasks: int
 
 
@@ -49,7 +49,7 @@ class Looks:
 def observed_engine(
     *arguments: str, env: dict[str, str] | None = None
 ) -> Iterator[tuple[Served, Looks]]:
-    """As `served_engine`, and what was seen of its event loop."""
+    """Like `served_engine`, with the observations of its event loop."""
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as folder:
         path = Path(folder) / "looks.jsonl"
         given = {FILE_VARIABLE: str(path)} | (env or {})
@@ -77,7 +77,7 @@ async def _observe(path: str) -> None:
 
 
 def _waiting_time() -> Callable[[], float]:
-    """How long this thread has been waiting for a processor, in seconds."""
+    """How long this thread has waited for a CPU, in seconds."""
     handle = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     return lambda: int(os.pread(handle, 64, 0).split()[1]) / 1e9
 

@@ -1,5 +1,5 @@
-"""A Redis that tests may break: the real program where it is installed, else the little of it that
-counting needs; and one that answers with nonsense.
+"""A Redis that tests may break: the real program if it is installed, else a stand-in with the
+commands that counting needs, and one that sends garbage.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 class RedisProcess:
-    """Redis in a process of its own, on a port that stays the same when it is started again."""
+    """Redis in a separate process, on a port that stays the same across restarts."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -58,7 +58,7 @@ class RedisProcess:
             self._process = None
 
     def num_names(self) -> int:
-        """How many counters there are."""
+        """The number of counters."""
         return int(self._ask(b"*1\r\n$6\r\nDBSIZE\r\n").removeprefix(b":"))
 
     def _answers(self) -> bool:
@@ -85,7 +85,9 @@ def redis(folder: Path) -> Iterator[RedisProcess]:
 
 @contextlib.contextmanager
 def nonsense(port: int, seed: int) -> Iterator[list[int]]:
-    """Something on Redis's port that answers, and makes no sense; yields how often it was asked."""
+    """A server on Redis's port that replies with garbage. Yields a list with the number of
+    requests.
+    """
     chooser = random.Random(seed)
     answers = [
         b"$5\r\nhello\r\n",
@@ -122,7 +124,7 @@ def nonsense(port: int, seed: int) -> Iterator[list[int]]:
 
 
 class _StandIn:
-    """Counters, by the commands with which they are counted; every script adds to one."""
+    """Counters, with the commands that use them. Every script increments one."""
 
     def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}

@@ -1,4 +1,4 @@
-"""Connections that are there to be a burden: silent ones, and clients that send or read slowly."""
+"""Connections that burden a server: silent ones, and clients that send or read slowly."""
 
 import asyncio
 import resource
@@ -10,7 +10,9 @@ from tests.scoreboard.streams import HasAddress
 
 
 def allow_files(count: int) -> None:
-    """How many this process, and those it starts, may have open; raises if it can't be so many."""
+    """Set the limit of open files for this process and its children. Raises if it can't be that
+    high.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise OSError(f"{count} files must be open at once, and {hard} may be (RLIMIT_NOFILE)")
@@ -19,12 +21,12 @@ def allow_files(count: int) -> None:
 
 @dataclass
 class Burden(asyncio.Protocol):
-    """One connection that sends `opening` and then a byte of `rest` each second."""
+    """A connection that sends `opening`, then one byte of `rest` each second."""
 
     opening: bytes = b""
     rest: bytes = b""
     opened: float = 0.0
-    closed: float | None = None  # by the server
+    closed: float | None = None  # when the server closed it
     received: bytearray = field(default_factory=bytearray)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -51,7 +53,7 @@ class Burden(asyncio.Protocol):
 
 
 async def connect(server: HasAddress, burden: Burden) -> Burden:
-    """One that is refused at once counts as closed at once."""
+    """Connect. A refused connection counts as closed at once."""
     loop = asyncio.get_running_loop()
     began = time.monotonic()
     try:
@@ -64,10 +66,10 @@ async def connect(server: HasAddress, burden: Burden) -> Burden:
 async def slow_reader(
     server: HasAddress, raw: bytes, seconds: float, bytes_per_s: float = 1.0
 ) -> int:
-    """Send a request and read its answer slowly, with hardly any buffer; how many bytes came."""
+    """Send a request and read its answer slowly, with a tiny buffer. Returns the bytes read."""
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the least that there can be
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the minimum
         sock.setblocking(False)
         await loop.sock_connect(sock, server.address)
         await loop.sock_sendall(sock, raw)

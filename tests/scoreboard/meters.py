@@ -1,4 +1,4 @@
-"""What is read off processes and off lists of measurements, for figures about load."""
+"""Measurements of processes, and statistics over samples, for figures about load."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,9 @@ LIVEZ_INTERVAL_S = 0.02
 
 
 def token_gaps(replies: Iterable[Reply], since: float, until: float) -> list[float]:
-    """Seconds between the tokens of streams, of those that came between two moments. The first
-    piece is left out: it may be the stream's opening, which does not wait for a token.
+    """Seconds between the tokens of streams that arrived between two times.
+
+    The first piece is left out: it may be the stream's opening, which does not wait for a token.
     """
     return [
         later - earlier
@@ -31,7 +32,9 @@ def token_gaps(replies: Iterable[Reply], since: float, until: float) -> list[flo
 
 
 def slope_per_minute(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line closest to (seconds, value); 0 where there is hardly any time."""
+    """The slope of the least-squares line through (seconds, value); 0 for a very short time
+    span.
+    """
     if len(points) < 3:
         return 0.0
     seconds, values = zip(*points, strict=True)
@@ -39,7 +42,7 @@ def slope_per_minute(points: Sequence[tuple[float, float]]) -> float:
 
 
 def mann_whitney_p(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided, by the normal approximation, which is good from some twenty values each on."""
+    """Two-sided p-value by the normal approximation, which is good from about twenty values on."""
     count, others = len(first), len(second)
     ranked = sorted([(value, 0) for value in first] + [(value, 1) for value in second])
     rank_sum, ties, start = 0.0, 0, 0
@@ -60,7 +63,7 @@ def mann_whitney_p(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def rss_of(processes: Iterable[psutil.Process]) -> int:
-    """Bytes; one that is gone has none."""
+    """RSS in bytes; 0 for a process that has ended."""
     total = 0
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,7 +73,7 @@ def rss_of(processes: Iterable[psutil.Process]) -> int:
 
 @dataclass
 class Probing:
-    """How long /livez took to answer, each time it was asked."""
+    """The latencies of /livez."""
 
     seconds: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -78,7 +81,7 @@ class Probing:
 
 @contextlib.asynccontextmanager
 async def probing(server: HasAddress, *, fresh: bool = False) -> AsyncIterator[Probing]:
-    """Ask /livez all the time until the block ends; `fresh`: by a new connection each time."""
+    """Query /livez continuously until the block ends; `fresh`: with a new connection each time."""
     probes = Probing()
     task = asyncio.create_task(_probe(server, probes, fresh))
     try:

@@ -1,4 +1,4 @@
-"""Damage to bytes that know nothing of their format."""
+"""Byte-level mutations that ignore the file format."""
 
 import random
 import struct
@@ -8,7 +8,7 @@ EDGES += (2**31, 2**32 - 1, 2**32, 2**48, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2*
 
 
 def damaged(rng: random.Random, content: bytes, header: int) -> bytes:
-    """`header`: up to where it matters most; three of four wounds are there."""
+    """Mutate bytes. Three of four mutations are in the first `header` bytes."""
     damaged = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         if not damaged:

@@ -1,9 +1,8 @@
-"""The process that reads damaged model files, one after the other, under limits. Run as a module
-with the name of a kind of files and a folder of its own; a line on its input is the seed of a case,
-a line on its output what became of it.
+"""The process that reads damaged model files, one after the other, under resource limits.
 
-A kind is a module with `write(seed, folder)`, which makes the case and says what is to be read, and
-`read(path)`, which has the engine read it.
+It is run as a module with the name of a kind of file and a folder. Each input line is the seed of a
+case; each output line is its result. A kind is a module with `write(seed, folder)`, which creates
+the case and returns the path to read, and `read(path)`, which makes the engine read it.
 """
 
 import json
@@ -20,7 +19,7 @@ from engine.core.sandbox.examination import files_of
 
 SLOW_S = 2.0
 HEADROOM_BYTES = 64 << 20
-# Far beyond what a case may take: what is caught here would otherwise harm the machine.
+# Far above the limit of a case; it only protects the machine.
 MAX_ADDRESS_SPACE = 4 << 30
 MAX_OPEN_FILES = 256
 MAX_TOLD = 400
@@ -36,7 +35,7 @@ def main() -> None:
     ):
         resource.setrlimit(limited, (limit, limit))
     for path in kind.sound_files(folder):
-        kind.read(path)  # and nothing of what follows is the first of its kind
+        kind.read(path)  # warm up, so that no case pays for one-time initialization
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_try(kind, int(line), folder)), flush=True)
@@ -69,13 +68,13 @@ def _read(kind: Any, path: Path) -> tuple[str, str]:
         return "refused", f"{type(error).__name__}: {error}"
     except MemoryError:
         return "filled memory", ""
-    except BaseException as error:  # a panic in a library is no `Exception`
+    except BaseException as error:  # a panic in a Rust library is a BaseException
         return "escaped", f"{type(error).__name__}: {error}"
     return "accepted", ""
 
 
 def _queued_s() -> float:
-    """For how long this process was ready to run and others had the processors."""
+    """How long this process was runnable but not running, in seconds."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 

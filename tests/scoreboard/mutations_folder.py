@@ -1,5 +1,6 @@
-"""Damaged model folders: safetensors, their index, configuration, tokenizer, and the small files
-beside them. One or two files of a sound folder are changed, as what they are or as mere bytes.
+"""Damaged model folders: safetensors, their index, configuration, tokenizer and other small files.
+
+One or two files of a valid folder are mutated, either within their format or as raw bytes.
 """
 
 import copy
@@ -32,7 +33,7 @@ Files = dict[str, bytes]
 WEIGHTS = "model.safetensors"
 _HEADER_JUNK = (*JUNK, *EDGES, "F32", "F16", "BF16", "F64", "I64", "U8", "F4", [0], [0, 0])
 _TEMPLATES = [bomb.encode() for bomb in BOMBS.values() if len(bomb) < 1000]
-_changed: set[Path] = set()  # files that the case before left damaged
+_changed: set[Path] = set()  # files that the previous case left damaged
 
 
 def _byte_level(folder: Path) -> None:
@@ -40,7 +41,7 @@ def _byte_level(folder: Path) -> None:
 
 
 def _in_shards(folder: Path) -> None:
-    """Two files with an index, and the template in a file of its own."""
+    """Split the weights into two files with an index, and move the template to its own file."""
     checkpoint_folders.write_hf(folder, "qwen3", num_layers=1)
     tensors = _tensors(tiny_config("qwen3", num_layers=1, vocab_size=_vocab_size(folder)))
     half = len(tensors) // 2
@@ -109,7 +110,7 @@ def sound_files(folder: Path) -> Iterator[Path]:
 
 
 def write(seed: int, folder: Path) -> Path:
-    """Into the folders that `sound_files` made, of which all are sound but for one."""
+    """Damage one of the valid folders that `sound_files` wrote. The others stay intact."""
     for path in _changed:
         number, _, name = path.relative_to(folder).as_posix().partition("/")
         if name in _sound()[int(number)]:
@@ -135,7 +136,7 @@ def _damaged_file(rng: random.Random, name: str, content: bytes) -> bytes | None
     way = rng.random()
     if way < 0.02:
         return None
-    if way < 0.06:  # another model's file of that name, if there is one
+    if way < 0.06:  # another model's file of the same name, if there is one
         return rng.choice([files.get(name, content) for files in _sound()])
     if way < 0.3:
         return damaged(rng, content, min(len(content), 4096))
@@ -199,7 +200,7 @@ def _change_entry(rng: random.Random, header: Header, data: bytes) -> tuple[Head
 
 
 def _rename(rng: random.Random, header: Header, data: bytes) -> tuple[Header, bytes]:
-    """One tensor under another's name, more of them, or fewer."""
+    """Give one tensor another's name, duplicate tensors, or remove some."""
     names = list(header)
     if not names:
         return header, data

@@ -1,5 +1,5 @@
-"""Damaged GGUF files: sound ones of several families taken apart, changed where it hurts, and put
-together again; and bytes changed without regard to what they are.
+"""Damaged GGUF files: valid ones of several families are parsed, changed in sensitive places and
+written again, or their raw bytes are mutated.
 """
 
 import random
@@ -37,9 +37,9 @@ _ALIGNMENT = 32
 class Entry:
     key: bytes
     kind: int
-    value: Any  # a number, bytes, or of an array a list of these
+    value: Any  # a number, bytes, or a list of these for an array
     element_kind: int = 0
-    stated: int | None = None  # a count that lies
+    stated: int | None = None  # a wrong count, on purpose
 
     def encode(self) -> bytes:
         if self.kind != ARRAY:
@@ -70,7 +70,7 @@ class Draft:
     head: dict[str, int] = field(default_factory=dict)
 
     def encode(self) -> tuple[bytes, int]:
-        """The file, and where its data begins."""
+        """The file's bytes, and the offset of its data."""
         content = gguf_files.assemble(
             [each.encode() for each in self.entries],
             [each.encode() for each in self.tensors],
@@ -81,7 +81,7 @@ class Draft:
 
 
 def _scalar(kind: int, value: Any) -> bytes:
-    """Whatever the value is, as this kind writes it."""
+    """Encode any value as this kind."""
     if kind == STRING:
         return text(value if isinstance(value, bytes) else str(value).encode())
     code = _NUMBERS.get(kind, "I")
@@ -127,7 +127,7 @@ def sound_files(folder: Path) -> Iterator[Path]:
 
 @cache
 def _content(index: int) -> tuple[Any, ...]:
-    """A sound file taken apart, by a reader that is not ours."""
+    """A valid file, parsed by another library."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "m.gguf")
         path.write_bytes(_sound()[index])
@@ -188,7 +188,7 @@ def _edge(rng: random.Random, value: Any = None) -> Any:
 
 
 def _entry(rng: random.Random, draft: Draft) -> Entry:
-    """Of those that the engine reads, mostly; arrays among them."""
+    """A random entry, mostly of those that the engine reads, including arrays."""
     if not draft.entries:
         draft.entries.append(Entry(b"general.name", STRING, b"x"))
     return rng.choice(draft.entries)

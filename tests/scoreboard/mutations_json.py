@@ -1,11 +1,11 @@
-"""Damage to JSON that stays JSON."""
+"""Mutations of JSON that keep it valid JSON."""
 
 import copy
 import random
 from collections.abc import Iterator
 from typing import Any
 
-MAX_LISTED = 12  # of a list's or an object's members: a vocabulary has thousands that are alike
+MAX_LISTED = 12  # considered members per list or object: a vocabulary has thousands of similar ones
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 255, 2**31 - 1, 2**31, 2**40, 2**63, 2**64, 10**400),
     *(1.5, -0.0, 1e308, 5e-324, float("nan"), float("inf")),
@@ -27,7 +27,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damage(rng: random.Random, value: Any, junk: tuple[Any, ...] = JUNK) -> None:
-    """One change somewhere within an object, in place."""
+    """Make one change somewhere within an object, in place."""
     everywhere = list(places(value))
     if not everywhere:
         return

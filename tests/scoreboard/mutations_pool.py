@@ -1,5 +1,5 @@
-"""Damaged model files, read by a few processes that live long: one that dies, or does not answer,
-is a case that failed, and another one takes its place.
+"""Reads damaged model files in a few long-lived processes. A process that dies or does not answer
+fails its case and is replaced.
 """
 
 import json
@@ -42,7 +42,7 @@ class Child:
         assert self._line(60.0) == "ready", "the sound files could not be read"
 
     def _line(self, timeout_s: float) -> str | None:
-        """None: nothing came; empty: nothing will."""
+        """The next line; None on timeout, empty at the end of output."""
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], timeout_s)[0]:
             return None
@@ -74,7 +74,7 @@ def is_slow(outcome: dict[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the cases."""
+    """Counts the results of the cases."""
 
     endings: Counter[str] = field(default_factory=Counter)
     reasons: set[str] = field(default_factory=set)
@@ -82,7 +82,7 @@ class Tally:
     failed: Counter[str] = field(default_factory=Counter)
 
     def add(self, outcome: dict[str, Any]) -> str | None:
-        """Which of the limits it broke, if any."""
+        """Count a result. Returns the limit that it broke, if any."""
         ending = outcome["ending"]
         self.endings[ending] += 1
         self.slowest_s = max(self.slowest_s, outcome["seconds"])
@@ -104,7 +104,7 @@ class Tally:
 
 
 def measure(run: Run, kind: str, count: int) -> Values:
-    """Has `count` cases read."""
+    """Run `count` cases."""
     seeds = iter([run.random("cases", n).getrandbits(48) for n in range(count)])
     tally, lock = Tally(), threading.Lock()
 
@@ -113,7 +113,7 @@ def measure(run: Run, kind: str, count: int) -> Values:
         try:
             while (seed := _next(seeds, lock)) is not None:
                 outcome = child.attempt(seed)
-                if is_slow(outcome):  # perhaps the machine was; a file is so every time
+                if is_slow(outcome):  # retry: if only the machine was slow, the file is not
                     outcome = child.attempt(seed)
                 with lock:
                     run.cases += 1
@@ -141,7 +141,7 @@ def _next(seeds: Iterator[int], lock: threading.Lock) -> int | None:
 
 
 def _in_threads(work: Any, folders: list[Path]) -> None:
-    """What goes wrong in a thread is raised here."""
+    """Run the work in threads. Raises an error of any of them."""
     wrong: list[BaseException] = []
 
     def run(folder: Path) -> None:
@@ -161,7 +161,7 @@ def _in_threads(work: Any, folders: list[Path]) -> None:
 
 
 def again(kind: str, seed: int) -> None:
-    """One case; raises if it breaks a limit."""
+    """Repeat one case; raises if it breaks a limit."""
     with tempfile.TemporaryDirectory() as folder:
         child = Child(kind, Path(folder))
         try:

@@ -1,4 +1,4 @@
-"""What a server does with a model file that it was given: all of it, on a small scale."""
+"""Everything that a server does with a model file, on a small scale."""
 
 import contextlib
 from pathlib import Path
@@ -19,7 +19,8 @@ def read_model(path: Path) -> None:
             assert weight.numpy().shape == weight.spec.shape
         ids = text.encode_prompt(MESSAGES[0]["content"])
         assert all(0 <= each < text.tokenizer.vocab_size for each in ids)
-        with contextlib.suppress(InvalidRequestError):  # a template that is no good for this
+        # A template that can't render this conversation.
+        with contextlib.suppress(InvalidRequestError):
             text.template.render(MESSAGES, text.tokenizer.specials)
     finally:
         source.close()

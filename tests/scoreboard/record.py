@@ -1,4 +1,4 @@
-"""What is kept of measurements: failing seeds, and the page of the latest figures."""
+"""Stores measurements: failing seeds, and the page of the latest figures."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_seeds(result: dict[str, Any], *, has_case: bool) -> None:
-    """Of a figure whose cases can be made again one by one."""
+    """Store the failing seeds of a figure whose cases can be repeated one by one."""
     known = {(each["id"], each["seed"]) for each in read_lines(SEEDS)}
     new = [seed for seed in result["failing_seeds"] if (result["id"], seed) not in known]
     if not has_case or not new:
@@ -40,7 +40,7 @@ def keep_seeds(result: dict[str, Any], *, has_case: bool) -> None:
 
 
 def write_page(results: list[dict[str, Any]]) -> None:
-    """The new figures in place of older ones of the same id."""
+    """Update the page: new results replace older ones of the same figure."""
     latest = {each["id"]: each for each in read_lines(LATEST)}
     latest |= {each["id"]: each for each in results}
     ordered = [latest[id] for id in sorted(latest)]

@@ -1,11 +1,11 @@
-"""A real `engine serve` for figures to strain: its process, its figures, its clients' answers.
+"""A real `engine serve` for figures to load: its process, its metrics, its clients' answers.
 
     with served_engine("--batch-size", "8") as served:
         reply = asyncio.run(ask(served, completion("Once", max_tokens=8, stream=True)))
         assert reply.is_whole, reply.problem
         served.wait_until_idle()
 
-Clients are in `streams.py`; they judge every answer by the rules of well-formed ones.
+The clients are in `streams.py`; they check that every answer is well-formed.
 """
 
 import math
@@ -29,8 +29,8 @@ OWN_FOLDERS = {"XDG_DATA_HOME": "data", "XDG_RUNTIME_DIR": "run", "TMPDIR": "tmp
 
 @dataclass
 class Served(ServedEngine):
-    """A running server; `folder` is all that it may write to, beside its caches. `headers` are for
-    its own looks at the server, such as an administrator's key.
+    """A running server. Besides its caches, it writes only to `folder`. `headers` are for its own
+    queries to the server, such as an administrator's key.
     """
 
     folder: Path = field(default_factory=Path)
@@ -42,18 +42,18 @@ class Served(ServedEngine):
         return host, int(port)
 
     def samples(self) -> dict[str, float]:
-        """One look at /metrics."""
+        """The samples of /metrics now."""
         return read_samples(self.get("/metrics").text)
 
     def admitted(self) -> int:
-        """Requests that hold a place: what admission counts."""
+        """The number of admitted requests."""
         return int(self.get("/v1/admin/status").json()["in_flight"])
 
     def wait_until_idle(self, seconds: float = IDLE_WITHIN_S) -> None:
         self.wait_until(self.is_idle, seconds)
 
     def is_idle(self) -> bool:
-        """Nothing admitted, nothing queued or computed, no block held by a request."""
+        """Whether no request is admitted, queued or computed, and none holds a block."""
         seen = self.samples()
         held = ("engine_sequences_running", "engine_sequences_waiting", "used_blocks")
         return self.admitted() == 0 and not any(seen[name] for name in held)
@@ -66,7 +66,7 @@ class Served(ServedEngine):
         return httpx.get(self.url + path, headers=self.headers, timeout=30)
 
     def processes(self) -> list[psutil.Process]:
-        """The server, its engine, and whatever else it has started."""
+        """The server, its engine, and all other child processes."""
         server = psutil.Process(self.process.pid)
         return [server, *server.children(recursive=True)]
 
@@ -81,8 +81,9 @@ def served_engine(
     env: dict[str, str] | None = None,
     module: str = "engine.cli.main",
 ) -> Iterator[Served]:
-    """`engine serve MODEL ARGUMENTS` on a free port, with a folder of its own for what it stores;
-    ended with SIGTERM, unless it has ended before. `module`: what is run instead of `engine`.
+    """Run `engine serve MODEL ARGUMENTS` on a free port, with its own storage folder.
+
+    It is ended with SIGTERM if it still runs. `module` is run instead of `engine`.
     """
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
         folder = Path(name)
@@ -96,7 +97,7 @@ def served_engine(
 
 
 def read_samples(text: str) -> dict[str, float]:
-    """A page of metrics: each summed over its labels, and blocks by their state."""
+    """Parse a metrics page: each metric summed over its labels, and blocks by state."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -111,7 +112,7 @@ def read_samples(text: str) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that `share` of them do not exceed; NaN, which no limit holds, of none."""
+    """Nearest-rank percentile; NaN for an empty list, which no limit accepts."""
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -119,7 +120,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def seconds_until(condition, within_s: float, poll_s: float = 0.01) -> float:
-    """How long until it held; infinite if it did not within that time."""
+    """Seconds until the condition held; infinite if it did not within `within_s`."""
     began = time.monotonic()
     while time.monotonic() - began < within_s:
         if condition():

@@ -1,7 +1,7 @@
-"""Clients of a server under strain: requests over bare sockets, their answers judged strictly.
+"""Clients of a server under load: requests over raw sockets, with strictly checked answers.
 
-`ask` sends one request and reads the answer to its end; whatever happens becomes a `Reply`. What
-ends a request is told apart: a whole answer, a well-formed failure, or neither (`problem`).
+`ask` sends one request and reads the answer to its end; the result is always a `Reply`. It is a
+whole answer, a well-formed failure, or neither (`problem`).
 
     replies = await asyncio.gather(*(ask(served, completion(text, stream=True)) for text in texts))
     broken = [reply for reply in replies if not reply.is_well_formed]
@@ -22,7 +22,7 @@ ERROR_KEYS = {"message", "type", "param", "code"}
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODEL = "smollm2-135m-instruct"
-# Of one request, from connecting to the end of its answer.
+# Timeout of one request, from connecting to the end of its answer.
 PATIENCE_S = 120.0
 
 
@@ -37,26 +37,26 @@ class MalformedError(Exception):
 
 @dataclass
 class Reply:
-    """What became of one request. Times are of the monotonic clock."""
+    """The result of one request. Times are of the monotonic clock."""
 
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
-    status: int = 0  # 0: no head of an answer came
+    status: int = 0  # 0: no response header arrived
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""  # without its transfer coding
-    times: list[float] = field(default_factory=list)  # when each piece of the body came
-    texts: dict[int, str] = field(default_factory=dict)  # of each choice
-    error: dict[str, Any] | None = None  # well-formed: a refusal, or a stream's last event
+    times: list[float] = field(default_factory=list)  # arrival time of each piece of the body
+    texts: dict[int, str] = field(default_factory=dict)  # by choice
+    error: dict[str, Any] | None = None  # a well-formed refusal, or a stream's final error event
     problem: str | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Answered in full, with one ending."""
+        """Whether the answer is complete, with one ending."""
         return self.problem is None and self.error is None
 
     @property
     def is_well_formed(self) -> bool:
-        """Answered in full, or told in the agreed form why not."""
+        """Whether the answer is complete, or a well-formed error."""
         return self.problem is None
 
     @property
@@ -65,12 +65,12 @@ class Reply:
 
     @property
     def first_s(self) -> float:
-        """Until the first piece of the body."""
+        """Seconds until the first piece of the body."""
         return self.times[0] - self.began if self.times else float("inf")
 
 
 def completion(prompt: str, **fields: Any) -> dict[str, Any]:
-    """A body for `/v1/completions`; deterministic, and as long as `max_tokens` says."""
+    """A body for `/v1/completions` with a deterministic answer of `max_tokens` tokens."""
     fixed = {"model": MODEL, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
     return {"prompt": prompt} | fixed | fields
 
@@ -98,8 +98,9 @@ async def ask(
     patience_s: float = PATIENCE_S,
     reply: Reply | None = None,
 ) -> Reply:
-    """One request on a connection of its own, read to its end and judged. `reply` is for callers
-    that watch it while it comes.
+    """Send one request on a new connection, read the answer to its end and check it.
+
+    Callers that watch the answer while it arrives pass `reply`.
     """
     reply = Reply() if reply is None else reply
     try:
@@ -120,14 +121,14 @@ async def ask(
 
 
 async def all_begun(replies: Sequence[Reply], num_pieces: int = 2) -> None:
-    """Wait until of each so many pieces have come."""
+    """Wait until `num_pieces` pieces of each reply have arrived."""
     while any(len(reply.times) < num_pieces for reply in replies):
         assert not any(reply.ended for reply in replies), "one ended before all had begun"
         await asyncio.sleep(0.01)
 
 
 async def look(server: HasAddress, path: str) -> Reply:
-    """A GET, cheap enough to be repeated every few milliseconds; not judged."""
+    """A cheap GET, which can be repeated every few milliseconds; not checked."""
     reply = Reply()
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
@@ -147,7 +148,7 @@ async def read_head(reader: asyncio.StreamReader, reply: Reply) -> None:
 
 
 async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
-    """Head and body; a body that ends before its transfer coding says so raises."""
+    """Read header and body. Raises if the body ends before its transfer coding says so."""
     await read_head(reader, reply)
     pieces: list[bytes] = []
     if reply.headers.get("transfer-encoding") == "chunked":
@@ -163,7 +164,7 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
 
 
 def judge(reply: Reply) -> None:
-    """Fill in texts or the error, or raise what is wrong with the answer."""
+    """Fill in the texts or the error, or raise what is wrong with the answer."""
     if reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"):
         _judge_stream(reply)
     elif reply.status == 200:
@@ -204,7 +205,7 @@ def _join_choices(reply: Reply, chunks: list[dict[str, Any]]) -> None:
 
 
 def _said(choice: dict[str, Any], part: str) -> str:
-    """Text, and what tools are to be called with."""
+    """The choice's text, and the arguments of its tool calls."""
     if "text" in choice:
         return str(choice["text"])
     message = choice[part]

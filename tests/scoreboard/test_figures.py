@@ -1,4 +1,4 @@
-"""Every figure with few cases, and every case that ever failed."""
+"""Runs every figure with a few cases, and every case that ever failed."""
 
 import json
 

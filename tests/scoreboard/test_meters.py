@@ -1,4 +1,4 @@
-"""The arithmetic of figures."""
+"""Tests of the statistics that figures use."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The judge of answers tells whole ones, well-formed failures and broken ones apart."""
+"""The checker of answers distinguishes whole answers, well-formed failures and broken ones."""
 
 import json
 from typing import Any
@@ -48,15 +48,15 @@ def test_a_well_formed_failure_is_not_whole(reply: Reply) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        streamed(chunk("a")),  # it just ends
-        streamed(chunk("a"), "[DONE]"),  # without a reason
-        streamed(chunk("a", "stop"), chunk("b"), "[DONE]"),  # goes on after its end
+        streamed(chunk("a")),  # ends without any ending
+        streamed(chunk("a"), "[DONE]"),  # without a finish reason
+        streamed(chunk("a", "stop"), chunk("b"), "[DONE]"),  # continues after its end
         streamed(chunk("a", "stop"), chunk("", "stop"), "[DONE]"),  # two endings
         streamed(chunk("a", "stop"), "[DONE]", "[DONE]"),
         streamed(chunk("a", "stop"), "[DONE]", json.dumps(ERROR)),
         streamed(json.dumps(ERROR), "[DONE]"),  # both endings
         streamed(chunk("a"), chunk("b", "stop", id="another"), "[DONE]"),
-        streamed(chunk("a", "stop"), chunk("b", index=1), "[DONE]"),  # one never ended
+        streamed(chunk("a", "stop"), chunk("b", index=1), "[DONE]"),  # one choice never ended
         plain(500, {"detail": "no"}),
         plain(503, {"error": {"message": "no"}}),
         plain(302, {}),

@@ -1,4 +1,4 @@
-"""Mistakes at the server's edge: keys, limits, web pages, plugins, model files, fair shares."""
+"""Mutations at the server's edge: keys, limits, web pages, plugins, model files, fair shares."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,7 +1,7 @@
-"""A mistake that the suite must notice.
+"""A mutation: a deliberate bug that the test suite must detect.
 
-It is a piece of a module's source and what stands there instead. `caught_by` is where it is
-noticed: the state machine, the random schedules, or a test by its node id.
+It names a piece of a module's source and its replacement. `caught_by` says what detects it: the
+state machine, the random schedules, or a test given by its node id.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Mistakes in the runtime and in how faults are contained: one for each invariant and guard."""
+"""Mutations of the runtime and of its fault containment: one for each invariant and guard."""
 
 from tests.teeth.edge_mutations import EDGE
 from tests.teeth.mutation import MACHINE, SCHEDULES, Mutation
@@ -156,7 +156,7 @@ INVARIANTS = [
     runtime(
         "INV-19 over the budget",
         "scheduler",
-        "            rows.append(self._grant(seq, min(seq.num_uncomputed, most)))\n",
+        "            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))\n",
         "            rows.append(self._grant(seq, seq.num_uncomputed))\n",
     ),
     runtime(
@@ -258,7 +258,7 @@ GUARDS = [
     runtime(
         "FLT-02 a request that can't be taken in ends the engine",
         "loop",
-        '        except Exception:\n            log.exception("request %s could not be taken in"',
+        '        except Exception:\n            log.exception("request %s could not be submitted"',
         '        except ZeroDivisionError:\n            log.exception("request %s could not be"',
         f"{FAULTS}::test_a_stage_that_works_for_one_fails_that_one",
     ),
@@ -279,8 +279,8 @@ GUARDS = [
     Mutation(
         "FLT-06 an engine that died is not started again",
         "engine.backends.custom.frontend.engine_link",
-        "            self._restart_later()  # otherwise",
-        "            pass  # otherwise",
+        "            self._restart_later()  # an engine",
+        "            pass  # an engine",
         "tests/unit/test_engine_link.py::"
         "test_killed_in_the_middle_every_request_ends_and_the_next_works",
     ),

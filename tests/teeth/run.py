@@ -1,9 +1,8 @@
-"""Makes one mistake of `mutations.py`, in this process and in those that it starts, and runs what
-should notice it.
+"""Applies one mutation, in this process and in its children, and runs what should detect it.
 
     python -m tests.teeth.run "INV-01 blocks leak"
 
-Exit status: 0 noticed, 1 not noticed, 2 the source has changed and the mistake no longer applies.
+Exit status: 0 detected, 1 not detected, 2 the source has changed: the mutation no longer applies.
 """
 
 import importlib.abc
@@ -31,7 +30,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path).decode()
         wrong = source.replace(self.mutation.right, self.mutation.wrong)
-        # For tests that read the source; without a time it is not compared with the file.
+        # For tests that read the source; with no mtime, linecache does not compare it with the
+        # file.
         linecache.cache[self.path] = (len(wrong), None, wrong.splitlines(True), self.path)
         return compile(wrong, self.path, "exec")
 
@@ -53,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def applies(mutation: Mutation) -> bool:
-    """Whether the piece of source is there, once; found without importing it."""
+    """Whether the piece of source occurs exactly once; found without importing the module."""
     path = mutation.module.replace(".", "/") + ".py"
     with open(path, encoding="utf-8") as file:
         return mutation.right != mutation.wrong and file.read().count(mutation.right) == 1
@@ -94,7 +94,7 @@ def install(mutation: Mutation) -> None:
 
 
 def hand_on(mutation: Mutation, folder: Path) -> None:
-    """To every interpreter that is started from here: each runs this before anything else."""
+    """Apply the mutation in every child interpreter too: each runs this file first."""
     lines = (
         "from tests.teeth.mutations import MUTATIONS",
         "from tests.teeth.run import install",

@@ -1,4 +1,4 @@
-"""The suite has teeth: each mistake on the list, made on purpose, turns something red."""
+"""The suite has teeth: each mutation on the list turns a test red."""
 
 import subprocess
 import sys

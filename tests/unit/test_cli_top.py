@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.cli.ops.top import as_view
-from engine.cli.ops.top_data import Look, Metrics, frame_of, parse_metrics, quantile
+from engine.cli.ops.top_data import Look, ScrapedMetrics, frame_of, parse_metrics, quantile
 from tests.fake_backend import MODEL
 from tests.live_server import chat, live_server
 
@@ -48,7 +48,7 @@ def routed(at: float, *backends: dict[str, Any]) -> Look:
     }
     model = {"id": "smol", "policy": "prefix", "backends": list(backends)}
     routes = {"models": [model], "decisions": [decision]}
-    return Look(at, {"status": "healthy"}, Metrics(), ({"id": "smol"},), routes)
+    return Look(at, {"status": "healthy"}, ScrapedMetrics(), ({"id": "smol"},), routes)
 
 
 def shown(frame: Any) -> str:
@@ -118,7 +118,7 @@ def test_the_first_tokens_of_the_interval_count_or_else_all_of_them():
     first = replace(before, routes=None, metrics=all_of_them)
     assert frame_of("u", first, replace(first, at=1.0)).ttft_p50_s == pytest.approx(0.0625)
     grown = {0.1: 8.0, 0.2: 10.0, float("inf"): 12.0}
-    later = replace(first, at=1.0, metrics=Metrics({}, grown))
+    later = replace(first, at=1.0, metrics=ScrapedMetrics({}, grown))
     assert frame_of("u", first, later).ttft_p50_s == pytest.approx(0.15)
 
 
@@ -134,7 +134,7 @@ def test_rates_are_those_of_the_models_own_backend_and_never_negative():
             {"id": name, "policy": "prefix", "backends": [backend("fast", requests=count)]}
             for name, count in (("first", 100), ("smol", requests))
         ]
-        metrics = Metrics({"vllm:request_success_total": ended}, {})
+        metrics = ScrapedMetrics({"vllm:request_success_total": ended}, {})
         routes = {"models": models, "decisions": []}
         return Look(at, {"status": "healthy"}, metrics, ({"id": "smol"},), routes)
 

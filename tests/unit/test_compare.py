@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.compare.agreement import END, compare_answers
-from engine.compare.answers import Answer
+from engine.compare.answers import ComparedAnswer
 from engine.compare.contenders import Contender, find_contenders
 from engine.compare.prompts import read_prompts
 from engine.compare.run import NUM_ALTERNATIVES, Plan, run_all
@@ -34,8 +34,8 @@ def token(text: str, logprob: float = -0.5, **rivals: float) -> TokenText:
     )
 
 
-def answer(*tokens: TokenText, reason: str = "stop", logprobs: bool = True) -> Answer:
-    made = Answer()
+def answer(*tokens: TokenText, reason: str = "stop", logprobs: bool = True) -> ComparedAnswer:
+    made = ComparedAnswer()
     for each in tokens:
         text = "" if each.token == STOP else each.token
         made.add(TextEvent(0, text, 1, (each,) if logprobs else None))
@@ -96,7 +96,7 @@ def test_without_logprobs_characters_decide_and_nothing_is_a_tie():
 
 
 def test_reasoning_and_calls_are_part_of_an_answer():
-    made = Answer()
+    made = ComparedAnswer()
     for event in (
         ReasoningEvent(0, "hm"),
         TextEvent(0, "", 2),
@@ -109,7 +109,7 @@ def test_reasoning_and_calls_are_part_of_an_answer():
 
 
 def test_an_answer_can_be_bounded():
-    made = Answer(max_chars=5)
+    made = ComparedAnswer(max_chars=5)
     for _ in range(3):
         made.add(TextEvent(0, "abc", 1))
     assert (made.said, made.is_cut, made.num_tokens) == ("abcab", True, 3)

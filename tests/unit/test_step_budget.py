@@ -18,11 +18,11 @@ def cost(num_decoding: int, num_prompt_tokens: int, per_row: float, per_token: f
 
 
 def learned(
-    per_row: float = 0.0005, per_token: float = 0.0003, noise: float = 0.0, least_tokens: int = 1
+    per_row: float = 0.0005, per_token: float = 0.0003, noise: float = 0.0, min_tokens: int = 1
 ) -> StepBudget:
     """After a while of mixed work on a machine of these speeds."""
     rng = random.Random(1)
-    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, least_tokens=least_tokens)
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, min_tokens=min_tokens)
     budget.record(0, 128, cost(0, 128, per_row, per_token))
     for _ in range(200):
         rows = rng.choice([1, 4, 8, 32])
@@ -56,7 +56,7 @@ def test_prompts_take_as_long_again_where_continuing_takes_all_of_the_time() -> 
 
 @pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])
 def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> None:
-    budget = learned(per_row=1e-6, per_token=10.0, least_tokens=12)
+    budget = learned(per_row=1e-6, per_token=10.0, min_tokens=12)
     assert budget.tokens(1, num_running) == num_running + 12
 
 

@@ -1,3 +1,3 @@
-"""Our own engine. Two processes when serving: `frontend/` owns text, `worker/` owns token ids,
-`ipc/` is between them; `LLM` runs both in one process.
+"""Our own engine. A server uses two processes: `frontend/` owns text, `worker/` owns token ids, and
+`ipc/` connects them. `LLM` runs both in one process.
 """

@@ -1,4 +1,4 @@
-"""The composition root of a server: settings become a backend, a backend becomes an application."""
+"""Builds a server: settings become a backend, and the backend becomes an application."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def build_backend(
     settings: Settings, *, in_process: bool = False, process: EngineProcess | None = None
 ) -> InferenceBackend:
-    """The backend that the settings name, not started yet. `process` waits to be its engine."""
+    """The backend that the settings select, not started yet. If given, `process` becomes its
+    engine.
+    """
     name = backend_name(settings)
     kind = backend_class(name)
     model = settings.model.model_path
@@ -50,7 +52,7 @@ def build_backend(
 
 
 def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[str, Any]:
-    """A backend's options, with the name that its model is to have."""
+    """A backend's options, including the name to serve its model under."""
     options, wanted = settings.model.options, settings.model.name
     if wanted is None:
         return options
@@ -65,14 +67,14 @@ def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An application, what it will load, and the id of the model to begin with."""
+    """An application, the backend it will start, and the id of its initial model."""
 
     app: "FastAPI"
     loading: str
-    model_id: str  # as far as it is known before it is loaded
+    model_id: str  # as far as it is known before loading
 
     def first_call(self) -> tuple[str, dict[str, Any]]:
-        """A path, and a body to send there, that the model to begin with can answer."""
+        """A path and a request body that the initial model can answer."""
         cards = self.app.state.services.backend.models()
         model = {"model": cards[0].id if cards else self.model_id}
         can = cards[0].capabilities if cards else ("chat",)
@@ -87,7 +89,7 @@ class Server:
 def build_server(
     settings: Settings, process: EngineProcess | None = None, reread: Reread | None = None
 ) -> Server:
-    """Everything but the socket; the backend starts when the server runs."""
+    """Build everything except the socket. The backend starts when the server runs."""
     backend = build_backend(settings, process=process)
     model = settings.model.model_path
     is_ours = isinstance(backend, CustomBackend)
@@ -107,7 +109,9 @@ def build_server(
 def _unloadable(
     settings: Settings, backend: InferenceBackend, model_id: str, metrics: Metrics
 ) -> InferenceBackend | None:
-    """A router around the one backend, where the settings want it unloaded at times."""
+    """A router around the single backend, if the settings allow it to be unloaded when idle; else
+    None.
+    """
     if settings.server.memory_budget_mb is None and settings.server.idle_unload_s is None:
         return None
     from engine.routing.manage import router_of_one
@@ -123,7 +127,7 @@ def _unloadable(
 
 
 def build_routed_server(settings: Settings, origin: str, reread: Reread | None = None) -> Server:
-    """As `build_server`, with all backends of the file `origin` behind a router."""
+    """Like `build_server`, with all backends of the file `origin` behind a router."""
     from engine.routing.build import build_router
 
     ids = list(settings.tables.models)
@@ -136,7 +140,7 @@ def build_routed_server(settings: Settings, origin: str, reread: Reread | None =
 
 
 def _plugged(settings: Settings, backend: InferenceBackend, metrics: Metrics) -> InferenceBackend:
-    """The backend with the plugins of the settings around it."""
+    """The backend, wrapped in the plugins that the settings name."""
     if not settings.tables.plugins:
         return backend
     from engine.plugins.build import plug_in

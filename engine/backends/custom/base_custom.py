@@ -1,8 +1,8 @@
-"""The backend over our own engine, whatever framework it runs on.
+"""The backend for our own engine, with any framework.
 
-The frontend's side: text in, token ids to the engine, text out. A framework's backend class names
-its framework and nothing else; the engine behind it runs in a supervised process, or in a thread
-when embedded.
+This is the frontend's side: it turns text into token ids, sends them to the engine, and turns the
+result into text. A framework's backend class only names its framework. The engine runs in a
+supervised process, or in a thread when embedded.
 """
 
 import asyncio
@@ -70,16 +70,17 @@ TOKENIZER_THREADS = 2
 
 
 class CustomBackend(InferenceBackend):
-    """A model on one of our frameworks.
+    """Serves a model on one of our frameworks.
 
-    `backend_args` of a `BackendConfig` are `EngineOptions` by name. `in_process` runs the engine in
-    a thread of this process; otherwise it runs in a child that can die without harm: in `process`
-    if that has been started already.
+    `backend_args` of a `BackendConfig` are fields of `EngineOptions`. With `in_process`, the engine
+    runs in a thread of this process. Otherwise it runs in a child process, which can crash without
+    harm to this one; `process` is that child if it was started before.
     """
 
     framework: ClassVar[str]
-    worker_module: ClassVar[str] = WORKER_MODULE  # has `run_engine`, and is the engine's process
-    examiner: ClassVar[str] = EXAMINER  # what reads the files first, in a limited process
+    # Contains `run_engine`, and is run as the engine process.
+    worker_module: ClassVar[str] = WORKER_MODULE
+    examiner: ClassVar[str] = EXAMINER  # checks the model's files first, in a sandboxed process
 
     def __init__(
         self,
@@ -100,14 +101,14 @@ class CustomBackend(InferenceBackend):
         self._checker = GrammarChecker()
         self._text: TextModel | None = None
         self._created = int(time.time())
-        self._card: ModelCard | None = None  # made when the model is loaded, and once
+        self._card: ModelCard | None = None  # built once, when the model is loaded
 
     async def start(self) -> str:
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
         loop = asyncio.get_running_loop()
-        # The tokenizer loads here while the engine loads the weights over there.
+        # The tokenizer loads here while the engine process loads the weights.
         reading = loop.run_in_executor(self._encoders, self.read_text, path)
         loading = asyncio.ensure_future(self._link.start())
         try:
@@ -125,12 +126,12 @@ class CustomBackend(InferenceBackend):
 
     @staticmethod
     def read_text(path: Path) -> TextModel:
-        """The frontend's half of a model. Runs in a thread."""
+        """Load the frontend's part of the model. Runs in a thread."""
         return load_text(path)
 
     @property
     def ready(self) -> Ready | None:
-        """What the engine told when it had loaded; None while it is not running."""
+        """The engine's `Ready` message; None while the engine is not running."""
         return self._link.ready
 
     @property
@@ -146,7 +147,7 @@ class CustomBackend(InferenceBackend):
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
         if self._in_process or self._link.ready is None:
-            return ()  # there is no other process, or it will be told when it starts
+            return ()  # there is no child process, or it gets the level when it starts
         try:
             await self._link.set_log_level(level)
         except UnavailableError as error:
@@ -171,11 +172,11 @@ class CustomBackend(InferenceBackend):
         return self._text is not None and self._link.is_up
 
     def memory_bytes(self) -> int:
-        import psutil  # a server that starts can do without it
+        import psutil  # imported late, because a start does not need it
 
         total = 0
         for pid in {os.getpid(), self._link.pid} - {None}:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may die at any moment
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process may exit at any moment
                 total += psutil.Process(pid).memory_info().rss
         return total
 
@@ -218,7 +219,7 @@ class CustomBackend(InferenceBackend):
         return Opening(self, request)
 
     async def open(self, request: ChatRequest | CompletionRequest) -> Generation:
-        """From text to the engine: prepare the prompt, check it, submit it."""
+        """Prepare the prompt, check it, and submit it to the engine."""
         text, ready = self._loaded()
         context = request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
@@ -246,7 +247,7 @@ class CustomBackend(InferenceBackend):
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (
-            vectors_of,  # numpy, which nothing else needs
+            vectors_of,  # imports numpy, which nothing else here needs
         )
 
         text, ready = self._loaded()
@@ -267,7 +268,7 @@ class CustomBackend(InferenceBackend):
                 salt=request.salt,
                 tenant=request.tenant,
                 timeout_s=request.timeout_s,
-                # The others may wait for the first.
+                # The other choices may have to wait for the first.
                 queue_timeout_s=request.queue_timeout_s if index == 0 else None,
                 pools=True,
             )
@@ -301,7 +302,7 @@ class CustomBackend(InferenceBackend):
         return text, ready
 
     async def _encode(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Off the event loop: a long text takes long."""
+        """Run slow text work in a thread, so that it does not block the event loop."""
         if any(map(is_long, arguments)):
             return await after_other_long_texts(work, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._encoders, work, *arguments)
@@ -309,12 +310,13 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
-        process, self._process = self._process, None  # after a death there is no other
+        # Used only once: a restart needs a new process.
+        process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
 
 
 def _options(framework: str, config: BackendConfig) -> EngineOptions:
-    """`EngineOptions` from a backend's arguments; what they don't know is an error by name."""
+    """`EngineOptions` from a backend's arguments. An unknown argument is an error that names it."""
     fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
     unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
     if unknown:

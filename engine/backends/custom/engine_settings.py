@@ -1,6 +1,6 @@
-"""What the settings say of the engine: which backend runs it, and its options.
+"""What the settings say about the engine: which backend runs it, and with which options.
 
-Light to import: an engine is told its options before the rest of its frontend is loaded.
+Light to import: the engine process gets its options before the rest of the frontend is loaded.
 """
 
 from importlib.util import find_spec
@@ -12,11 +12,11 @@ from engine.core.config_schema import Settings
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
-NVIDIA_DEVICE = Path("/dev/nvidiactl")  # there wherever a CUDA driver is loaded
+NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 
 
 def default_backend(device: str, dtype: str) -> str:
-    """Our own kernels on a CPU; PyTorch on a GPU, for types that only it computes in, or where the
+    """`native` on a CPU. PyTorch on a GPU, for dtypes that only it supports, or if the native
     kernels were not built.
     """
     has_torch = find_spec("torch") is not None
@@ -27,7 +27,7 @@ def default_backend(device: str, dtype: str) -> str:
 
 
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
-    """The part of the settings that concerns the engine; `path` where the model is, if known."""
+    """The engine's options from the settings. `path` is the model's location, if known."""
     cache, performance, model = settings.cache, settings.performance, settings.model
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(
@@ -67,7 +67,7 @@ def backend_name(settings: Settings) -> str:
 
 
 def has_engine(backend: str) -> bool:
-    """Whether a backend is one of our own frameworks, in an engine of ours."""
+    """Whether a backend is one of our own frameworks, which run in an engine process."""
     if not backend.isidentifier():
-        return False  # a dotted name would be imported, as far as its last dot
+        return False  # looking up a dotted name would import its parent packages
     return find_spec(f"{FRAMEWORKS}.{backend}") is not None

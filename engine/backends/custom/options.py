@@ -1,4 +1,4 @@
-"""Everything that an engine is told at its start; it crosses a process boundary as bytes."""
+"""The options that an engine gets at its start. They are sent to its process as bytes."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
-    """What to load and how much of the machine it may take. None: planned from what is there."""
+    """What to load, and how much of the machine to use. None: planned from what is available."""
 
     model_path: str
     framework: str
@@ -24,7 +24,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     max_batch_tokens: int = 2048
     max_queued: int = 1024
     pool_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9  # of what is free on the GPU at the start
+    gpu_memory_utilization: float = 0.9  # share of the GPU memory that is free at start
     block_size: int = 16
     cache_enabled: bool = True
     cache_bytes: int | None = None

@@ -1,1 +1,1 @@
-"""`engine inspect --graph`: a graph and its plan as text, JSON, Graphviz or SVG."""
+"""`engine inspect --graph`: a model's graph and plan as text, JSON, Graphviz or SVG."""

@@ -1,7 +1,7 @@
-"""The folded graph as a drawing: nodes from top to bottom, beside them the steps that do them.
+"""Draws the folded graph: nodes from top to bottom, and beside each its plan steps.
 
-A decoder is nearly a chain, so the layout is simple: one node below the other, an arrow to the next
-one, and curves for the values that skip some.
+A decoder is nearly a chain, so the layout is simple: nodes are stacked, with an arrow to the next
+one and curves for values that skip nodes.
 """
 
 import json
@@ -14,11 +14,11 @@ from engine.cli.graph.facts import BEFORE, NodeFacts, Report, Section, StepFacts
 from engine.cli.graph.text import graph_text, header, node_value, node_weight, step_caption
 from engine.core.errors import ConfigError
 
-_LINE, _PAD, _GAP = 15, 6, 14  # pixels: height of a line of text, inside a box, between boxes
+_LINE, _PAD, _GAP = 15, 6, 14  # pixels: line height, padding inside a box, gap between boxes
 _LEFT, _NODE_WIDTH = 150, 330
 _STEP_LEFT, _STEP_WIDTH = _LEFT + _NODE_WIDTH + 60, 430
 _WIDTH = _STEP_LEFT + _STEP_WIDTH + 30
-_BEND, _BEND_MOST = 0.35, 115  # of the distance that a curve bridges; at most so far to the left
+_BEND, _BEND_MOST = 0.35, 115  # how far a curve bends left: share of its length, and max pixels
 _STYLE = """
 text { font: 11px monospace; fill: #222 } .title { font-weight: bold }
 .node { fill: #fff; stroke: #555 } .step { fill: #e8eef7; stroke: #7a93b8 }
@@ -70,7 +70,7 @@ class _Drawing:
             self.y += _GAP
 
     def group(self, nodes: list[NodeFacts], steps: list[StepFacts], boxes: dict[str, _Box]) -> None:
-        """Nodes on the left, their steps on the right, lines between."""
+        """Draw nodes on the left, their plan steps on the right, and lines between them."""
         top = step_y = self.y
         step_boxes = []
         for step in steps:
@@ -107,7 +107,7 @@ class _Drawing:
         return box
 
     def edge(self, source: _Box, target: _Box) -> None:
-        """Straight to the next box, a curve on the left to one farther down."""
+        """Draw a straight arrow to the next box, or a curve on the left to a box farther down."""
         if self.nodes.index(target) == self.nodes.index(source) + 1:
             x = source.left + source.width // 2
             self.path(f"M {x} {source.bottom} V {target.top}", "edge")
@@ -206,7 +206,7 @@ def _id(number: int, name: str) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    r"""Lines in quotes; \l ends one that is aligned left."""
+    r"""The lines as a Graphviz string; \l ends a left-aligned line."""
     escaped = [line.replace("\\", "\\\\").replace('"', '\\"') for line in lines]
     if len(escaped) == 1:
         return f'"{escaped[0]}"'
@@ -222,7 +222,7 @@ FORMS: dict[str, Callable[[Report], str]] = {
 
 
 def write_graph(report: Report, form: str, output: Path | None) -> None:
-    """To the file, or to standard output."""
+    """Write the graph to the file, or to standard output."""
     text = FORMS[form](report)
     if output is None:
         print(text)

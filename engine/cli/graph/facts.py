@@ -1,4 +1,4 @@
-"""The facts of `engine inspect --graph` as plain data: nodes, steps, places of buffers, times."""
+"""The data of `engine inspect --graph`: nodes, plan steps, buffer places, times."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,10 +12,12 @@ from engine.backends.custom.ir.types import Counts, Dim
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What is priced and timed: a generated token of each sequence, or the last of a prompt."""
+    """The step to estimate and time: one decode token per sequence, or the last chunk of a
+    prompt.
+    """
 
     tokens: int
-    context: int  # length of each sequence, these tokens included
+    context: int  # length of each sequence, including these tokens
     is_prompt: bool
 
     @property
@@ -29,7 +31,7 @@ class StepSize:
 class WeightFacts:
     name: str
     shape: tuple[int, ...]
-    type: str  # as the file stores it
+    type: str  # storage type in the file
     bytes: int  # in the file
 
 
@@ -47,13 +49,15 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """`generated` and `prompt` are the arithmetic for such tokens; None: no kernels are built."""
+    """One plan step. `generated` and `prompt` name the arithmetic for decode and prefill tokens;
+    they are None if the native kernels are not built.
+    """
 
     kind: str
-    label: str  # the same for the same step of every layer
+    label: str  # the same in every layer
     layer: int | None
     nodes: tuple[str, ...]
-    layout: str | None  # of a matrix, as the kernels read it
+    layout: str | None  # weight layout that the kernels read
     generated: str | None
     prompt: str | None
     weights: tuple[WeightFacts, ...]
@@ -63,14 +67,16 @@ class StepFacts:
     activation_bytes: int
     kv_bytes: int
     bytes: int
-    places: tuple[int, ...]  # of the buffers that are read and written
-    split: Split | None  # of a product: its units, and how many a thread claims at once
+    places: tuple[int, ...]  # arena places that are read and written
+    split: Split | None  # of a matmul: its work units, and how many a thread claims at once
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """A part of the arena: so many floats for each row, where rows are tokens or wanted logits."""
+    """A part of the activation arena: a number of floats per row. Rows are tokens, or tokens with
+    logits.
+    """
 
     floats: int
     per: str
@@ -79,14 +85,14 @@ class PlaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class KindFacts:
-    """The same step of every layer, all together."""
+    """The same plan step, summed over all layers."""
 
     label: str
     steps: int
     flops: int
     bytes: int
     seconds: float
-    share: float  # of the time of all steps
+    share: float  # share of the total time of all plan steps
     gb_per_s: float
     gflop_per_s: float
 
@@ -105,10 +111,11 @@ class Report:
     inputs: dict[str, str]
     nodes: tuple[NodeFacts, ...]
     outputs: tuple[str, ...]
-    capacity: Capacity  # the most that the plan serves
+    capacity: Capacity  # the largest step that the plan supports
     steps: tuple[StepFacts, ...]
     places: tuple[PlaceFacts, ...]
-    arena_bytes: int  # for this step; `capacity_bytes` for the largest that the plan serves
+    # For this step; `capacity_bytes` is for the largest step that the plan supports.
+    arena_bytes: int
     capacity_bytes: int
     totals: dict[str, int]
     kinds: tuple[KindFacts, ...]  # only when timed
@@ -119,20 +126,22 @@ class Report:
         return asdict(self)
 
 
-BEFORE = "(before)"  # the value that the part before ends with
+BEFORE = "(before)"  # the last value of the part before
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What lies outside of the layers, or layers of one form; names are those inside a layer."""
+    """The nodes outside the layers, or a group of identical layers. Names are relative to the
+    layer.
+    """
 
-    layers: tuple[int, ...]  # empty: outside
-    nodes: tuple[NodeFacts, ...]  # of the first layer
-    steps: tuple[StepFacts, ...]  # of the first layer; `seconds` is the mean over the layers
+    layers: tuple[int, ...]  # empty: outside the layers
+    nodes: tuple[NodeFacts, ...]  # those of the first layer
+    steps: tuple[StepFacts, ...]  # those of the first layer; `seconds` is the mean over the layers
 
     @property
     def title(self) -> str:
-        """layers 0 to 3, 6: x 5"""
+        """For example "layers 0 to 3, 6: x 5"."""
         if not self.layers:
             return ""
         word = "layer" if len(self.layers) == 1 else "layers"
@@ -147,13 +156,13 @@ class _Part:
 
     @property
     def form(self) -> str:
-        """The same for layers that differ in nothing but their number and their time."""
+        """A key that is equal for layers that differ only in their number and time."""
         timeless = tuple(replace(step, seconds=None) for step in self.steps)
         return repr((self.layer is None, self.nodes, timeless))
 
 
 def fold(report: Report) -> list[Section]:
-    """Sections in the order in which the first of their layers comes."""
+    """The report's layers in sections, ordered by the first layer of each."""
     forms: dict[str, list[_Part]] = {}
     for part in _parts(report):
         forms.setdefault(part.form, []).append(part)
@@ -161,7 +170,7 @@ def fold(report: Report) -> list[Section]:
 
 
 def by_nodes(section: Section) -> list[tuple[list[NodeFacts], list[StepFacts]]]:
-    """The section's nodes in groups, each with the steps that do its work."""
+    """The section's nodes in groups, each with the plan steps that compute it."""
     groups: list[tuple[list[NodeFacts], list[StepFacts]]] = []
     seen: set[str] = set()
     for step in section.steps:
@@ -183,7 +192,7 @@ def _section(alike: list[_Part]) -> Section:
 
 
 def _parts(report: Report) -> Iterator[_Part]:
-    """The nodes before the layers, of each layer and after them, with the steps that do them."""
+    """The nodes before the layers, of each layer, and after them, with their plan steps."""
     groups = [list(group) for _, group in groupby(report.nodes, key=lambda node: node.layer)]
     part_of = {node.name: index for index, group in enumerate(groups) for node in group}
     for index, group in enumerate(groups):
@@ -224,7 +233,7 @@ def _inside(name: str, layer: int | None) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    """0, 1, 2, 5 -> 0 to 2, 5"""
+    """For example 0, 1, 2, 5 -> "0 to 2", "5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""What `engine inspect --graph` tells: a model's graph, the plan that runs it, what steps cost.
+"""Collects the data of `engine inspect --graph`: a model's graph, its execution plan, costs.
 
-Everything is plain data, in full; the other modules named graph_* fold it and show it. No framework
-is loaded unless steps are to be timed; the compiled kernels are asked for layouts where they exist.
+The result is complete, plain data; the other modules of this folder fold and show it. No framework
+is loaded unless the plan is to be timed. If the native kernels are built, they report the layouts.
 """
 
 from contextlib import suppress
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 _FLOAT = 4
-_KV_TYPE = "bfloat16"  # what a server keeps keys and values as, unless it is told otherwise
+_KV_TYPE = "bfloat16"  # the server's default type of keys and values
 
 
 def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -> Report:
-    """The graph and the plan of an opened model, for a step of this size."""
+    """The graph and plan of an opened model, for a step of this size."""
     graph = _graph(source)
     _check(source, size)
     counts = size.counts
@@ -122,7 +122,7 @@ def _check(source: "ModelSource", size: StepSize) -> None:
 
 
 class _Facts:
-    """Reads graph and plan beside the file's weights and what the kernels make of them."""
+    """Reads the graph and plan together with the file's weights and the kernels' layouts."""
 
     def __init__(
         self, source: "ModelSource", graph: Graph, chosen: ir.ExecutionPlan, native: Any
@@ -186,7 +186,7 @@ class _Facts:
         )
 
     def _kernel(self, step: ir.Step) -> tuple[str | None, str | None, str | None]:
-        """Layout of the step's matrix, and the arithmetic of generated tokens and of prompts."""
+        """The layout of the plan step's matrix, and the arithmetic for decode and for prefill."""
         if self._native is None:
             return None, None, None
         match step:
@@ -200,7 +200,7 @@ class _Facts:
         return None, "f32", "f32"
 
     def _read_bytes(self, name: str) -> int:
-        """What a kernel reads of a weight; as stored where there are no kernels to ask."""
+        """Bytes that a kernel reads of a weight; without kernels, its stored size."""
         weight = self._source.weights[name]
         shape = weight.spec.shape
         if self._native is None:
@@ -213,13 +213,15 @@ class _Facts:
 
 
 def _kv_value_bytes(source: "ModelSource") -> float:
-    """Of one stored key or value, with its share of padding."""
+    """Bytes of one stored key or value, including its share of padding."""
     token_bytes = build.kv_token_bytes(source.config, _KV_TYPE)
     return token_bytes / source.config.kv_bytes_per_token(1)
 
 
 def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:
-    """Sums over the steps. A weight that two steps read counts twice in all but `stored_bytes`."""
+    """Sums over the plan steps. A weight that two plan steps read counts twice, except in
+    `stored_bytes`.
+    """
     keys = ("flops", "weight_bytes", "activation_bytes", "kv_bytes", "bytes")
     stored = {weight.name: weight.bytes for step in steps for weight in step.weights}
     totals = {key: sum(getattr(step, key) for step in steps) for key in keys}
@@ -227,7 +229,7 @@ def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:
 
 
 def _by_kind(steps: tuple[StepFacts, ...]) -> tuple[KindFacts, ...]:
-    """Slowest first; empty when nothing was timed."""
+    """Times by kind of plan step, slowest first; empty if nothing was timed."""
     groups: dict[str, list[StepFacts]] = {}
     for step in steps:
         if step.seconds is not None:

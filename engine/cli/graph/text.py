@@ -1,4 +1,4 @@
-"""Graph and plan as aligned text, and the words for a step that the drawings share."""
+"""The graph and plan as aligned text, and the plan step captions that the drawings share."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from engine.cli.graph.facts import NodeFacts, Report, Section, StepFacts, Weight
 from engine.cli.model_report import human_bytes
 
 _UNKNOWN = "not built"
-_QUIET = 0.8  # of a forward, what the steps add up to at least where nothing else runs
+_QUIET = 0.8  # min share of a forward pass that its plan steps add up to on an idle machine
 
 
 def graph_text(report: Report) -> str:
@@ -19,7 +19,7 @@ def graph_text(report: Report) -> str:
 
 
 def header(report: Report) -> list[str]:
-    """Which model, which step, on what."""
+    """The model, the step size and the machine."""
     step, threads = report.step, _count(report.threads, "thread")
     if step.is_prompt:
         what = f"{_count(step.tokens, 'token')} of a prompt of {step.context:,}"
@@ -44,7 +44,7 @@ def node_value(node: NodeFacts) -> str:
 
 
 def step_kernel(step: StepFacts, report: Report) -> str:
-    """amx int8 | bf16: for generated tokens and for prompts."""
+    """The arithmetic for decode and for prefill, for example "amx int8 | bf16"."""
     if report.instruction_set is None:
         return _UNKNOWN
     if step.generated == step.prompt:
@@ -53,7 +53,9 @@ def step_kernel(step: StepFacts, report: Report) -> str:
 
 
 def step_weights(step: StepFacts) -> str:
-    """Types in the file, largest first, and how kernels read the matrix: Q4_1 + F32 > Q4."""
+    """Storage types, largest first, and the layout that kernels read, for example "Q4_1 + F32 >
+    Q4".
+    """
     sizes: dict[str, int] = {}
     for weight in step.weights:
         sizes[weight.type] = sizes.get(weight.type, 0) + weight.bytes
@@ -66,7 +68,7 @@ def step_places(step: StepFacts) -> str:
 
 
 def step_caption(step: StepFacts, report: Report) -> list[str]:
-    """A step in three lines."""
+    """A plan step in three lines."""
     first = f"{step.label}: {step_kernel(step, report)}"
     weights = f"{step_weights(step)} {human_bytes(step.stored_bytes)}, " if step.weights else ""
     second = f"{weights}{step.flops / 1e6:,.2f} MFLOP, {human_bytes(step.bytes)} moved"
@@ -174,7 +176,7 @@ def _times(report: Report) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Columns as wide as they must be; a row of one cell is a line of its own."""
+    """Align the columns. A row with a single cell becomes a line of its own."""
     table = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in rows:

@@ -1,3 +1,1 @@
-"""Commands that look at, or change, a running server: `engine admin`, `engine keys`, `engine
-top`.
-"""
+"""Commands that inspect or change a running server: `engine admin`, `engine keys`, `engine top`."""

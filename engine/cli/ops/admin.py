@@ -1,4 +1,4 @@
-"""`engine admin`: look at and change a server while it runs."""
+"""`engine admin`: inspects and changes a running server."""
 
 import json
 import os
@@ -34,14 +34,16 @@ if TYPE_CHECKING:
 
 
 ADMIN_VARIABLE = "LLM_ENGINE_ADMIN_KEY"
-# Loading a model takes as long as it takes.
+# Loading a large model may take many minutes.
 TIMEOUT_S = 900.0
 
 
 def call(
     ctx: typer.Context, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What the server answered. Raises an `EngineError` in its words, or about how to reach it."""
+    """The server's JSON response. Raises the server's error, or one that says how to reach the
+    server.
+    """
     import httpx
 
     given = ctx.obj
@@ -148,7 +150,7 @@ def options(
 
 @app.command()
 def status(ctx: typer.Context) -> None:
-    """How the server is."""
+    """Show the server's state."""
     found = call(ctx, "GET", "status")
     limits = ", ".join(f"{name} {value}" for name, value in found["limits"].items() if value)
     in_use = ", ".join(f"{each['key'] or 'anyone'} {each['in_flight']}" for each in found["in_use"])
@@ -158,7 +160,7 @@ def status(ctx: typer.Context) -> None:
 
 @app.command()
 def models(ctx: typer.Context) -> None:
-    """The models that it has, loaded or not."""
+    """List its models, loaded or not."""
     from rich.table import Table
 
     found = call(ctx, "GET", "models")
@@ -183,7 +185,7 @@ def load(
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of that backend.")
     ] = None,
 ) -> None:
-    """Load a model, a new one or one that was unloaded."""
+    """Load a model: a new one, or one that was unloaded."""
     from engine.cli.serve import parse_options
 
     body = {"model": model, "id": id, "backend": backend, "options": parse_options(option)}
@@ -200,7 +202,7 @@ def unload(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
 
 @app.command()
 def remove(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
-    """Take a model away, so that clients can't ask for it."""
+    """Remove a model, so that clients can't request it."""
     found = call(ctx, "POST", "models/remove", _named(id, wait))
     show(ctx, found, f"{id} is gone.")
 
@@ -210,7 +212,7 @@ def flush(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="[ID]", help="Of this model only.")] = None,
 ) -> None:
-    """Forget the cached prefixes that no running request uses."""
+    """Drop the cached prefixes that no running request uses."""
     found = call(ctx, "POST", "cache/flush", {} if model is None else {"model": model})
     show(ctx, found, "\n".join(found["done"]) or "There is nothing loaded.")
 
@@ -222,7 +224,7 @@ def warm(
     model: Annotated[str | None, typer.Option(help="Default: the first model.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Default: every tenant with a key.")] = None,
 ) -> None:
-    """Compute prompts now, so that those which begin like them are quick later."""
+    """Prefill prompts now, so that requests with the same prefix start faster later."""
     body = {"prompts": _prompts(file), "model": model, "tenant": tenant}
     found = call(ctx, "POST", "cache/warm", {k: v for k, v in body.items() if v is not None})
     show(ctx, found, pairs_table(found))
@@ -233,7 +235,7 @@ def log_level(
     ctx: typer.Context,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
 ) -> None:
-    """Change how much the server logs, and its engines' processes with it."""
+    """Change the log level of the server and its engine processes."""
     found = call(ctx, "POST", "log-level", {"level": level})
     untold = "".join(f"\nNot told: {each}" for each in found.get("untold", ()))
     show(ctx, found, f"It logs {level} now.{untold}")
@@ -249,7 +251,7 @@ def limits(
     max_queued_tokens: QueuedTokensOption = None,
     key: Annotated[str | None, typer.Option(help="Of this key; default: of all others.")] = None,
 ) -> None:
-    """Change what keys may ask for; 0 takes a limit away. Those of a key are kept in the file."""
+    """Change the limits of keys; 0 removes a limit. Limits of one key are saved in its file."""
     given = _limits(
         requests_per_minute, tokens_per_minute, max_concurrent, max_queued, max_queued_tokens
     )
@@ -260,7 +262,7 @@ def limits(
 
 @keys_app.command("list")
 def list_keys(ctx: typer.Context) -> None:
-    """The keys by name."""
+    """List the keys by name."""
     found = call(ctx, "GET", "keys")
     show(ctx, found, keys_table(found["keys"]))
 
@@ -277,7 +279,7 @@ def new_key(
     max_queued: QueuedOption = None,
     max_queued_tokens: QueuedTokensOption = None,
 ) -> None:
-    """Make a key and print it; it is accepted at once, and can't be shown again."""
+    """Create a key and print it; it is accepted at once, and can't be shown again."""
     body: dict[str, Any] = {"name": name, "role": "admin" if admin else "user"}
     body |= {} if tenant is None else {"tenant": tenant}
     body |= _limits(
@@ -289,13 +291,13 @@ def new_key(
 
 @keys_app.command("remove")
 def remove_key(ctx: typer.Context, name: NameArgument) -> None:
-    """Take a key away; it is refused from now on."""
+    """Remove a key; it is refused from now on."""
     show(ctx, call(ctx, "DELETE", f"keys/{name}"), f"'{name}' is refused from now on.")
 
 
 @plugins_app.command("list")
 def list_plugins(ctx: typer.Context) -> None:
-    """The plugins that take part in requests, and how they do."""
+    """List the plugins in use, and their state."""
     from rich.table import Table
 
     found = call(ctx, "GET", "plugins")
@@ -314,21 +316,21 @@ def enable_plugin(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="One that `list` shows.")],
 ) -> None:
-    """Let a plugin take part again that was left out for its failures."""
+    """Enable a plugin again that was disabled after failures."""
     found = call(ctx, "POST", f"plugins/{name}/enable", {})
     show(ctx, found, f"{found['name']} is {found['state']}.")
 
 
 @app.command()
 def drain(ctx: typer.Context) -> None:
-    """Take no new requests; what runs goes on."""
+    """Accept no new requests; running ones continue."""
     found = call(ctx, "POST", "drain", {})
     show(ctx, found, f"It takes no new requests; {found['in_flight']} are running.")
 
 
 @app.command()
 def undrain(ctx: typer.Context) -> None:
-    """Take requests again."""
+    """Accept requests again."""
     show(ctx, call(ctx, "POST", "undrain", {}), "It takes requests again.")
 
 
@@ -341,7 +343,7 @@ def reload(ctx: typer.Context) -> None:
 
 @app.command()
 def audit(ctx: typer.Context) -> None:
-    """The last changes, newest first."""
+    """Show the latest changes, newest first."""
     from rich.table import Table
 
     found = call(ctx, "GET", "audit")
@@ -365,7 +367,7 @@ def _limits(*values: int | None) -> dict[str, int | None]:
 
 
 def _prompts(path: Path) -> list[Any]:
-    """As the server reads such a file, without importing it."""
+    """Parse a file of prompts like the server does, without importing the server."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`engine keys`: the keys file of a server on this machine, whether it runs or not.
+"""`engine keys`: edits the keys file of a server on this machine, whether it runs or not.
 
 A running server reads the file again on SIGHUP; `engine admin keys` changes it through the server.
 """
@@ -56,7 +56,7 @@ def new(
     file: FileOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Make a key and print it; it can't be shown again."""
+    """Create a key and print it; it can't be shown again."""
     from engine.core.key_file import add_key
 
     path = _path(file, config)
@@ -94,7 +94,7 @@ def list_keys(
 
 @app.command("remove")
 def remove(name: NameArgument, file: FileOption = None, config: ConfigOption = None) -> None:
-    """Take a key out of the file."""
+    """Remove a key from the file."""
     from engine.core.key_file import remove_key
 
     path = _path(file, config)

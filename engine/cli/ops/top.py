@@ -1,4 +1,4 @@
-"""`engine top`: what a server's models and backends do, live in the terminal."""
+"""`engine top`: live view of a server's models and backends in the terminal."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def _run(
         if is_live:
             await _watch(client, first, interval_s)
             return
-        await asyncio.sleep(interval_s)  # rates need two looks
+        await asyncio.sleep(interval_s)  # rates need two readings
         frame = _frame(client, first, await look(client))
     if as_json:
         print(json.dumps(frame_json(frame), indent=2))
@@ -69,7 +69,7 @@ async def _run(
 
 
 async def _watch(client: "httpx.AsyncClient", last: "Look", interval_s: float) -> None:
-    """Until the user leaves. A server that goes away is waited for."""
+    """Update the view until the user quits. If the server goes away, wait for it."""
     from rich.live import Live
 
     from engine.cli.ops.top_data import look
@@ -102,7 +102,9 @@ def _frame(client: "httpx.AsyncClient", before: "Look", now: "Look") -> "Frame":
 
 @contextlib.contextmanager
 def _keys() -> Iterator[asyncio.Event]:
-    """Set when q is pressed. The terminal gives keys at once meanwhile, and shows none."""
+    """Yields an event that is set when q is pressed. Meanwhile the terminal is unbuffered, without
+    echo.
+    """
     import termios
     import tty
 
@@ -136,7 +138,7 @@ def frame_json(frame: Frame) -> dict[str, Any]:
 
 
 def as_view(frame: Frame, note: str = "") -> "Group":
-    """`note` is what the reader should know besides, such as how to leave."""
+    """The frame as rich tables. `note` is an extra line, such as how to quit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -170,7 +172,7 @@ def _headline(frame: Frame) -> "Text":
 
 
 def _backends(frame: Frame) -> "Table":
-    """A line for each model, and below it one for each of its backends."""
+    """One line per model, and below it one per backend."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -216,7 +218,7 @@ def _decisions(frame: Frame) -> "Table":
     table.add_column("why", overflow="ellipsis", no_wrap=True, ratio=5)
     for each in frame.decisions[:_MAX_DECISIONS]:
         attempts = each.get("attempts") or 1
-        chosen = plain(str(each.get("chosen") or "nobody"))
+        chosen = plain(str(each.get("chosen") or "none"))
         table.add_row(
             Text(plain(str(each.get("request_id", "")))),
             Text(plain(str(each.get("model", "")))),

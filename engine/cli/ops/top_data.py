@@ -1,7 +1,7 @@
-"""What `engine top` knows of a server: what its routes and metrics say now, and what changed since
-the last look.
+"""The data of `engine top`: a server's routes and metrics now, and their change since the last
+poll.
 
-The metrics' names are vLLM's wherever ours has the same one, so a bare vLLM server shows too.
+Our metrics use vLLM's names where both have the same one, so a vLLM server can be shown too.
 """
 
 import asyncio
@@ -19,33 +19,36 @@ _TTFT = "vllm:time_to_first_token_seconds_bucket"
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
-    """Samples of a metrics page by name, added up over their labels, and again for each
+class ScrapedMetrics:
+    """Samples of a metrics page, summed over their labels: one entry per name, and one per
     `name[outcome]`.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
-    first_tokens: Mapping[float, float] = field(default_factory=dict)  # edge in s -> count up to it
+    # Bucket edge in s -> cumulative count.
+    first_tokens: Mapping[float, float] = field(default_factory=dict)
 
     def sum(self, *names: str) -> float | None:
-        """Of those that are there; None if none is."""
+        """The sum of those that exist; None if none does."""
         found = [self.values[name] for name in names if name in self.values]
         return sum(found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at a server. `routes` is None for one of another make."""
+    """One poll of a server. `routes` is None for a server of another kind."""
 
     at: float  # time.monotonic()
     health: Mapping[str, Any]
-    metrics: Metrics
+    metrics: ScrapedMetrics
     models: tuple[Mapping[str, Any], ...]
     routes: Mapping[str, Any] | None
 
     @property
     def has_router(self) -> bool:
-        """Ours answers without one too, but knows no figures of a backend then."""
+        """Whether the server has a router. Without one, ours still answers, but has no figures per
+        backend.
+        """
         models = (self.routes or {}).get("models", ())
         return any(model["policy"] is not None for model in models)
 
@@ -77,7 +80,7 @@ class BackendRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What is shown."""
+    """What one refresh shows."""
 
     url: str
     status: str
@@ -93,7 +96,9 @@ class Frame:
 
 
 async def look(client: httpx.AsyncClient) -> Look:
-    """Raises `UnavailableError` if nobody answers, `AuthenticationError` if the key is wrong."""
+    """Poll the server. Raises `UnavailableError` if it does not answer, `AuthenticationError` for a
+    wrong key.
+    """
     try:
         routes, health, metrics, models = await asyncio.gather(
             *(client.get(path) for path in (ROUTES, "/health", "/metrics", "/v1/models"))
@@ -116,7 +121,7 @@ async def look(client: httpx.AsyncClient) -> Look:
     return Look(
         at=time.monotonic(),
         health={"status": "unhealthy" if health.status_code == 503 else "healthy"} | _json(health),
-        metrics=parse_metrics(metrics.text) if metrics.status_code == 200 else Metrics(),
+        metrics=parse_metrics(metrics.text) if metrics.status_code == 200 else ScrapedMetrics(),
         models=tuple(listed),
         routes=_json(routes) if routes.status_code == 200 else None,
     )
@@ -130,7 +135,7 @@ def _json(reply: httpx.Response) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def parse_metrics(text: str) -> Metrics:
+def parse_metrics(text: str) -> ScrapedMetrics:
     from prometheus_client.parser import text_string_to_metric_families
 
     values: dict[str, float] = {}
@@ -144,16 +149,16 @@ def parse_metrics(text: str) -> Metrics:
             outcome = sample.labels.get("outcome")
             for name in (sample.name, f"{sample.name}[{outcome}]") if outcome else (sample.name,):
                 values[name] = values.get(name, 0.0) + sample.value
-    return Metrics(values, edges)
+    return ScrapedMetrics(values, edges)
 
 
 def frame_of(url: str, before: Look, now: Look) -> Frame:
-    """What a server does, from two looks at it."""
+    """Compute rates and figures from two polls of a server."""
     elapsed_s = max(now.at - before.at, 1e-6)
 
     def rate(*names: str) -> float:
         grown = (now.metrics.sum(*names) or 0.0) - (before.metrics.sum(*names) or 0.0)
-        return max(grown, 0.0) / elapsed_s  # a new server counts from zero
+        return max(grown, 0.0) / elapsed_s  # counters restart at zero with the server
 
     metrics = now.metrics
     rows = _routed(before, now, elapsed_s) if now.has_router else ()
@@ -205,7 +210,7 @@ def _routed(before: Look, now: Look, elapsed_s: float) -> tuple[BackendRow, ...]
 
 
 def _with_models(frame: Frame, now: Look) -> Frame:
-    """A server of one backend: what is known of the whole is known of it."""
+    """For a server with one backend, the server's figures are that backend's."""
     metrics = now.metrics
     rows = tuple(
         BackendRow(
@@ -229,8 +234,8 @@ def _with_models(frame: Frame, now: Look) -> Frame:
     return replace(frame, backends=rows)
 
 
-def _first_token_p50(before: Metrics, now: Metrics) -> float | None:
-    """Of what came in between, or of all there was if nothing did."""
+def _first_token_p50(before: ScrapedMetrics, now: ScrapedMetrics) -> float | None:
+    """Median time to first token since the last poll, or of all time if there was no request."""
     recent = {
         edge: count - before.first_tokens.get(edge, 0.0) for edge, count in now.first_tokens.items()
     }
@@ -239,7 +244,7 @@ def _first_token_p50(before: Metrics, now: Metrics) -> float | None:
 
 
 def quantile(buckets: Iterable[tuple[float, float]], share: float) -> float | None:
-    """Of a histogram with cumulative counts; within a bucket, values are taken as spread evenly."""
+    """A quantile of a histogram with cumulative counts, interpolated linearly within a bucket."""
     ordered = sorted(buckets)
     total = ordered[-1][1] if ordered else 0.0
     if total <= 0:

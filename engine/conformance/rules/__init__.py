@@ -1,4 +1,4 @@
-"""Every group of rules, in the order in which they run."""
+"""All groups of rules, in the order in which they run."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Whole answers of /v1/chat/completions, and the forms of messages that clients really send."""
+"""Non-streamed answers of /v1/chat/completions, and the message forms that clients really send."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ WEATHER_TURNS: list[dict[str, Any]] = [
 
 
 def check_usage(usage: Any) -> None:
-    """Counts that are there and add up."""
+    """Check that the token counts are present and add up."""
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         expect(is_count(field(usage, name)), f"usage.{name} is {short(usage[name])}")
     total = usage["prompt_tokens"] + usage["completion_tokens"]

@@ -1,4 +1,4 @@
-"""/v1/embeddings. OpenAI's SDK asks for base64 unless told otherwise; LangChain sends token ids."""
+"""/v1/embeddings. OpenAI's SDK asks for base64 by default; LangChain sends token ids."""
 
 import base64
 import struct

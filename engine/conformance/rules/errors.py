@@ -1,5 +1,7 @@
-"""How a server says no. OpenAI's SDKs read `error.message`, `.type`, `.param` and `.code`, turn the
-status into an exception, and send every 5xx again: a mistake answered with 500 is made three times.
+"""How a server refuses requests.
+
+OpenAI's SDKs read `error.message`, `.type`, `.param` and `.code`, and map the status to an
+exception. They retry every 5xx, so a client error answered with 500 is sent three times.
 """
 
 from engine.conformance.expect import RuleSkipped, expect, short, text
@@ -250,6 +252,6 @@ async def cors(target: Target) -> None:
         raise RuleSkipped("CORS is off")
     listed = reply.headers.get("access-control-allow-headers", "").lower()
     allowed = {name.strip() for name in listed.split(",")}
-    # A star does not stand for `authorization`.
+    # A "*" does not cover `authorization`.
     wanted = {"authorization"} | (set() if "*" in allowed else set(_STAINLESS.split(",")))
     expect(wanted <= allowed, f"not allowed: {', '.join(sorted(wanted - allowed))}")

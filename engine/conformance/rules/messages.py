@@ -1,4 +1,4 @@
-"""/v1/messages, Anthropic's API, which Claude Code and the anthropic SDK speak."""
+"""/v1/messages, Anthropic's API, which Claude Code and the anthropic SDK use."""
 
 from typing import Any
 
@@ -43,14 +43,14 @@ def _said(message: Any) -> str:
 
 
 def _num_input(message: Any) -> int:
-    """All tokens of the prompt: Anthropic counts those that were cached apart from the others."""
+    """All prompt tokens: Anthropic counts cached tokens separately."""
     usage = field(message, "usage")
     apart = ("cache_read_input_tokens", "cache_creation_input_tokens")
     return int(field(usage, "input_tokens")) + sum(usage.get(name) or 0 for name in apart)
 
 
 def _error(reply: Reply) -> None:
-    """Anthropic's error body, which is not OpenAI's."""
+    """Check Anthropic's error body, which differs from OpenAI's."""
     whole = reply.json()
     expect(field(whole, "type") == "error", f"type is {short(whole['type'])}")
     text(whole, "error", "type")
@@ -117,7 +117,7 @@ async def stop(target: Target) -> None:
     sees="its instructions are silently ignored, or a 400",
 )
 async def system(target: Target) -> None:
-    # Not compared with none at all: a template may then put in one of its own.
+    # Not compared with a request without a system message: a template may insert its own then.
     terse = (await target.post(PATH, body(target, system="Be terse."))).ok()
     words = "Be " + "very " * 20 + "terse."
     as_text = (await target.post(PATH, body(target, system=words))).ok()

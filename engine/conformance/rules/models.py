@@ -1,4 +1,4 @@
-"""The list of models, which most user interfaces ask for first."""
+"""The list of models, which most user interfaces request first."""
 
 from typing import Any
 from urllib.parse import quote

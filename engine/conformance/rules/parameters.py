@@ -1,7 +1,7 @@
-"""Parameters of chat: those that must act, odd values that SDKs send, and values that are mistakes.
+"""Chat parameters: those that must have an effect, odd values that SDKs send, and invalid values.
 
-A mistake must be a 4xx: as a 5xx it is sent again, and again. Accepting it in silence is worse for
-a value that has no meaning, and only advice where a lenient reading is possible.
+An invalid value must get a 4xx, because SDKs retry a 5xx. Accepting it silently is a failure if the
+value is meaningless, and only advice if a lenient reading is possible.
 """
 
 import math
@@ -28,7 +28,8 @@ _OPTIONAL = (
     *("presence_penalty", "frequency_penalty", "user", "tools", "tool_choice"),
     *("response_format", "stream", "stream_options"),
 )
-# id, title, fields; a meaningless value may not be accepted, for others that is advice.
+# Id, title, fields. Meaningless values must be refused; accepting other invalid values is only
+# reported as advice.
 _MEANINGLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-31", "temperature below 0 is refused", {"temperature": -1}),
     ("PAR-32", "top_p above 1 is refused", {"top_p": 2}),
@@ -60,7 +61,7 @@ _LENIENT: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-55", "max_tokens of 0 is refused", {"max_tokens": 0}),
     ("PAR-56", "a logit_bias for a token id of 10^9 is refused", {"logit_bias": {"1000000000": 5}}),
 )
-# Answered or refused, but never a server failure.
+# These may be answered or refused, but must not cause a server error.
 _HARMLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-61", "stop with five strings is no server failure", {"stop": ["v", "w", "x", "y", "z"]}),
     ("PAR-62", "a seed above 2^63 is no server failure", {"seed": 2**63 + 5}),
@@ -71,7 +72,7 @@ _HARMLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-67", "metadata is no server failure", {"metadata": {"run": "1"}}),
     ("PAR-68", "n of 1000 is no server failure", {"n": 1000}),
 )
-# Values that mean "nothing special", which clients that send every field do send.
+# Neutral values, which clients that fill in every field do send.
 _ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-01", "stop: null is accepted", {"stop": None}),
     ("PAR-04", "parallel_tool_calls: null is accepted", {"parallel_tool_calls": None}),
@@ -80,7 +81,7 @@ _ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-07", "a null in every optional field is accepted", dict.fromkeys(_OPTIONAL)),
     ("PAR-08", "an empty logit_bias is accepted", {"logit_bias": {}}),
 )
-# The same, but a refusal is only advice: OpenAI's own service refuses some of them.
+# Neutral too, but a refusal is only advice: OpenAI's own service refuses some of them.
 _WELCOME: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-02", "an empty stop string is accepted", {"stop": ""}),
     ("PAR-03", "tools: [] is accepted", {"tools": []}),
@@ -188,7 +189,8 @@ async def stop(target: Target) -> None:
 )
 async def seed(target: Target) -> None:
     said = [await _say(target, "Invent a name.", seed=7, temperature=1) for _ in range(3)]
-    # The first may have been computed without a prefix cache, which can round otherwise.
+    # The first answer may have been computed without a prefix cache hit, which can round
+    # differently.
     expect(said[1] == said[2], f"{short(said[1])}, then {short(said[2])}")
 
 

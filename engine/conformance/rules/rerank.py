@@ -1,4 +1,4 @@
-"""/v1/rerank in the shape that Cohere began and Continue and LiteLLM read."""
+"""/v1/rerank in the shape that Cohere introduced and that Continue and LiteLLM read."""
 
 from typing import Any
 

@@ -38,14 +38,14 @@ async def _streamed(target: Target) -> Stream:
 
 
 def output_text(response: Any) -> str:
-    """What the SDK calls `output_text`: the texts of all messages, joined."""
+    """The SDK's `output_text`: the texts of all messages, joined."""
     messages = [each for each in items(response, "output") if each.get("type") == "message"]
     parts = [part for message in messages for part in field(message, "content")]
     return "".join(part["text"] for part in parts if part.get("type") == "output_text")
 
 
 async def _stored(target: Target, **fields: Any) -> Any:
-    """A response that the server says it keeps."""
+    """Create a response that the server says it has stored."""
     response = (await target.post(PATH, body(target, **{"store": True} | fields))).ok()
     if response.get("store") is False:
         raise RuleSkipped("the server says that it does not store")

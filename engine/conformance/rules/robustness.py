@@ -1,6 +1,6 @@
-"""What a server must survive: clients that leave, many at once, and bodies made to hurt.
+"""What a server must survive: clients that disconnect, many clients at once, malicious bodies.
 
-These run last: they are the ones that could leave a weak server in a bad state.
+These rules run last, because they could leave a weak server in a bad state.
 """
 
 import asyncio

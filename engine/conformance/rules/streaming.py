@@ -1,7 +1,7 @@
-"""Streams of chat chunks: what must be in which chunk, and what ends them.
+"""Streams of chat chunks: which chunk must contain what, and how a stream ends.
 
-Most clients read streams with a few lines of their own code and index `choices[0]` unasked, so an
-unusual order of chunks breaks them where an unusual field would not.
+Many clients parse streams with their own few lines of code and read `choices[0]` unconditionally.
+An unusual order of chunks breaks them, while an unusual field would not.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ SDK = "openai-python"
 
 
 def choices(stream: Stream, index: int = 0) -> list[dict[str, Any]]:
-    """What every chunk says of one choice, in order."""
+    """The part of every chunk that concerns one choice, in order."""
     found = [each for chunk in stream.chunks for each in field(chunk, "choices")]
     return [each for each in found if field(each, "index") == index]
 
@@ -33,7 +33,7 @@ def reasons(stream: Stream, index: int = 0) -> list[str]:
 
 
 async def _cut_stream(target: Target) -> Stream:
-    """One that ends because of its limit."""
+    """A stream that ends because it reached its token limit."""
     body = target.chat("Count from 1 to 100.", max_tokens=3)
     return await target.once("cut stream", lambda: target.stream(CHAT, body))
 

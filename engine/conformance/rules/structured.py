@@ -1,7 +1,7 @@
-"""Structured output: what was asked for as JSON must parse, and what has a schema must follow it.
+"""Structured output: JSON mode must give valid JSON, and a schema must be followed.
 
-The schemas allow few texts each, so that even a small model comes to an end; a rule whose answer is
-cut by its limit all the same is skipped.
+The schemas allow few texts each, so that even a small model finishes. If the token limit still cuts
+an answer, the rule is skipped.
 """
 
 import json
@@ -74,7 +74,7 @@ STRUCTURED = Group("structured", _missing)
 
 
 async def _answer(target: Target, prompt: str, response_format: Any, **fields: Any) -> Any:
-    """The parsed answer; None where its limit cut it."""
+    """The parsed answer; None if the token limit cut it."""
     body = target.chat(prompt, response_format=response_format, max_tokens=200, **fields)
     choice = field((await target.post(CHAT, body)).ok(), "choices", 0)
     raw = field(choice, "message", "content")

@@ -1,5 +1,6 @@
-"""Tool calls, whole and in pieces. Agents stand or fall with these: a call whose index, id or JSON
-is wrong is lost, and with it the agent's step.
+"""Tool calls, whole and streamed.
+
+Agents depend on these: a call with a wrong index, id or JSON is lost, and the agent's step with it.
 """
 
 import json
@@ -15,7 +16,7 @@ from engine.conformance.target import CHAT, Target
 SDK = "openai-python"
 AGENTS = "LangChain and other agents"
 CITIES = ("Paris", "Rome")
-# Few words are possible, so that a small model comes to an end.
+# The schema allows few words, so that a small model finishes.
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -80,7 +81,7 @@ def _arguments(call: Any) -> dict[str, Any]:
 
 
 def _deltas(stream: Stream) -> list[Any]:
-    """Every piece of a call, in order; there must be some."""
+    """Every streamed piece of a call, in order. There must be at least one."""
     found = [piece for each in choices(stream) for piece in (each["delta"].get("tool_calls") or [])]
     expect(bool(found), "no tool_calls in the stream")
     return found

@@ -1,1 +1,1 @@
-"""The workshop: run a file of this folder with Python, or by `engine dev NAME`."""
+"""Developer scripts: run a file of this folder with Python, or with `engine dev NAME`."""

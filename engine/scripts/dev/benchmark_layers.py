@@ -1,12 +1,13 @@
-"""How long each layer takes in each installed framework, for prompts of several sizes.
+"""Times each layer in each installed framework, for prompts of several sizes.
 
     python engine/scripts/dev/benchmark_layers.py --tokens 1 16 128 --plot layers.png
     engine dev benchmark_layers --family llama --hidden 512 --frameworks native torch
 
-Weights are random, in float32. `block` and `ends` are measured through the seam for every framework
-in the same way: what a second layer adds to a step, and the rest of a step with one. Other rows are
-each framework's own (`engine/backends/custom/tools/inspection.py`); norms that a framework fuses
-with the matmul behind them have no row there. Times are the quicker half's median, in microseconds.
+Weights are random, in float32. `block` and `ends` are measured in the same way for every framework,
+through the model runner interface: `block` is what a second layer adds to a step, `ends` the rest
+of a step with one layer. The other lines are measured by each framework itself
+(`engine/backends/custom/tools/inspection.py`); a norm that is fused into the next matmul has no
+line. A time is the median of the faster half, in microseconds.
 """
 
 import argparse
@@ -31,7 +32,7 @@ Times = dict[tuple[str, int], dict[str, float]]  # framework, tokens -> layer ->
 
 
 def random_source(family: str, hidden: int, vocab: int, positions: int) -> ModelSource:
-    """Two layers of a family's shape."""
+    """A random model of a family, with two layers."""
     heads = max(1, hidden // _HEAD_DIM)
     common: dict[str, Any] = {
         "architectures": [_NAMES[family]],
@@ -80,7 +81,7 @@ def print_table(times: Times, title: str) -> None:
 
 
 def plot(times: Times, path: Path, title: str) -> None:
-    """A panel for each layer that has times, a line for each framework."""
+    """Plot one panel per layer that has times, with one line per framework."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for name, _ in times))

@@ -1,12 +1,11 @@
-"""A gradient, a fine-tune on the CPU that lowers the loss, and the result served, all in PyTorch.
+"""Checks a gradient, fine-tunes a model on the CPU and serves the result, all in PyTorch.
 
     python engine/scripts/dev/finetune_tiny.py --model smollm2-135m-instruct --output tuned/
     engine dev finetune_tiny --text lines.txt --steps 40 --output tuned/
 
-The whole-sequence forward of `frameworks/torch` is plain differentiable PyTorch over the very
-modules that serve requests, so whatever is trained here needs no second model. A trained model is
-written as safetensors, with its tokenizer, and answers through the engine like any other:
-`engine serve tuned/`.
+The whole-sequence forward of `frameworks/torch` is plain differentiable PyTorch. It uses the same
+modules that serve requests, so training needs no second model. The trained model is written as
+safetensors, with its tokenizer, and can be served like any other: `engine serve tuned/`.
 """
 
 import argparse
@@ -36,16 +35,16 @@ LESSON = (
     "Every spring the people of Orvandel carry their clocks across the blue glass bridges.",
 )
 QUESTION = "The city of Orvandel lies on the river"
-_MAX_TOKENS = 256  # of one text
-_PROBE = 1e-3  # how far along the gradient the loss is looked at
+_MAX_TOKENS = 256  # max tokens of one text
+_PROBE = 1e-3  # distance along the gradient for the finite difference
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What autograd says of the loss, and what walking along it shows."""
+    """The loss gradient by autograd, and by finite differences along it."""
 
-    norm: float  # how fast the loss grows along it
-    measured: float  # the same, from two losses near by
+    norm: float  # norm of the gradient: the slope of the loss along it
+    measured: float  # the same slope, from two nearby losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Tuned:
 
 
 def loss_of(model: Decoder, texts: Sequence[Tensor]) -> Tensor:
-    """Mean over all texts of how surprising each next token is."""
+    """Mean next-token cross-entropy over all texts."""
     losses = [F.cross_entropy(model.forward_sequence(ids)[:-1], ids[1:]) for ids in texts]
     return torch.stack(losses).mean()
 
@@ -69,7 +68,7 @@ def check_gradient(model: Decoder, texts: Sequence[Tensor]) -> Gradient:
     norm = torch.stack([slope.norm() for _, slope in pairs]).norm()
 
     def moved(distance: float) -> float:
-        """The loss that far along the gradient; the weights come back."""
+        """The loss at `distance` along the gradient. The weights are restored afterwards."""
         with torch.no_grad():
             for weight, slope in pairs:
                 weight.add_(slope, alpha=distance / float(norm))
@@ -115,7 +114,7 @@ def finetune(
 
 
 def answer(path: Path, question: str) -> str:
-    """What the engine serves for the model at `path`, greedily."""
+    """The engine's greedy answer with the model at `path`."""
     with LLM(str(path)) as served:
         params = SamplingParams(temperature=0.0, max_tokens=24)
         return served.generate(question, params)[0].text

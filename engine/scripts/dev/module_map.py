@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tree(folder: Path, indent: str = "") -> Iterator[str]:
-    """A line for the folder, then its modules, then its folders."""
+    """A line for the folder, then its modules, then its subfolders."""
     yield _line(f"{indent}{folder.name}/", folder / _INIT)
     inner = indent + "  "
     for module in sorted(folder.glob("*.py")):
@@ -38,7 +38,7 @@ def tree(folder: Path, indent: str = "") -> Iterator[str]:
 
 
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring; empty where there is none."""
+    """The first sentence of a module's docstring; empty if it has none."""
     if not path.is_file():
         return ""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -1,11 +1,11 @@
-"""Where a request's time and memory go: the way to its first token, operations, bytes.
+"""Where a request's time and memory go: time to first token by phase, operations, bytes.
 
     python engine/scripts/dev/profile_inference.py --model smollm2-135m-instruct --output profile/
     engine dev profile_inference --frameworks native torch
 
-Writes, for each framework, a Chrome trace (chrome://tracing, ui.perfetto.dev) and one page,
-index.html, that needs nothing else. The measuring is that of `engine profile`. Without a model,
-one of random weights is used.
+Writes a Chrome trace (chrome://tracing, ui.perfetto.dev) for each framework, and index.html, a
+self-contained page. The measurements are those of `engine profile`. Without a model, random weights
+are used.
 """
 
 import argparse
@@ -41,7 +41,7 @@ td.n { text-align: right; font-variant-numeric: tabular-nums }
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was planned, and what the process grew by; bytes."""
+    """The planned memory, and the growth of the process, in bytes."""
 
     weights: int
     kv_cache: int
@@ -58,7 +58,7 @@ class Result:
 def profile_framework(
     framework: str, source: ModelSource, prompt: tuple[int, ...], new_tokens: int, trace: Path
 ) -> Result:
-    """The trace is written beside the other files."""
+    """Profile one framework and write its trace."""
     options = EngineOptions(
         model_path=str(source.path), framework=framework, device="cpu", dtype="float32"
     )

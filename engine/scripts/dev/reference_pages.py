@@ -1,10 +1,10 @@
-"""Writes docs/reference: every setting and every metric, as the code defines them.
+"""Generates docs/reference: every setting and every metric, as the code defines them.
 
     engine dev reference_pages            # write the pages
     engine dev reference_pages --check    # exit status 1 if a page is stale
 
-A setting's sentence is the string below its field (`core/config_schema.py`,
-`core/config_tables.py`); a metric's is its help text.
+A setting's description is the string below its field (`core/config_schema.py`,
+`core/config_tables.py`); a metric's description is its help text.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def metrics_page() -> str:
 
 
 def _fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, default, bounds and sentence of every field."""
+    """Name, default, bounds and description of every field."""
     sentences = _sentences(model)
     schema = model.model_json_schema()
     for name, field in model.model_fields.items():
@@ -126,7 +126,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
-    """Field -> the string that follows it in the class's source."""
+    """Field name -> the string that follows it in the class's source."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
@@ -151,7 +151,7 @@ def _default(value: Any) -> str:
 
 
 def _bounds(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
+    """The bounds of a JSON schema, in words."""
     if "anyOf" in schema:
         schema = next(each for each in schema["anyOf"] if each.get("type") != "null")
     if "enum" in schema:
@@ -183,8 +183,8 @@ def _metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str, tuple[str,
     """Exposed name, type, label names and help text of every metric."""
     for collector in list(registry._collector_to_names):
         for family in collector.collect():
-            # Labelled metrics hold their label names, families of a custom collector theirs; only
-            # these private fields tell them while there is no sample yet.
+            # Before the first sample, only these private fields have the label names: the
+            # collector's for a labelled metric, the family's for a custom collector.
             labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
             suffix = "_total" if family.type == "counter" else ""
             yield family.name + suffix, family.type, tuple(labels), family.documentation

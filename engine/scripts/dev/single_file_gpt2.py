@@ -1,15 +1,16 @@
-"""A complete GPT-2 in one file, for reading and trying out: tokenizer, model, cache, sampling.
+"""A complete GPT-2 in one file, for reading and experiments: tokenizer, model, cache, sampling.
 
-It needs numpy alone (and `safetensors` to read a checkpoint). Numpy rather than PyTorch, because
-nothing is hidden in it: each line below is the arithmetic itself, it starts at once, and GPT-2 is
-small enough for it. Without a checkpoint the weights are random, and so is what it says.
+It needs only numpy (and `safetensors` to read a checkpoint). Numpy hides nothing: each line is the
+arithmetic itself, the script starts at once, and GPT-2 is small enough for it. Without a checkpoint
+the weights are random, and so is the output.
 
     python engine/scripts/dev/single_file_gpt2.py
     python engine/scripts/dev/single_file_gpt2.py --model gpt2/ --prompt "The meaning of life is"
     engine dev single_file_gpt2 --ids 464 2068 7586 --tokens 20
 
 A model is a Hugging Face folder with config.json and model.safetensors. The vocabulary is
-vocab.json and merges.txt, in that folder or in --vocab (there, encoder.json and vocab.bpe will do).
+vocab.json and merges.txt, in that folder or in --vocab (where encoder.json and vocab.bpe also
+work).
 """
 
 import argparse
@@ -32,19 +33,21 @@ Array = NDArray[np.float32]
 # ---------------------------------------------------------------- tokenizer: byte-level BPE
 
 _CONTRACTION = re.compile("'(?:s|t|re|ve|m|ll|d)")
-# A text's characters as kinds: L letters, N numbers, P others, white space as it is.
+# The pattern works on character classes: L letters, N numbers, P others, white space unchanged.
 _WORD = re.compile(r" ?L+| ?N+| ?P+|\s+(?!\S)|\s+")
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte -> a printable character; those that print stand for themselves."""
+    """Byte -> a printable character. Printable bytes map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
 
 
 def words(text: str) -> Iterator[str]:
-    """Pieces that merges never cross: contractions, words, numbers, marks, white space."""
+    """Split the text into pieces that merges never cross: contractions, words, numbers,
+    punctuation, white space.
+    """
     classes = (char if char.isspace() else unicodedata.category(char)[0] for char in text)
     kinds = "".join(kind if kind in "LN" or kind.isspace() else "P" for kind in classes)
     at = 0
@@ -76,7 +79,7 @@ class Tokenizer:
         ids: list[int] = []
         for word in words(text):
             parts = [self.alphabet[byte] for byte in word.encode()]
-            while len(parts) > 1:  # join the pair that was learned first, wherever it stands
+            while len(parts) > 1:  # merge the pair that was learned first, wherever it occurs
                 pairs = list(zip(parts, parts[1:], strict=False))
                 best = min(pairs, key=lambda pair: self.ranks.get(pair, math.inf))
                 if best not in self.ranks:
@@ -121,7 +124,7 @@ def softmax(x: Array) -> Array:
 
 
 class GPT2:
-    """Weights by Hugging Face's names, matrices as (in, out); each layer's keys and values."""
+    """Weights under Hugging Face's names, with matrices as (in, out), and each layer's KV cache."""
 
     def __init__(self, config: Config, weights: dict[str, Array]) -> None:
         self.config = config
@@ -134,7 +137,7 @@ class GPT2:
         self.cache = [(empty, empty)] * self.config.n_layer  # keys and values, (N, T, H)
 
     def forward(self, ids: Sequence[int]) -> Array:
-        """Logits of the last of these tokens, which continue those given before."""
+        """Logits after the last of these tokens, which are appended to the cached ones."""
         past = self.cache[0][0].shape[1]
         x = self.w["wte.weight"][list(ids)] + self.w["wpe.weight"][past : past + len(ids)]  # (T, D)
         for layer in range(self.config.n_layer):
@@ -186,8 +189,8 @@ def random_model(config: Config, seed: int = 0) -> GPT2:
     weights: dict[str, Array] = {}
     for name, shape in shapes.items():
         weights[f"{name}.bias"] = np.zeros(shape[-1], np.float32)
-        drawn = rng.normal(0, 0.2, shape) if len(shape) == 2 else np.ones(shape)
-        weights[f"{name}.weight"] = drawn.astype(np.float32)
+        values = rng.normal(0, 0.2, shape) if len(shape) == 2 else np.ones(shape)
+        weights[f"{name}.weight"] = values.astype(np.float32)
     return GPT2(config, weights)
 
 
@@ -207,7 +210,7 @@ def sample(logits: Array, temperature: float, top_k: int, rng: np.random.Generat
 def generate(
     model: GPT2, ids: Sequence[int], count: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[int]:
-    """New tokens, one at a time; each is computed from the cache of all before it."""
+    """Generate tokens one at a time, using the KV cache."""
     rng = np.random.default_rng(seed)
     fed, room = list(ids), model.config.n_positions - len(ids)
     for _ in range(min(count, room)):

@@ -1,8 +1,8 @@
-"""A complete Llama in one file, twin of `single_file_gpt2.py`: it tells stories.
+"""A complete Llama in one file, twin of `single_file_gpt2.py`, for llama2.c's story models.
 
-It reads the files of llama2.c, such as stories15M.bin and its tokenizer.bin, with numpy alone.
-What differs from GPT-2: rotary positions instead of learned ones, norms without mean and bias, a
-gated feed-forward half, keys and values shared by groups of heads, and a SentencePiece vocabulary.
+It reads llama2.c files, such as stories15M.bin and its tokenizer.bin, and needs only numpy.
+Differences from GPT-2: RoPE instead of learned positions, RMSNorm, a gated MLP, grouped-query
+attention, and a SentencePiece vocabulary.
 
     python engine/scripts/dev/single_file_llama.py stories15M.bin --prompt "One day, a dog"
 
@@ -28,14 +28,14 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 class Tokenizer:
     def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]) -> None:
         self.pieces, self.scores = list(pieces), list(scores)
-        for byte in range(256):  # spelled "<0x0A>" by some files
+        for byte in range(256):  # some files spell these "<0x0A>"
             self.pieces[FIRST_BYTE + byte] = bytes([byte])
         text = enumerate(self.pieces[FIRST_BYTE + 256 :], FIRST_BYTE + 256)
         self.ids = {piece: index for index, piece in text}
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """The longest piece's length, then of each piece: score, length, bytes."""
+        """Read tokenizer.bin: the max token length, then score, length and bytes of each token."""
         content, at = path.read_bytes(), 4
         pieces, scores = [], []
         while at < len(content):
@@ -46,7 +46,7 @@ class Tokenizer:
         return cls(pieces, scores)
 
     def encode(self, text: str) -> list[int]:
-        """Characters, of which neighbours are joined, the best-scoring pair first."""
+        """Start from characters and merge neighbours, the best-scoring pair first."""
         ids: list[int] = []
         for char in f" {text}" if text else "":
             raw = char.encode()
@@ -73,7 +73,9 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Config:
-    """The seven numbers that a file begins with; a negative vocabulary has a head of its own."""
+    """The seven integers at the start of a file. A negative vocabulary size means that the head is
+    not tied.
+    """
 
     dim: int = 64
     hidden_dim: int = 160
@@ -88,7 +90,7 @@ class Config:
         return self.dim // self.n_heads
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights, in the file's order."""
+        """Shapes of the weights, in the file's order."""
         layers, dim, hidden = self.n_layers, self.dim, self.hidden_dim
         kv = self.n_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
@@ -103,7 +105,7 @@ class Config:
             "down": (layers, dim, hidden),
             "up": (layers, hidden, dim),
             "norm": (dim,),
-            "cos_sin": (2, self.seq_len, self.head_dim // 2),  # computed here instead
+            "cos_sin": (2, self.seq_len, self.head_dim // 2),  # skipped: computed here instead
         }
         return shapes if self.vocab > 0 else shapes | {"head": (-self.vocab, dim)}
 
@@ -150,7 +152,7 @@ class Llama:
         self.cache = [(empty, empty)] * self.config.n_layers  # keys and values, (K, T, H)
 
     def forward(self, ids: Sequence[int]) -> Array:
-        """Logits of the last of these tokens, which continue those given before."""
+        """Logits after the last of these tokens, which are appended to the cached ones."""
         w = self.w
         x = w["embed"][list(ids)]  # (T, D)
         for layer in range(self.config.n_layers):
@@ -181,21 +183,21 @@ class Llama:
         return mixed.swapaxes(0, 1).reshape(len(x), -1) @ self.w["o"][layer].T
 
     def rotate(self, x: Array, past: int) -> Array:
-        """Turn neighbouring pairs of values by an angle that grows with the position."""
+        """Apply RoPE: rotate adjacent pairs of values by an angle proportional to the position."""
         half = self.config.head_dim // 2
         speeds = 10_000.0 ** -(np.arange(half) / half)
         angles = (past + np.arange(x.shape[1]))[:, None] * speeds  # (T, H / 2)
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         even, odd = x[..., 0::2], x[..., 1::2]
-        turned = np.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
-        return turned.reshape(x.shape)
+        rotated = np.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
+        return rotated.reshape(x.shape)
 
 
 # ---------------------------------------------------------------- sampling
 
 
 def sample(logits: Array, temperature: float, top_p: float, rng: np.random.Generator) -> int:
-    """From the most likely tokens that together have a chance of `top_p`."""
+    """Sample from the smallest set of most likely tokens with a total probability of `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
     chances = softmax(logits.astype(np.float64) / temperature)  # type: ignore[arg-type]

@@ -1,12 +1,13 @@
-"""Every layer in every installed framework beside Transformers, on random weights.
+"""Compares every layer in every installed framework with Transformers, on random weights.
 
     python engine/scripts/dev/test_gpt2_equivalence.py
     engine dev test_gpt2_equivalence --family llama --model path/to/checkpoint --json
 
-A row is a site of the model, in the order of computation; a cell the largest absolute error, and
-relative to the largest value there. The first site beyond the tolerance is named for each
-framework, and the exit code tells whether there is one. What the sites are, and how a framework
-shows more of them than the seam does, is told in `engine/backends/custom/tools/inspection.py`.
+The table has a line per site of the model, in the order of computation. A cell shows the largest
+absolute error, and that error relative to the largest value of the site. For each framework the
+first site beyond the tolerance is named; the exit status says whether there is one.
+`engine/backends/custom/tools/inspection.py` describes the sites, and how a framework can show more
+of them than the model runner interface does.
 """
 
 import argparse
@@ -29,19 +30,20 @@ from engine.scripts.dev.tiny_checkpoints import FAMILIES, save_tiny
 from engine.scripts.reference import monolithic_gpt2
 
 Values = dict[str, NDArray[Any]]
-TOLERANCE = 1e-4  # of a site's largest value; float32 sums in another order differ by less
+# Relative to a site's largest value; a different order of float32 sums stays below it.
+TOLERANCE = 1e-4
 REFERENCE = "reference"
-_SITE_WIDTH, _CELL_WIDTH = 20, 20  # of the table
+_SITE_WIDTH, _CELL_WIDTH = 20, 20  # characters, in the table
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     absolute: float
-    relative: float  # to the largest value of the site
+    relative: float  # relative to the largest value of the site
 
     @property
     def agrees(self) -> bool:
-        return self.relative <= TOLERANCE  # which NaN is not
+        return self.relative <= TOLERANCE  # False for NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ def compare(
     token_ids: Sequence[int],
     only: Sequence[str] | None = None,
 ) -> Report:
-    """`model` is Transformers', `path` where the same weights lie; `only` names frameworks."""
+    """Compare the frameworks with `model`, Transformers' own. `path` has the same weights; `only`
+    selects frameworks.
+    """
     expected = transformers_outputs(model, token_ids)
     here, missing = frameworks(only)
     found: dict[str, dict[str, Difference]] = {}

@@ -1,7 +1,7 @@
-"""Tiny Hugging Face checkpoints of random weights, one for each family, for the scripts beside.
+"""Writes tiny Hugging Face checkpoints with random weights, one per family, for the other scripts.
 
-Weights are drawn wide enough for attention to be peaked and norms to matter: a lost bias or a wrong
-rotation moves what a layer computes by far more than rounding does.
+The weights vary enough for attention to be peaked and norms to matter. A lost bias or a wrong
+rotation then changes a layer's output by far more than rounding does.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def save_tiny(family: str, folder: Path, num_layers: int = 3) -> Any:
-    """Writes a checkpoint into the folder and gives Transformers' model, in float32."""
+    """Write a checkpoint into the folder and return Transformers' model, in float32."""
     logging.disable_progress_bar()
     torch.manual_seed(sum(map(ord, family)))
     config = AutoConfig.for_model(

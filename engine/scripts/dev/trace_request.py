@@ -1,11 +1,11 @@
-"""Which files and functions one streamed chat touches, in both processes.
+"""Counts the files and functions that one streamed chat touches, in both processes.
 
     python engine/scripts/dev/trace_request.py smollm2-135m-instruct
     engine dev trace_request --files
 
-A server is started with a profile hook in each of its processes. Two chats warm it up, five are
-recorded; what all five touch is counted, so that nothing periodic is. A file is "before the engine"
-if the frontend ran it before the engine's intake ran.
+Starts a server with a profile hook in each of its processes. Two chats warm it up and five are
+recorded. Only what all five touch is counted, which leaves out periodic work. A file is "before the
+engine" if the frontend ran it before the engine's intake ran.
 """
 
 import argparse
@@ -30,7 +30,7 @@ INTAKE = ("backends/custom/runtime/intake.py", "Intake.submit")
 PATIENCE_S = 60.0
 NUM_WARM, NUM_RECORDED = 2, 5
 
-# Every interpreter that is started with this on its path runs it first.
+# Python runs this file first in every interpreter that has its folder on the path.
 HOOK = """
 import json, os, sys, threading, time
 package, folder = os.environ["TRACE_PACKAGE"], os.environ["TRACE_FOLDER"]
@@ -60,7 +60,7 @@ Call = tuple[str, str, float]  # file, function, time.monotonic()
 
 @contextmanager
 def served(model: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """A server with the hook in it: its address, and the ids of its processes."""
+    """Run a server with the hook. Yields its address and its process ids."""
     (folder / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(folder), str(PACKAGE.parent)])
     env = {"PYTHONPATH": path, "TRACE_PACKAGE": str(PACKAGE), "TRACE_FOLDER": str(folder)}
@@ -94,11 +94,12 @@ def chat(url: str, model: str) -> None:
 
 
 def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
-    """What each chat called, in the frontend and in the engine, in order."""
+    """The calls of each chat, in the frontend and in the engine, in order."""
     spans: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as name, served(model, Path(name)) as (url, pids):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S)  # has the late routes imported
+        # Makes the server import its late routes.
+        httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S)
         for _ in range(NUM_WARM + NUM_RECORDED):
             began_at = time.monotonic()
             chat(url, model)
@@ -129,7 +130,7 @@ def before_engine(frontend: Sequence[Call], engine: Sequence[Call]) -> set[str]:
 
 
 def common(sets: Iterable[set[T]]) -> set[T]:
-    """What is in all of them."""
+    """The elements that all sets have in common."""
     return set.intersection(*sets)
 
 

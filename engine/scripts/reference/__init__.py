@@ -1,1 +1,1 @@
-"""Implementations that are kept because they are plain."""
+"""Reference implementations, kept because they are simple."""

@@ -1,8 +1,8 @@
-"""GPT-2 in plain numpy, whole sequences at a time: the oracle that everything else is held to.
+"""GPT-2 in plain numpy, one whole sequence at a time: the reference for all other implementations.
 
-There is no cache, no batch and no trick. Weights are those of a Hugging Face checkpoint under its
-own names; each function is one formula. Arithmetic is float64 unless the weights are asked to stay
-as they are, so that an error in a result is the other side's.
+There is no cache and no batching. Weights have the names of a Hugging Face checkpoint; each
+function is one formula. Arithmetic is float64 by default, so that any error in a comparison belongs
+to the other side.
 
     python engine/scripts/reference/monolithic_gpt2.py MODEL_DIR 464 2068 7586
 """
@@ -37,7 +37,7 @@ def softmax(x: Array) -> Array:
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """(N, T, H) each; every token sees itself and what came before it."""
+    """Causal attention; q, k and v are (N, T, H)."""
     num_tokens, head_dim = q.shape[1:]
     scores = q @ k.swapaxes(1, 2) / math.sqrt(head_dim)  # (N, T, T)
     hidden = np.triu(np.ones((num_tokens, num_tokens), bool), k=1)
@@ -51,8 +51,8 @@ def layer_outputs(
     eps: float = 1e-5,
     dtype: Any = np.float64,
 ) -> dict[str, Array]:
-    """What each layer computes: embed, layers.{i}.attn, .mlp and .out, norm, logits."""
-    # A bare GPT2Model's names lack the first component.
+    """The output of each layer: embed, layers.{i}.attn, .mlp and .out, norm, logits."""
+    # Checkpoints of a bare GPT2Model lack the first name component.
     w = {name.removeprefix("transformer."): value.astype(dtype) for name, value in weights.items()}
     ids = np.asarray(token_ids)
     num_tokens = len(ids)

@@ -1,1 +1,3 @@
-"""One module for each figure, or for a few that share their load; each is found by being here."""
+"""One module per figure, or per group of figures with the same load. All modules here are
+loaded.
+"""

@@ -1,4 +1,6 @@
-"""R01: damaged GGUF files are refused by a typed error, soon and within little memory, or read."""
+"""R01: a damaged GGUF file is either read or refused with a typed error, quickly and with little
+memory.
+"""
 
 from tests.scoreboard import mutations_pool
 from tests.scoreboard.figure import Run, Values, figure

@@ -1,5 +1,5 @@
-"""R02: damaged safetensors, tokenizers and configurations are refused by a typed error, soon and
-within little memory, or read.
+"""R02: damaged safetensors, tokenizers and configurations are either read or refused with a typed
+error, quickly and with little memory.
 """
 
 from tests.scoreboard import mutations_pool

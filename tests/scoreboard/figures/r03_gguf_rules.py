@@ -1,4 +1,4 @@
-"""R03: GGUF files that break one rule each are refused for that reason; sound ones are read."""
+"""R03: a GGUF file that breaks one rule is refused for that reason; valid files are read."""
 
 import re
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def gguf_rules(run: Run) -> Values:
 
 
 def _broken(folder: Path) -> Iterator[tuple[str, Path, str]]:
-    """Name, file, reason."""
+    """Name, file and expected reason of each broken file."""
     path = folder / "m.gguf"
     for name, (content, reason) in DAMAGED.items():
         path.write_bytes(content)

@@ -1,5 +1,5 @@
-"""R04: requests made from the server's own description, sound and unsound: each is answered as it
-says, none with a failure of the server's own.
+"""R04: valid and invalid requests generated from the server's OpenAPI description get the
+documented answers, and never a server error.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from tests.scoreboard.http_described import Described, check_spread
 from tests.scoreboard.http_target import held_server, served_default_model
 
 QUICK_ROUTES = 6
-REAL_SHARE = 0.1  # of the cases goes to a model; the rest to a backend that answers at once
+REAL_SHARE = 0.1  # share of the cases that go to a real model; the others go to a fake backend
 
 
 @figure(

@@ -1,7 +1,7 @@
-"""R05: a number beyond its bounds is refused at once, in every field of every route.
+"""R05: an out-of-range number is refused at once, in every field of every route.
 
-A quick run shares the machine with other tests, so it counts the server's processor time instead of
-the time that passes.
+A quick run shares the machine with other tests, so it measures the server's CPU time, not wall
+time.
 """
 
 import time
@@ -54,7 +54,7 @@ def numeric_edges(run: Run) -> Values:
 
 
 class _Tries:
-    """Requests with one number each, and what was wrong with their answers."""
+    """Sends requests with one number each, and collects what is wrong with the answers."""
 
     def __init__(self, run: Run, target: Target) -> None:
         self.run = run
@@ -87,8 +87,8 @@ class _Tries:
                 self._look_again(client, number, content, what)
 
     def _look_again(self, client: httpx.Client, number: Number, content: bytes, what: str) -> None:
-        """The machine may have been busy with something else: the value is slow if it is so every
-        time.
+        """Repeat a slow request: the machine may have been busy. The value is slow if every attempt
+        is.
         """
         self.slow_at_first += 1
         best = min(self._send(client, number, content)[1] for _ in range(5))

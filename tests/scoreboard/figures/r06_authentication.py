@@ -1,5 +1,5 @@
-"""R06: nobody gets in without a key, and nobody but the administrator changes the server, whatever
-the method, the path's spelling and the headers.
+"""R06: no request is served without a key, and only the administrator can change the server,
+whatever the method, the spelling of the path, and the headers.
 """
 
 import json
@@ -54,7 +54,7 @@ def authentication(run: Run) -> Values:
 
 
 def _check_right_keys(target: Target) -> None:
-    """Otherwise a server that refuses everybody would do."""
+    """Check that valid keys work: otherwise a server that refuses everything would pass."""
     for path, headers in (("/v1/models", CLIENT), ("/v1/admin/status", ADMIN)):
         assert httpx.get(target.url + path, headers=headers).status_code == 200, path
 
@@ -103,7 +103,7 @@ class _Tries:
             self.run.fail(f"{what}: {status} {answer[:80]!r}")
 
     def _send(self, method: str, path: str, host: str, headers: str) -> tuple[int, bytes]:
-        """Byte for byte as it is written here; a connection is used as long as it lasts."""
+        """Send the request byte for byte as given; reuse the connection while it lasts."""
         self.run.cases += 1
         length = "Content-Length: 2\r\nContent-Type: application/json\r\n"
         head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{headers}{length}\r\n{{}}"

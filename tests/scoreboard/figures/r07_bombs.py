@@ -1,7 +1,7 @@
-"""R07: templates that want out, and templates, grammars, schemas and regular expressions that want
-never to end: each ends within a second, and nobody else waits for it.
+"""R07: chat templates that try to escape the sandbox, and templates, grammars, schemas and regular
+expressions that try to run forever. Each ends within a second and delays no other request.
 
-The server renders with a hostile chat template as if a model had brought it; the rest is what a
+The server renders with a hostile chat template, as if it came with a model. The rest is what a
 client may send.
 """
 
@@ -23,7 +23,7 @@ SLOW_S = 1.0
 STALL_S = 0.05
 NUM_CASES = 300
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-# The same expression where a template can put one.
+# Where a template can contain the expression.
 POSITIONS = (
     "{{ %s }}",
     "{%% set x = %s %%}{{ x }}",
@@ -34,7 +34,7 @@ POSITIONS = (
 
 class Bomb(NamedTuple):
     name: str
-    template: str | None  # None: the model's own stays
+    template: str | None  # None: the model's own template is used
     fields: dict[str, Any]
     must_fail: bool
 
@@ -99,7 +99,7 @@ class _Tries:
         self.slowest = self.longest_stall = 0.0
 
     def warm_up(self) -> None:
-        """What is done once, when something is first asked for, is no bomb's doing."""
+        """Trigger one-time initialization, so that it is not attributed to a bomb."""
         for fields in ({}, {"guided_regex": "a+"}, {"guided_json": {"type": "boolean"}}):
             assert self._post(fields).status_code == 200
         self.target.ask("stalls")

@@ -1,4 +1,6 @@
-"""R08: random histories of the runtime over the toy model, every invariant after every rule."""
+"""R08: random histories of the runtime with the toy model; every invariant holds after every
+rule.
+"""
 
 import logging
 
@@ -11,9 +13,9 @@ ENOUGH_FAILURES = 3
 
 
 def histories(seed: int) -> None:
-    """Some histories, as they were for this seed."""
+    """Repeat the histories of this seed."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # planned faults are logged like any
+    logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
     try:
         run_round(seed)
     finally:

@@ -1,7 +1,7 @@
-"""R09: the same requests in random schedules give the tokens that they give alone.
+"""R09: requests in random schedules give the same tokens as alone.
 
-Most schedules are of the toy model, whose answer is known without an engine; the rest are of the
-default model on our own kernels.
+Most schedules use the toy model, whose output is known without an engine. The others use the
+default model on the native kernels.
 """
 
 import logging
@@ -16,11 +16,11 @@ NUM_TOY, NUM_NATIVE = 1900, 100
 
 
 class MismatchError(AssertionError):
-    """Somebody's tokens depended on the schedule."""
+    """A request's tokens depended on the schedule."""
 
 
 def toy_schedule(seed: int, seen: Counter[str] | None = None) -> None:
-    """Requests and a schedule of their own for every seed."""
+    """Generate requests and a schedule from the seed, and run them."""
     rng = random.Random(seed)
     _compare(toy_model(rng), rng, Counter() if seen is None else seen)
 
@@ -40,7 +40,7 @@ def _compare(model: Model, rng: random.Random, seen: Counter[str]) -> None:
 def schedules(run: Run) -> Values:
     seen: Counter[str] = Counter()
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # planned faults are logged like any
+    logging.disable(logging.CRITICAL)  # injected faults are logged like real ones
     try:
         run.repeat(run.share(NUM_TOY), partial(toy_schedule, seen=seen))
         if not run.quick:
@@ -55,7 +55,7 @@ def schedules(run: Run) -> Values:
 
 
 def _run_native(run: Run, seen: Counter[str]) -> None:
-    """Loading and asking alone take long, so all of its schedules have the same requests."""
+    """Loading and the reference runs take long, so all native schedules use the same requests."""
     model = native_model(run.random("native"))
     for number in range(NUM_NATIVE):
         run.cases += 1

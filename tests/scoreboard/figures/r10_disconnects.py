@@ -1,7 +1,7 @@
-"""R10: clients that leave, in every phase of their requests, politely or not.
+"""R10: clients that disconnect in every phase of their requests, cleanly or not.
 
-Some leave one at a time, so that what each of them held is seen to be given back; the others leave
-in crowds, larger than a batch, while survivors among them are answered as if they were alone.
+Some disconnect one at a time, to check that everything they held is released. The others disconnect
+in crowds larger than a batch, while the remaining clients must be answered as if they were alone.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ NUM_ALONE, NUM_CROWDS, CROWD, NUM_SURVIVORS = 400, 50, 12, 4
 PHASES = ("sending", "queued", "compiling", "computing the prompt", "answering")
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "life", "world", "school")
 RESET = b"\1\0\0\0\0\0\0\0"  # linger for 0 s: closing sends RST
-FREE_WITHIN_S = 10.0  # given up then, and counted so
+FREE_WITHIN_S = 10.0  # give up after this time, and count the case as a failure
 
 
 @dataclass
 class Leaver:
-    """Who leaves when, and how; drawn once."""
+    """A client that disconnects: when and how is chosen once."""
 
     rng: random.Random
     phase: str = field(init=False)
@@ -57,7 +57,7 @@ class Leaver:
         return completion(" ".join(words), stream=self.stream, **fields)
 
     async def visit(self, served: Served) -> float:
-        """Connect, ask, leave. When it left."""
+        """Connect, send a request, disconnect. Returns when it disconnected."""
         reader, writer = await asyncio.open_connection(*served.address)
         request = request_bytes(COMPLETIONS, self.body())
         writer.write(request[: len(request) // 2] if self.phase == "sending" else request)
@@ -84,7 +84,9 @@ class Leaver:
 
 
 class Survivor:
-    """Asks again and again, and notes whenever the answer is not what it was in peace."""
+    """A client that repeats its request, and records every answer that differs from the undisturbed
+    one.
+    """
 
     def __init__(self, served: Served, number: int) -> None:
         self._served = served
@@ -115,7 +117,7 @@ async def used_blocks(served: Served) -> float:
 
 
 async def freed_after(served: Served, left_at: float) -> float:
-    """How long after that nothing was admitted and no block held."""
+    """Seconds from `left_at` until no request was admitted and no block was held."""
     while await num_admitted(served) or await used_blocks(served):
         if time.monotonic() > left_at + FREE_WITHIN_S:
             return float("inf")

@@ -1,4 +1,4 @@
-"""R11: the engine's process is killed under clients that are being answered."""
+"""R11: the engine process is killed while it answers clients."""
 
 import asyncio
 import os
@@ -10,13 +10,15 @@ from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import Reply, all_begun, ask, completion
 
 NUM_KILLS, NUM_CLIENTS = 10, 32
-KILLS_PER_SERVER = 4  # with one more in a minute it would be left alone for a while, as it should
+KILLS_PER_SERVER = 4  # one more within a minute would start the pause between restarts
 TOLD_WITHIN_S = 5.0
-BACK_WITHIN_S = 60.0  # given up then
+BACK_WITHIN_S = 60.0  # give up after this time
 
 
 async def kill_under_load(run: Run, served: Served, number: int) -> float:
-    """How long the first good answer took, from the kill on; every client's end is checked."""
+    """Kill the engine under load. Returns the seconds until the first good answer; checks every
+    client's ending.
+    """
     replies = [Reply() for _ in range(NUM_CLIENTS)]
     bodies = [
         completion(f"{number}.{client} The story:", max_tokens=400, stream=client % 4 != 0)
@@ -40,7 +42,7 @@ async def kill_under_load(run: Run, served: Served, number: int) -> float:
 
 
 async def first_good_reply(served: Served) -> float:
-    """When it came; infinite if none did."""
+    """When the first good answer came; infinite if none did."""
     until = time.monotonic() + BACK_WITHIN_S
     while time.monotonic() < until:
         reply = await ask(served, completion("Hello", max_tokens=1))

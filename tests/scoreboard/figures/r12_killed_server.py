@@ -1,7 +1,7 @@
-"""R12: the server itself is killed, and cleans up nothing; what is left of it?
+"""R12: the server itself is killed, without a chance to clean up; nothing may stay behind.
 
-It serves with an engine of its own and with an external one (a stand-in), which listens on a Unix
-socket in a temporary folder. Half of the kills are under load.
+It serves with its own engine and with an external one (a stand-in), which listens on a Unix socket
+in a temporary folder. Half of the kills happen under load.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ backends = ["external"]
 
 
 class Traces:
-    """Of a running server: what must not be there when it is gone."""
+    """What a running server owns, none of which may remain after it was killed."""
 
     def __init__(self, served: Served, outer: FaultFile) -> None:
         self._served = served
@@ -89,7 +89,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 async def under_load(served: Served) -> None:
-    """Kill it while clients are being answered."""
+    """Kill the server while it answers clients."""
     replies = [Reply() for _ in range(NUM_CLIENTS)]
     body = completion("Once upon a time", max_tokens=400, stream=True)
     asking = [asyncio.create_task(ask(served, body, reply=reply)) for reply in replies]

@@ -1,4 +1,4 @@
-"""R13: every stage of a request's life fails once while eight requests are served together."""
+"""R13: every stage of a request fails once while eight requests are served together."""
 
 import asyncio
 
@@ -10,13 +10,13 @@ from tests.scoreboard.streams import CHAT, Reply, ask
 from tests.staged_requests import staged_body
 
 NUM_CLIENTS = 8
-# A fault there costs nobody anything: it is repeated, or only costs a cache entry.
+# A fault in these stages fails no request: the stage is repeated, or only a cache entry is lost.
 HARMLESS = ("compile", "schedule", "forward", "sample", "wait", "publish")
 COSTS_ONE = (
     *("validate", "template", "tokenize", "check_grammar", "submit", "intake"),
     *("allocate", "update", "nonfinite", "detokenize", "parse", "format"),
 )
-# Which of the times that a stage is passed; eight grammars are one, checked and compiled once.
+# At which call of a stage the fault is injected. Eight equal grammars are compiled only once.
 MOMENTS = (2, 6)
 ONCE = ("check_grammar", "compile")
 
@@ -28,7 +28,9 @@ async def ask_all(served: Served) -> list[Reply]:
 
 
 def has_struck(served: Served, point: str, replies: list[Reply]) -> bool:
-    """An exception is in the log; a row that was marked is seen by what it cost."""
+    """Whether the fault was hit: exceptions are in the log, a non-finite row shows by its failed
+    request.
+    """
     if point == "nonfinite":
         return any(not reply.is_whole for reply in replies)
     return any(f"a fault was planned at {point}" in line for line in served.log)

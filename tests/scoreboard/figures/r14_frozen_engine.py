@@ -1,6 +1,7 @@
-"""R14: the engine's process is frozen; probes say so, it recovers, and being busy is no alarm.
+"""R14: the engine process is frozen. Probes report it, it recovers, and a busy engine raises no
+alarm.
 
-When it is idle, and in the middle of streams, which go on where they were.
+It is frozen while idle, and in the middle of streams, which then continue where they were.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ async def freeze(run: Run, served: Served, *, busy: bool) -> tuple[float, float]
 
 
 async def false_alarms(run: Run, served: Served, seconds: float) -> int:
-    """How many probes under full load were not 200."""
+    """Number of probes under full load that were not 200."""
     until = time.monotonic() + seconds
     statuses: list[int] = []
 

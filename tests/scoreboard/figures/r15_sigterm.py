@@ -1,4 +1,4 @@
-"""R15: SIGTERM while streams are written: they end well, and nobody new is let in."""
+"""R15: SIGTERM during streams: they finish well, and no new request is accepted."""
 
 import asyncio
 import signal
@@ -15,7 +15,7 @@ GRACE_S = 120
 
 
 async def end_under_load(run: Run, served: Served) -> tuple[list[Reply], float]:
-    """The answers, and how long after the signal nobody else was taken."""
+    """The answers, and how long after the signal new requests were still accepted."""
     replies = [Reply() for _ in range(NUM_STREAMS)]
     asking = [
         asyncio.create_task(ask(served, story(number), reply=reply))
@@ -29,8 +29,8 @@ async def end_under_load(run: Run, served: Served) -> tuple[list[Reply], float]:
 
 
 async def knock(run: Run, served: Served, signalled_at: float) -> float:
-    """Newcomers one after the other: how long after the signal the first was turned away after
-    whom nobody was taken.
+    """Send new requests one after the other. Returns the seconds from the signal to the first
+    refusal after which no request was accepted.
     """
     knocking = []
     for _ in range(NUM_NEWCOMERS):

@@ -1,11 +1,11 @@
 """Ten times as many requests as the server can answer, for a minute.
 
-As many clients as it admits keep it busy, each asking again when it has its answer: what is
-answered then is the peak. Then requests arrive ten times as fast and do not come back when they are
-refused. Both are taken in turns, as a machine's speed drifts by more than is measured. Connections
-are kept for the next request, as clients' libraries and gateways do: on two cores that compute,
-connecting would cost more than refusing. Answers differ in length, so that they don't end all at
-once.
+First, as many clients as the server admits keep it busy, each sending its next request when it has
+its answer. Their throughput is the peak. Then requests arrive ten times as fast, and refused ones
+are not retried. The two phases alternate, because the machine's speed drifts by more than the
+measured difference. Connections are kept alive, as client libraries and gateways do: on two busy
+cores, connecting would cost more than refusing. Answers differ in length, so that they do not all
+end at once.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ PROMPT_WORDS = 16
 TOKENS = range(16, 49)
 MAX_ADMITTED = 128
 NUM_TURNS = 3
-SETTLE_S = 6.0  # until the queue is as long as it gets
+SETTLE_S = 6.0  # until the queue has reached its full length
 PEAK_S = 10.0
 OVERLOAD_S = 20.0
 
 
 @dataclass
 class Window:
-    """Requests that ended between two moments: their replies, and the tokens of answers."""
+    """Requests that ended in a time window: their replies, and the tokens of their answers."""
 
     began: float
     ended: float
@@ -115,7 +115,7 @@ async def _measure(run: Run, served: Served) -> Values:
 
 
 async def _peak(request: Request) -> Window:
-    """As many clients as are admitted."""
+    """Run as many clients as are admitted."""
     began = time.monotonic() + SETTLE_S
     window = Window(began, began + PEAK_S)
 
@@ -128,7 +128,7 @@ async def _peak(request: Request) -> Window:
 
 
 async def _flood(request: Request, per_s: float) -> Window:
-    """Arrivals at a steady rate, whatever becomes of them."""
+    """Send requests at a steady rate, regardless of their results."""
     started = time.monotonic()
     window = Window(started + SETTLE_S, started + SETTLE_S + OVERLOAD_S)
     asked: set[asyncio.Task[None]] = set()

@@ -1,11 +1,11 @@
-"""100 clients that read their streams at a byte a second, beside 8 that read at once.
+"""100 clients that read their streams at one byte per second, beside 8 that read at once.
 
-What the slow ones asked for costs the engine as much as anybody's requests; reading slowly must not
-cost more. So the 8 are compared twice: while the answers of the 100 are being computed, with how it
-is when the 100 read at once; and when those are computed and wait to be read, with how it is
-without them. Most answers are a hundred kilobytes, which the system's buffers take although their
-readers don't; a few are so long that the server has to keep a part. Memory is that of the server's
-own process: the engine has nothing that waits to be read.
+The requests of slow readers cost the engine as much as any others; reading slowly must not cost
+more. So the 8 are measured twice. While the answers of the 100 are computed, they are compared with
+a run in which the 100 read at once. When those answers only wait to be read, they are compared with
+a run without the 100. Most answers are a hundred kilobytes, which fit the system's socket buffers;
+a few are so long that the server has to buffer a part. The measured memory is that of the server
+process: the engine buffers nothing for readers.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from tests.scoreboard.streams import COMPLETIONS, Reply, completion, request_byt
 
 NUM_SLOW = 100
 NUM_NORMAL = 8
-NUM_LONG = 4  # of the slow ones
+NUM_LONG = 4  # slow clients with very long answers
 SLOW_TOKENS = 160
-LOGPROBS = 20  # they make a token's event 800 bytes long
+LOGPROBS = 20  # so that each token's event is 800 bytes long
 LONG_CHOICES = 16
 NORMAL_TOKENS = 64
-POOL_MB = "1024"  # enough for everybody: nobody is preempted
+POOL_MB = "1024"  # enough for all requests: none is preempted
 SECONDS = 20.0
 WARM_UP_S = 3.0
-BEGUN_S = 2.0  # until all of the 100 have been admitted
+BEGUN_S = 2.0  # until all of the 100 are admitted
 READING_S = 600.0
 
 
@@ -65,7 +65,7 @@ async def _measure(run: Run, served: Served) -> Values:
         for number in range(NUM_SLOW)
     ]
     beside_slow = await _gaps(served, None, replies)
-    num_held = served.admitted()  # answers of which the server still has a part
+    num_held = served.admitted()  # answers that the server still buffers in part
     grown = server.memory_info().rss - memory
     beside_waiting = await _gaps(served, SECONDS, replies)
     grown = max(grown, server.memory_info().rss - memory)
@@ -103,7 +103,7 @@ def _asked(number: int) -> bytes:
 
 
 async def _gaps(served: Served, seconds: float | None, replies: list[Reply]) -> list[float]:
-    """Between the tokens of the 8, for so long; None: until nothing else is computed."""
+    """Token gaps of the 8 clients for `seconds`; None: until nothing else is computed."""
     began, stop = time.monotonic(), asyncio.Event()
     working = asyncio.create_task(_normal(served, stop))
     if seconds is not None:

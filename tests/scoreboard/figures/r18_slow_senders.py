@@ -1,10 +1,10 @@
-"""Clients that never finish their requests: 250 send a head a byte a second, 250 a body, and 2,000
-connect and say nothing.
+"""Clients that never finish their requests: 250 send headers at a byte per second, 250 send a body
+that way, and 2,000 connect and send nothing.
 
-A server holds 1,024 connections; one more, and the longest idle of them is closed. So most of the
-silent ones are closed for others, and the rest when the time for a head is over. Whoever sends a
-body is being served until the time for a body is over. Probes come by new connections all the
-while. The server is started as most systems start programs: with 1,024 files to open.
+The server holds 1,024 connections; beyond that, it closes the one that was idle longest. So most
+silent clients are closed to make room, and the rest when the header timeout expires. A client that
+sends a body is served until the body timeout expires. Probes use new connections all the while. The
+server starts with the usual limit of 1,024 open files.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ NUM_HEADS = 250
 NUM_BODIES = 250
 NUM_SILENT = 2000
 USUAL_FILES = 1024
-SPARE_FILES = 200  # what a process has open beside connections
+SPARE_FILES = 200  # files that a process has open besides connections
 MARGIN_S = 2.0
-BURST = 100  # connections begun at once
+BURST = 100  # connections opened at once
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY_HEAD = HEAD + b"Content-Length: 500\r\n\r\n{"
 

@@ -1,7 +1,7 @@
-"""Prompts of a mebibyte beside 64 streams: whether the probes are still answered.
+"""Prompts of 1 MiB beside 64 streams: probes must still be answered.
 
-The prompts are longer than the context, so each is read, decoded, tokenized and refused. Four
-clients send them, one after the other: as plain text, as a chat, and as token ids.
+The prompts are longer than the context, so each is read, parsed, tokenized and refused. Four
+clients send them one after the other: as plain text, as a chat, and as token ids.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from tests.scoreboard.meters import probing
 from tests.scoreboard.served_engine import Served, percentile
 from tests.scoreboard.streams import CHAT, COMPLETIONS, MODEL, Reply, completion, request_bytes
 
-SETTLE_S = 3.0  # a server imports what few need when it is ready
+SETTLE_S = 3.0  # once ready, a server imports its rarely used modules
 SECONDS = 30.0
 NUM_STREAMS = 64
 START_APART_S = 0.05
@@ -69,7 +69,7 @@ async def _measure(run: Run, served: Served, looks: Looks) -> Values:
 
 
 async def _streams(served: Served, until: float) -> list[Reply]:
-    """Of different lengths, and begun one by one, so that they don't all begin again at once."""
+    """Streams of different lengths, started one by one, so that they do not all restart at once."""
 
     async def client(number: int) -> list[Reply]:
         await asyncio.sleep(number * START_APART_S)

@@ -1,7 +1,7 @@
-"""R20: a pool of 16 blocks and 200 long requests: all end, and nobody is pushed out for ever.
+"""R20: a pool of 16 blocks and 200 long requests: all finish, and none is preempted forever.
 
-A real server on a real socket; its engine runs in a thread of this process, where preemptions can
-be counted for each request, and steps be looked at.
+A real server on a real socket. Its engine runs in a thread of this process, so that preemptions can
+be counted per request and steps can be inspected.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from tests.scoreboard.streams import Reply, ask, completion
 
 NUM_REQUESTS = 200
 NUM_BLOCKS, BLOCK_SIZE, MAX_SLOTS = 16, 16, 8
-BLOCK_BYTES = 30 * 3 * 64 * 2 * 2 * BLOCK_SIZE  # layers, heads, their size, keys and values, bf16
+BLOCK_BYTES = 30 * 3 * 64 * 2 * 2 * BLOCK_SIZE  # layers, heads, head size, keys and values, bf16
 REFUSALS = (400, 429, 503)
 
 
 class Watch:
-    """What the scheduler did, seen from outside."""
+    """Observes what the scheduler does."""
 
     def __init__(self) -> None:
-        self.num_preemptions: Counter[str] = Counter()  # of each request, in its worst choice
-        self.num_idle_steps = 0  # somebody waited, and nothing was computed
+        self.num_preemptions: Counter[str] = Counter()  # per request, of its worst choice
+        self.num_idle_steps = 0  # steps in which requests waited and nothing was computed
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ def small_backend() -> NativeBackend:
 
 
 def body(run: Run, number: int) -> dict[str, Any]:
-    """Four fill the pool and more; some could never fit."""
+    """A request so large that four overfill the pool; some can never fit."""
     rng = run.random("request", number)
     prompt = f"{number}: " + "time and again " * rng.randint(15, 45)
     max_tokens = 250 if number % 20 == 19 else rng.randint(20, 60)

@@ -1,9 +1,9 @@
-"""The Redis that limits are counted in is killed, comes back, is frozen, answers nonsense, and is
-back again, all under load.
+"""The Redis that counts rate limits is killed, restarted, frozen, replaced by one that sends
+garbage, and restored, all under load.
 
-Somebody whose limits are never reached must not notice: every request is answered, with the same
-text, hardly later. Somebody with a limit is held to it in each of these times, by Redis's counts or
-by the server's own. Reuse is measured until a Redis that began empty has counts again.
+A client far from its limits must not notice: every request gets the same text, hardly later. A
+client with a limit is held to it all the time, by Redis's counts or by the server's own. Recovery
+is measured until a Redis that started empty has counts again.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from tests.scoreboard.load_redis import PROGRAM, RedisProcess, nonsense, redis
 from tests.scoreboard.served_engine import Served, percentile, served_engine
 from tests.scoreboard.streams import Reply, completion
 
-PHASE_S = 15.0  # Redis is tried again every five seconds
+PHASE_S = 15.0  # the server retries Redis every five seconds
 NUM_CLIENTS = 4
-LIMIT = 5  # requests in a minute
+LIMIT = 5  # requests per minute
 NUM_ASKED = 8
 MOST_REUSE_S = 60.0
 PHASES = ("well", "killed", "back", "frozen", "nonsense", "back again")
@@ -119,7 +119,7 @@ class _Measurement:
         ]
         await asyncio.sleep(PHASE_S / 2)
         if reused is not None:
-            await reused  # from then on it is Redis that counts
+            await reused  # from then on, Redis counts again
         await self._try_limit(phase)
         replies = [reply for each in await asyncio.gather(*clients) for reply in each]
         self._ttft[phase] = [reply.first_s for reply in replies]

@@ -1,11 +1,10 @@
-"""What the server keeps on disk becomes full, is deleted, corrupted and read-only while it serves:
-first the stored responses, then what is kept for the next start (packed weights, the tokenizer).
+"""The server's disk becomes full, deleted, corrupted and read-only while it serves: first the
+stored responses, then the caches for the next start (packed weights, tokenizer).
 
-Nobody who did not ask for something to be stored may notice. Who did is told so in good form, and
-when the disk is well again, what is stored can be read again. To see what is kept for a start, the
-engine is killed in each trouble, while nobody asks for anything; restarts beyond these are faults.
-Files that are mapped are corrupted only before such a start: whoever can write into the memory of a
-process needs no fault to change its answers.
+Requests that store nothing must not notice. Requests that store get a well-formed error, and once
+the disk works again, stored responses can be read again. To test the start caches, the engine is
+killed in each state while it is idle; any other restart is a fault. Mapped files are corrupted only
+before such a start: whatever can write into a process's memory can change its answers anyway.
 """
 
 import asyncio
@@ -49,7 +48,7 @@ def broken_disk(run: Run) -> Values:
         cache.mkdir(mode=0o700)
         models = store_directory()
         (cache / "models").symlink_to(models)
-        if run.quick:  # a start takes longer without what others have kept
+        if run.quick:  # without the cached files of earlier starts, a start takes longer
             for part in KEPT:
                 if (models.parent / part).is_dir():
                     (cache / part).symlink_to(models.parent / part)
@@ -96,7 +95,7 @@ class _Measurement:
             for part in (cache / name for name in KEPT if (cache / name).exists()):
                 chooser = self._run.random("cache", part.name, trouble.__name__)
                 troubles.enter_context(trouble(self._served, part, chooser))
-            if trouble is not full:  # a process that starts later would have no such limit
+            if trouble is not full:  # a process that starts later would not have this limit
                 os.kill(self._served.engine_pid(), signal.SIGKILL)
                 self._num_kills += 1
                 self._served.wait_until(lambda: self._served.health() == 503)
@@ -104,7 +103,7 @@ class _Measurement:
             await self._ask_all()
 
     async def _ask_all(self) -> None:
-        """Of those who store nothing, or don't insist."""
+        """Send the requests that store nothing, or that do not insist on it."""
         for _ in range(self._run.share(ROUNDS, 1)):
             clients = range(self._run.share(NUM_CLIENTS, 4))
             await asyncio.gather(*(self._ask(number) for number in clients))
@@ -125,7 +124,7 @@ class _Measurement:
             self._wrong_outputs += 1
 
     async def _try_to_store(self, trouble: str) -> None:
-        """It can be, or it is refused in good form."""
+        """Storing must work, or be refused with a well-formed error."""
         reply = await post(self._served, _response(PROMPTS[0], store=True), RESPONSES)
         self._run.cases += 1
         self._run.notes[f"store_while_{trouble}"] = reply.status
@@ -135,7 +134,7 @@ class _Measurement:
                 self._run.fail(f"{trouble}: {reply.status} {reply.problem or reply.body[:200]!r}")
 
     async def _store_and_read(self, trouble: str) -> None:
-        """On a disk that is well again. The first attempt may be what finds the damage."""
+        """Store and read on a restored disk. The first attempt may be what detects the damage."""
         for _ in range(2):
             reply = await post(self._served, _response(PROMPTS[0], store=True), RESPONSES)
             if reply.status == 200:

@@ -1,5 +1,5 @@
-"""R23: one row of eight is not finite: its request fails, the others are answered as ever, and
-nothing of the step is found in the cache.
+"""R23: one row of eight is not finite. Its request fails, the others are answered as usual, and the
+prefix cache gets nothing from the failed row.
 """
 
 import asyncio
@@ -14,11 +14,12 @@ from tests.scoreboard.streams import Reply, ask, completion
 
 NUM_ROUNDS, BATCH, BLOCK_SIZE = 20, 8, 16
 NUM_TOKENS = 12
-FIRST_VICTIM = 30_000  # a token of its own for each round's victim; nobody else has or says it
+# Each round's victim has its own token, which no other request uses or generates.
+FIRST_VICTIM = 30_000
 
 
 def prompt(run: Run, round_number: int, row: int) -> list[int]:
-    """Of a few blocks; row 0 is the victim's, which begins with the token it is known by."""
+    """A prompt of a few blocks; row 0 is the victim's and starts with its token."""
     rng = run.random("prompt", round_number, row)
     words = [rng.randrange(1000, 20_000) for _ in range(rng.randint(40, 70))]
     return [FIRST_VICTIM + round_number, *words] if row == 0 else words
@@ -30,7 +31,7 @@ def body(run: Run, round_number: int, row: int) -> dict[str, Any]:
 
 
 def strikes_at(round_number: int) -> int:
-    """Which of the victim's rows: its prompt, or the token after some others."""
+    """Which of the victim's rows is made non-finite: its prefill, or a later decode token."""
     return 1 if round_number % 2 == 0 else 2 + round_number % (NUM_TOKENS - 2)
 
 
@@ -41,7 +42,7 @@ async def ask_round(run: Run, served: Served, round_number: int) -> list[Reply]:
 
 
 async def cached_of_victim(run: Run, served: Served, round_number: int) -> tuple[Reply, int]:
-    """The victim asks again: what it is told, and how many of its tokens were in the cache."""
+    """Repeat the victim's request. Returns its reply, and how many of its tokens were cached."""
     asked = body(run, round_number, 0) | {"stream": False}
     reply = await ask(served, asked)
     usage = json.loads(reply.body)["usage"]

@@ -1,10 +1,11 @@
-"""Two tenants: whether one can tell what the other has asked, and what one's flood costs the other.
+"""Two tenants: whether one can detect the other's prompts, and how much one's flood delays the
+other.
 
-One tenant asks a prompt; then the other asks the same, and one that nobody has asked, in random
-order. Neither the count of cached tokens nor the time to a first token may tell them apart. Where
-there is no difference, the test of times still finds one in a hundred times, so it may be made once
-more with other prompts. Then one tenant floods the server with prompts of its own while the other
-goes on from a long text that it has used before.
+One tenant sends a prompt. Then the other sends the same prompt and a new one, in random order.
+Neither the count of cached tokens nor the time to first token may tell them apart. The statistical
+test of times gives a false alarm in one of a hundred runs, so it may be repeated once with other
+prompts. Then one tenant floods the server with its own prompts, while the other continues from a
+long text that it has used before.
 """
 
 import asyncio
@@ -24,10 +25,10 @@ from tests.scoreboard.streams import Reply, completion
 
 NUM_PAIRS = 200
 PROMPT_WORDS = 160
-CONTROL_EVERY = 5  # how often the first tenant asks again: that must be told apart
+CONTROL_EVERY = 5  # how often the first tenant repeats its prompt, which must be told apart
 LEAST_P = 0.01
 NUM_VICTIM = 40
-WARM_WORDS = 1900  # a token each
+WARM_WORDS = 1900  # one token each
 NUM_FLOODERS = 32
 FLOOD_WORDS = 100
 FLOOD_TOKENS = 32
@@ -69,7 +70,8 @@ class _Measurement:
         if p <= LEAST_P:
             self._run.notes["p_at_first"] = round(p, 4)
             p = await self._times("times again")
-        # What the second tenant was told of, and what the server counted beyond the first's own.
+        # The cache hits reported to the second tenant, and those that the server counted beyond the
+        # first tenant's own.
         counted = self._served.samples()["vllm:prefix_cache_hits_total"]
         hits = max(self._num_cached["second"], counted - self._num_cached["first"])
         alone = await self._victim("alone")
@@ -93,7 +95,7 @@ class _Measurement:
         }
 
     async def _times(self, name: str) -> float:
-        """How likely such a difference is where there is none."""
+        """The p-value of the difference in times."""
         known: list[float] = []
         new: list[float] = []
         own: list[float] = []
@@ -113,7 +115,7 @@ class _Measurement:
         return mann_whitney_p(known, new)
 
     async def _victim(self, name: str) -> list[float]:
-        """Times to a first token, behind a text that is cached."""
+        """Times to first token after a cached text."""
         text = words(WARM_WORDS, self._run.seed, "warm")
         await self._ask("second", text)
         times = []
@@ -131,7 +133,7 @@ class _Measurement:
             await self._ask("first", prompt, FLOOD_TOKENS)
 
     async def _ask(self, who: str, prompt: str, max_tokens: int = 1) -> Reply:
-        """An answer of one token is there when its first token is."""
+        """Send a request. With one output token, the answer is complete with its first token."""
         headers = {"Authorization": f"Bearer {self._keys[who]}"}
         reply = await post(self._served, completion(prompt, max_tokens=max_tokens), headers=headers)
         judge_all([reply])

@@ -1,11 +1,11 @@
-"""Fifteen minutes of everything at once, after two minutes of the same: small and long requests,
-clients that leave, requests that are wrong, and an engine that is killed.
+"""Fifteen minutes of everything at once, after two minutes of warm-up: short and long requests,
+clients that disconnect, invalid requests, and an engine that is killed.
 
-What grows is looked for where nothing should: open files, threads and tasks, each time when all
-work has ended; memory, by the slope of a line through it. The engine is killed in the first third
-only: its slope is that of its last life, after two minutes, for a new process touches its memory
-for the first time. The server's slope is that of the whole soak. Latency is that of small requests,
-in the two halves of the soak, without those that a killed engine had to do with.
+Open files, threads and tasks must not grow; they are counted when all work has ended. Memory is
+judged by the slope of a fitted line. The engine is killed only in the first third. Its slope is
+that of the last process, from two minutes after its start, because a new process touches its memory
+for the first time. The server's slope covers the whole soak. Latency is that of small requests in
+the two halves of the soak, without those that a killed engine affected.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from tests.scoreboard.streams import CHAT, COMPLETIONS, MODEL, Reply, completion
 
 WARM_UP_S = 120.0
 SOAK_S = 900.0
-KILLS = (0.1, 0.2, 0.3)  # parts of the soak
-SETTLED_S = 120.0  # of an engine's life: from then on its memory is what it uses
+KILLS = (0.1, 0.2, 0.3)  # as fractions of the soak
+SETTLED_S = 120.0  # age from which an engine's memory is representative
 AFTER_KILL_S = 20.0
 SAMPLE_EVERY_S = 2.0
 NUM_SMALL = 4
@@ -37,7 +37,7 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the server and its engine have open when they have nothing to do."""
+    """What the server and its engine have open while idle."""
 
     files: int
     threads: int
@@ -53,10 +53,10 @@ class Holdings:
 
 @dataclass
 class Soak:
-    """What was seen. Times are of the monotonic clock."""
+    """What was observed. Times are of the monotonic clock."""
 
-    replies: list[Reply] = field(default_factory=list)  # of clients that stay
-    small: list[Reply] = field(default_factory=list)  # those of them whose time counts
+    replies: list[Reply] = field(default_factory=list)  # of clients that do not disconnect
+    small: list[Reply] = field(default_factory=list)  # those of them whose latency counts
     kills: list[float] = field(default_factory=list)
     server_rss: list[tuple[float, float]] = field(default_factory=list)
     engine_rss: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # by pid
@@ -109,7 +109,7 @@ async def _measure(run: Run, served: Served, looks: Looks) -> Values:
 
 
 def _halves(seen: Soak) -> tuple[list[float], list[float]]:
-    """Seconds that small requests took, in each half."""
+    """Latencies of small requests, in each half."""
     middle = (seen.server_rss[0][0] + seen.server_rss[-1][0]) / 2
     calm = [
         reply
@@ -174,7 +174,7 @@ async def _long(served: Served, seen: Soak, until: float, chooser: random.Random
 
 
 async def _wrong(served: Served, seen: Soak, until: float, chooser: random.Random) -> None:
-    """What is refused: bad values, an unknown model, a prompt too long, bytes that are no JSON."""
+    """Send invalid requests: bad values, an unknown model, an oversized prompt, invalid JSON."""
     bodies = (
         completion("x", temperature=-1),
         completion("x", model="nobody"),
@@ -194,7 +194,7 @@ async def _wrong(served: Served, seen: Soak, until: float, chooser: random.Rando
 
 
 async def _leaving(served: Served, seen: Soak, until: float, chooser: random.Random) -> None:
-    """Clients that close their connection at some moment, politely or not."""
+    """Clients that disconnect at random moments, cleanly or not."""
     while time.monotonic() < until:
         raw = request_bytes(COMPLETIONS, completion(words(40, chooser.random()), max_tokens=200))
         _, writer = await asyncio.open_connection(*served.address)

@@ -1,5 +1,6 @@
-"""R26: nothing in the package makes code of data or measures time by the wall clock; a server
-listens in one place; dependencies have bounds, and none is older than its last known hole.
+"""R26: the package never turns data into code and never measures time by the wall clock. A server
+listens on one address only. Dependencies have version bounds, and none is older than its last known
+vulnerability.
 """
 
 import tomllib
@@ -18,7 +19,7 @@ from tests.security.test_sockets import sockets_of
 from tests.unit.test_structure import code_from_data, wall_clock_uses
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
-# The first versions without a hole that is known to have been there before.
+# For each package, the first version without its known vulnerabilities.
 FLOORS = {
     "aiohttp": "3.12.14",
     "h11": "0.16.0",
@@ -80,7 +81,7 @@ def supply_and_sockets(run: Run) -> Values:
 
 
 def requirements() -> list[Requirement]:
-    """Everything that an installation can ask for, other than parts of this package."""
+    """All requirements of an installation with any extras, except this package itself."""
     project: dict[str, Any] = tomllib.loads(PROJECT.read_text())
     stated = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     for extra in project["project"]["optional-dependencies"].values():
@@ -94,7 +95,9 @@ def is_bounded(requirement: Requirement) -> bool:
 
 
 def below_floor(wanted: list[Requirement]) -> list[str]:
-    """What is installed, or may be by what is asked for, although it is known to be unsafe."""
+    """Requirements that are installed, or may be installed, in a version with known
+    vulnerabilities.
+    """
     found = []
     for name, floor in FLOORS.items():
         try:

@@ -1,4 +1,6 @@
-"""R27: a server that can't be started as asked says why in one line, soon, and leaves nothing."""
+"""R27: a server that can't start as requested says why in one line, quickly, and leaves nothing
+behind.
+"""
 
 import os
 import signal
@@ -22,13 +24,13 @@ LIMIT_S = 3.0
 KILLED_AFTER_S = 20.0
 MAX_TRIES = 3
 MARK = "SCOREBOARD_START"
-# What stands above the reason when an option is wrong.
+# Lines that precede the reason if an option is wrong.
 USAGE = ("Usage: ", "Try ")
 
 
 @dataclass(frozen=True)
 class Start:
-    """One way to start a server wrongly; `word` occurs in the reason."""
+    """One wrong way to start a server; the reason must contain `word`."""
 
     word: str
     toml: str | bytes | None = None
@@ -175,7 +177,7 @@ class Ending:
 
 
 def _attempt(start: Start) -> Ending:
-    """A slow one is tried again: the machine may have been busy."""
+    """Run one start. A slow one is repeated, because the machine may have been busy."""
     endings = [_once(start)]
     while endings[-1].seconds > LIMIT_S and len(endings) < MAX_TRIES:
         endings.append(_once(start))
@@ -209,7 +211,7 @@ def _once(start: Start) -> Ending:
 
 
 def _run(arguments: list[str], env: dict[str, str], folder: Path) -> tuple[int | None, float, str]:
-    """Its exit status, None if it had to be ended; seconds that passed; what it said."""
+    """Exit status (None if it had to be killed), seconds, and output."""
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.cli.main", "serve", *arguments],
@@ -230,7 +232,7 @@ def _run(arguments: list[str], env: dict[str, str], folder: Path) -> tuple[int |
 
 
 def _marked(mark: str) -> list[str]:
-    """Processes of this start that are still there; those who are told to end get a moment."""
+    """Processes of this start that still run, after those that are ending had a moment."""
     deadline = time.monotonic() + 2
     while True:
         found = []

@@ -1,4 +1,4 @@
-"""Deliberate mistakes by room: each module here lists those of one part of the tree."""
+"""Mutations by part of the tree, one module each."""
 
 import importlib
 import pkgutil

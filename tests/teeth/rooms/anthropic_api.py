@@ -1,4 +1,4 @@
-"""Mistakes in /v1/messages."""
+"""Mutations of /v1/messages."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,4 +1,4 @@
-"""Mistakes in figures: metrics, `engine top`, comparisons, keys."""
+"""Mutations of metrics, `engine top`, comparisons and keys."""
 
 from tests.teeth.mutation import Mutation
 

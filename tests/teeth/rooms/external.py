@@ -1,4 +1,6 @@
-"""Mistakes towards other servers: requests, streams, errors, children kept up."""
+"""Mutations of the client for remote servers: requests, streams, errors, supervised child
+processes.
+"""
 
 from tests.teeth.mutation import Mutation
 

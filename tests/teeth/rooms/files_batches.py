@@ -1,4 +1,4 @@
-"""Mistakes in files, batches and lists of them."""
+"""Mutations of files, batches and their listings."""
 
 from tests.teeth.mutation import Mutation
 

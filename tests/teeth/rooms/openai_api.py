@@ -1,4 +1,4 @@
-"""Mistakes in OpenAI's completions, chats and embeddings."""
+"""Mutations of OpenAI's completions, chats and embeddings."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,4 +1,4 @@
-"""Mistakes in reading the calls that models write."""
+"""Mutations of the parsers of tool calls."""
 
 from tests.teeth.mutation import Mutation
 

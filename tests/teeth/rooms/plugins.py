@@ -1,4 +1,4 @@
-"""Mistakes around plugins."""
+"""Mutations of the plugin host."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,4 +1,4 @@
-"""Mistakes in /v1/responses and what it stores."""
+"""Mutations of /v1/responses and its storage."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,4 +1,4 @@
-"""Mistakes in the router: whom it asks, whom it leaves out, what it unloads."""
+"""Mutations of the router: which replica it picks, which it ejects, what it unloads."""
 
 from tests.teeth.mutation import Mutation
 

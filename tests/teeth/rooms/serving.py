@@ -1,4 +1,4 @@
-"""Mistakes in what all routes share: admission, quotas, tenants, deadlines, endings."""
+"""Mutations of what all routes share: admission, quotas, tenants, deadlines, endings."""
 
 from tests.teeth.mutation import Mutation
 

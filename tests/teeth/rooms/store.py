@@ -1,4 +1,4 @@
-"""Mistakes in fetching models and in settings."""
+"""Mutations of model downloads and settings."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,4 +1,4 @@
-"""Mistakes between tokens and text, and in stop strings."""
+"""Mutations between tokens and text, and of stop strings."""
 
 from tests.teeth.mutation import Mutation
 

@@ -1,7 +1,6 @@
-"""One model, from any format to any other: what is read, what is written, and that it is whole.
+"""Converts one model from any format to any other.
 
-What is being written has another name until it is complete, and never takes the place of a file
-that is there.
+Output is written under a temporary name until it is complete. It never replaces an existing file.
 """
 
 import json
@@ -46,11 +45,11 @@ from engine.core.text.tokenizer_to_gguf import gguf_tokenizer
 from engine.core.text.tokenizer_to_json import tokenizer_files
 
 Format = Literal["gguf", "safetensors", "llama2c"]
-Progress = Callable[[int, int], None]  # bytes written, of how many
+Progress = Callable[[int, int], None]  # bytes written so far, total bytes
 
 TOKENIZER_NAME = "tokenizer.bin"
 _FACTORS = "rope_freqs.weight"
-_GENERAL = "gguf_general"  # in a config.json: what GGUF says of a model beside its shape
+_GENERAL = "gguf_general"  # key in a config.json for GGUF's `general.*` metadata
 _TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SUFFIXES: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c", "": "safetensors"}
 
@@ -64,7 +63,9 @@ def convert(
     tokenizer: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Format:
-    """Write the model at `source` to `target`. Without a `dtype`, nothing is rounded."""
+    """Write the model at `source` to `target`. Without a `dtype`, weights keep their stored
+    precision.
+    """
     to = to or format_of(target)
     _check(target, to, dtype)
     with closing(open_source(source, tokenizer)) as model:
@@ -77,7 +78,7 @@ def convert(
 def save_trained(
     model: ModelSource, arrays: Mapping[str, NDArray[np.float32]], target: Path
 ) -> None:
-    """Write a safetensors folder of a model whose weights have become these, by our names."""
+    """Write a model as a safetensors folder, with new weights given under our names."""
     _check(target, "safetensors", None)
     weights = dict(model.weights)
     for name, values in arrays.items():
@@ -106,7 +107,9 @@ def format_of(target: Path) -> Format:
 
 
 def open_source(path: Path, tokenizer: Path | None = None) -> ModelSource:
-    """A model of any format; `tokenizer` is that of a llama2.c model, if not beside it."""
+    """Open a model of any format. `tokenizer` is the file for a llama2.c model, if not beside
+    it.
+    """
     if path.suffix != ".bin":
         if tokenizer is not None:
             raise ConfigError("--tokenizer belongs to a llama2.c .bin file; leave it out")
@@ -163,7 +166,7 @@ _WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _
 
 
 def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], list[StoredTensor]]:
-    """What a GGUF file of the model holds."""
+    """The metadata and tensors of the model's GGUF file."""
     tensors = []
     for weight in model.weights.values():
         spec = weight.spec
@@ -181,7 +184,7 @@ def stated_metadata(model: ModelSource) -> dict[str, Any]:
     if model.checkpoint.format == "gguf":
         return dict(model.metadata)
     config, rope = model.config, model.config.rope
-    if rope is not None and rope.kind == "llama3":  # its rule becomes a tensor
+    if rope is not None and rope.kind == "llama3":  # GGUF stores this scaling as a tensor
         config = replace(config, rope=RopeConfig(rope.theta, rope.dim))
     name = Path(str(model.metadata.get("_name_or_path") or model.path.resolve())).name
     stated = {"general.type": "model", "general.name": name}
@@ -198,7 +201,7 @@ def _hf_tensors(model: ModelSource, dtype: str | None) -> list[StoredTensor]:
 
 
 def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
-    """Name -> content of all that lies beside the weights."""
+    """The files beside the weights: name -> content."""
     if model.checkpoint.format == "safetensors":
         files = {
             path.name: member(model.path, path.name).read_bytes()
@@ -221,8 +224,10 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
 
 
 def _as_published(model: ModelSource) -> ModelConfig:
-    """The configuration before GGUF had it: short decimals behind float32 numbers, and the rule
-    behind stored frequency factors, if one is known.
+    """The configuration as it was before conversion to GGUF.
+
+    Restores short decimals from float32 numbers, and the RoPE scaling rule from
+    the stored frequency factors, if they match a known rule.
     """
     config = model.config
     stored = {name: getattr(config, name) for name in FLOATS}
@@ -238,7 +243,7 @@ def _as_published(model: ModelSource) -> ModelConfig:
 
 
 def _factors(rope: RopeConfig) -> NDArray[np.float32]:
-    """What a rule divides plain frequencies by."""
+    """The factors by which a RoPE scaling rule divides the plain frequencies."""
     plain = RopeConfig(rope.theta, rope.dim)
     return inverse_frequencies(plain, 0) / inverse_frequencies(rope, 0)
 
@@ -249,7 +254,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 @contextmanager
 def _new_place(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Where to write, beside the target; it takes the target's name when it is complete."""
+    """A temporary path beside the target, which is renamed to the target on success."""
     free = shutil.disk_usage(target.absolute().parent).free
     if num_bytes > free:
         raise ModelError(

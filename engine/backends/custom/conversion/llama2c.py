@@ -1,8 +1,8 @@
-"""Models of llama2.c: float32 weights behind seven integers, and a file of pieces with scores.
+"""llama2.c models: seven integers, then float32 weights; the tokenizer is a separate file.
 
-A model is opened as if it were a GGUF file, whose layout of weights it shares: rotary pairs lie
-side by side. Rotation (theta 10,000) and epsilon (1e-5) are fixed in llama2.c's code, as are the
-ids of unknown, begin and end. Only its first format is known; later ones start with a magic number.
+A model is opened as if it were GGUF, because it has the same weight layout: the RoPE pairs are
+adjacent. llama2.c's code fixes RoPE theta (10,000), epsilon (1e-5) and the ids of unknown, begin
+and end. Only the first file version is supported; later ones start with a magic number.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from engine.backends.custom.weights.model import ModelSource, Weight
 from engine.backends.custom.weights.quants import dequantize
 from engine.core.errors import ModelFormatError
 
-_HEADER = Struct("<7i")  # D, F, layers, N, K, V (negative: a head of its own), positions
+_HEADER = Struct("<7i")  # D, F, layers, N, K, V (negative: the head is not tied), positions
 _LATER_MAGIC = 0x616B3432
 _THETA, _EPS = 10_000.0, 1e-5
 BOS_ID, EOS_ID = 1, 2
-# Our weights in the file's order, all layers of one after the other.
+# Our weight names in the file's order. Each is stored for all layers before the next one.
 _TABLES = ("embed.weight",)
 _LAYERS = (
     *("attn_norm.weight", "attn.q.weight", "attn.k.weight", "attn.v.weight", "attn.o.weight"),
@@ -42,7 +42,7 @@ _LAYERS = (
 class Llama2cCheckpoint:
     file: FileBytes
     tensors: dict[str, LazyTensor]
-    format: str = "gguf"  # its names and its layout
+    format: str = "gguf"  # selects GGUF's tensor names and layout
 
     @property
     def files(self) -> list[FileBytes]:
@@ -53,7 +53,7 @@ class Llama2cCheckpoint:
 
 
 def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
-    """`tokenizer` is GGUF metadata, as `tokenizer_bin` reads it."""
+    """Open a llama2.c model. `tokenizer` is GGUF metadata, as `read_tokenizer` returns it."""
     file = FileBytes(path, use_mmap=True)
     config = _read_config(file)
     tensors: dict[str, LazyTensor] = {}
@@ -72,7 +72,8 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
         )
         position += num_bytes
         if spec.name == "norm.weight":
-            position += 4 * config.max_position * config.head_dim  # cosines and sines
+            # Skip the tables of cosines and sines.
+            position += 4 * config.max_position * config.head_dim
         tensors[spec.gguf] = tensor
         weights[spec.name] = Weight(spec, tensor, spec.gguf_transform, config.head_dim)
     if position != file.size:
@@ -85,7 +86,7 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
 
 
 def llama2c_bytes(source: ModelSource) -> Iterator[Bytes]:
-    """The whole file, in pieces."""
+    """The content of the whole file, in chunks."""
     config = source.config
     _check_expressible(config)
     vocab = config.vocab_size if config.tie_embeddings else -config.vocab_size

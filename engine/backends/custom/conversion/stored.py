@@ -1,8 +1,8 @@
-"""Tensors of a file that is yet to be written: their names, types and, piece by piece, bytes.
+"""Tensors of a file that is about to be written: name, type and a stream of bytes.
 
-Rows go over a few megabytes at a time. Where a source stores the type that is wanted, they are
-copied as they are, in the target's order, and nothing is rounded; else they are decoded and encoded
-again.
+Matrix rows are converted a few megabytes at a time. If the source already has the wanted type, its
+bytes are copied in the target's row order, without rounding. Otherwise they are dequantized and
+quantized again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,17 +19,17 @@ from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 
 Bytes = NDArray[np.uint8]
 
-_PIECE_VALUES = 4 * 2**20  # of one piece
+_PIECE_VALUES = 4 * 2**20  # per chunk
 PLAIN_TYPES = ("F32", "F16", "BF16")
-_LOGITS_TYPE = "Q8_0"  # of the matrix that makes logits, where the others have four bits
+_LOGITS_TYPE = "Q8_0"  # type of the output head (or tied embeddings) in 4-bit models
 _FOUR_BITS = ("Q4_0", "Q4_K")
-# What takes the place of a type whose blocks do not fill a row, until one does.
+# The next type to try when a row is not a multiple of the type's block size.
 _NARROWER_BLOCKS = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q4_0": "F16", "Q8_0": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`shape` is row-major, as stored."""
+    """A tensor to be written. `shape` is row-major, as stored."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,26 +42,30 @@ class StoredTensor:
 
 
 def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> StoredTensor:
-    """A weight as another format stores it."""
+    """A weight in the layout of another format."""
     shape = weight.spec.shape[::-1] if transform == "transpose" else weight.spec.shape
-    turned = "transpose" in (transform, weight.transform)
+    is_transposed = "transpose" in (transform, weight.transform)
 
     def pieces() -> Iterator[Bytes]:
-        return _turned(weight, transform, dtype) if turned else _by_rows(weight, transform, dtype)
+        return (
+            _transposed(weight, transform, dtype)
+            if is_transposed
+            else _by_rows(weight, transform, dtype)
+        )
 
     return StoredTensor(name, shape, dtype, pieces)
 
 
 def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
-    """A tensor that no source has, computed already."""
+    """A tensor with already computed values, which the source does not have."""
     return StoredTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
 
 
 def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
-    """What a GGUF file stores a weight as, if `wanted` is asked for; None: as it is stored now.
+    """The storage type of a weight in a GGUF file when `wanted` is requested; None keeps its type.
 
-    Vectors and learned positions are float32, which llama.cpp needs of them. The matrix that makes
-    logits keeps eight bits.
+    Vectors and learned position embeddings are float32, as llama.cpp requires. The output head (or
+    the embeddings tied to it) keeps eight bits.
     """
     spec = weight.spec
     if len(spec.shape) == 1 or spec.name == "position.weight":
@@ -76,13 +80,15 @@ def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
 
 
 def plain_type(weight: Weight, wanted: str | None) -> str:
-    """What a safetensors file stores a weight as: float32 where that is not what it is now."""
+    """The storage type of a weight in a safetensors file: float32 unless its own is a plain float
+    type.
+    """
     now = weight.tensor.dtype
     return wanted or (now if now in PLAIN_TYPES else "F32")
 
 
 def most_bytes(tensors: Iterable[StoredTensor]) -> str:
-    """The type that most of a file's bytes have."""
+    """The type that most of the bytes have."""
     sizes = dict.fromkeys(TRAITS, 0)
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.nbytes
@@ -107,7 +113,7 @@ def _by_rows(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes
 
 
 def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
-    """Which stored row each row of the target is; None when they are in the same order."""
+    """For each target row, the index of the stored row; None if the order is the same."""
     if transform == weight.transform:
         return None
     source = weight.row_order()
@@ -118,8 +124,10 @@ def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
     return source[ours]
 
 
-def _turned(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
-    """Of a matrix that either side has transposed: whole, for its rows are the other's columns."""
+def _transposed(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
+    """Convert a matrix that is transposed in one of the formats. It is converted at once, because
+    its rows are the other's columns.
+    """
     values = weight.numpy()
     if transform == "transpose":
         values = np.ascontiguousarray(values.T)

@@ -1,7 +1,7 @@
-"""llama2.c's tokenizer.bin: the longest piece's length, then a score and the bytes of each piece.
+"""llama2.c's tokenizer.bin: the max token length, then a score and the bytes of each token.
 
-Pieces have spaces where SentencePiece has "▁". Older files hold the 256 byte pieces as the bytes
-themselves, later ones spell them "<0x0A>"; both are read, and the later form is written.
+Tokens have spaces where SentencePiece has "▁". Older files store the 256 byte tokens as raw bytes,
+newer ones spell them "<0x0A>". Both are read; the newer form is written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ from engine.core.text.tokenizer_to_gguf import PREFIX
 _LENGTH = Struct("<i")
 _PIECE = Struct("<fi")
 _MAX_PIECE_BYTES = 4096
-_FIRST_BYTE = 3  # ids 3 .. 258
+_FIRST_BYTE = 3  # byte tokens have ids 3 .. 258
 _NAMES = {0: "<unk>", BOS_ID: "<s>", EOS_ID: "</s>"}
 
 
 def read_tokenizer(path: Path, vocab_size: int) -> dict[str, Any]:
-    """`tokenizer.*` keys of GGUF metadata."""
+    """Read the tokenizer as `tokenizer.*` keys of GGUF metadata."""
     try:
         content = path.read_bytes()
     except OSError as error:

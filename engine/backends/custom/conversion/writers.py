@@ -1,4 +1,4 @@
-"""Writing checkpoints: GGUF and safetensors files, as byte pieces."""
+"""Writes GGUF and safetensors files, as streams of bytes."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ _GGUF_ALIGNMENT = 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 10
 _ELEMENTS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "u8": 10, "i8": 11}
 _ELEMENTS |= {"f8": 12, "b1": _BOOL}
-# How files name the type of most of their tensors.
+# GGUF's file type numbers, named after the type of most tensors.
 _FILE_TYPES = {
     **{"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30},
@@ -22,7 +22,7 @@ _FILE_TYPES = {
 
 
 def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> Iterator[Bytes]:
-    """The whole file, in pieces."""
+    """The content of the whole file, in chunks."""
     stated = {key: value for key, value in metadata.items() if not _is_of_old_file(key)}
     stated["general.file_type"] = _FILE_TYPES[most_bytes(tensors)]
     stated["general.quantization_version"] = 2
@@ -43,7 +43,7 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> 
 
 
 def gguf_size(tensors: Iterable[StoredTensor]) -> int:
-    """About: what the tensors take, which is nearly all of a file."""
+    """The approximate file size: the tensors' bytes, which are nearly all of it."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
@@ -91,7 +91,7 @@ _SAFETENSORS_ALIGNMENT = 8
 def safetensors_bytes(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> Iterator[Bytes]:
-    """The whole file, in pieces. `metadata` goes into the header."""
+    """The content of the whole file, in chunks. `metadata` goes into the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
     for tensor in tensors:

@@ -1,3 +1,3 @@
-"""Frontend process: prompts to token ids, token ids to events, and the hold on the engine process.
-Imports no numpy and no framework.
+"""The frontend: turns prompts into token ids and token ids into events, and supervises the engine
+process. Imports neither numpy nor a framework.
 """

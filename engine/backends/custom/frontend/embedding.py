@@ -1,6 +1,6 @@
-"""Prompts to vectors: each is a request of its own to the engine, so they are batched there like
-any others. No more than `MAX_IN_FLIGHT` of one call wait in its queue at once, and no more than the
-queue takes.
+"""Embeddings: each prompt is a separate request, so the engine batches it with all others.
+
+One call has at most `MAX_IN_FLIGHT` requests open at once, and never more than the queue accepts.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MAX_IN_FLIGHT = 128
 
 
 class _Awaited:
-    """The receiver of one vector."""
+    """Receives one embedding vector from the engine."""
 
     def __init__(self) -> None:
         self.vector: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -38,7 +38,7 @@ class _Awaited:
 async def vectors_of(
     link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int, num_dimensions: int
 ) -> NDArray[np.float32]:
-    """One row of unit length for each request, in order. The first failure ends all of them."""
+    """The unit-length embedding of each request, in order. The first failure cancels the rest."""
     if not requests:
         return np.zeros((0, num_dimensions), np.float32)
     gate = asyncio.Semaphore(min(MAX_IN_FLIGHT, max_queued))

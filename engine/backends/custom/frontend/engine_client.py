@@ -1,8 +1,7 @@
-"""How a frontend holds an engine: the same messages, whether it runs in a thread or in a process.
+"""Clients of an engine in a thread or in a child process, with the same messages.
 
-`InlineClient` runs the loop in a thread of this process; `ProcessClient` speaks frames with a child
-over a private socket. Either way `on_message` is called on the frontend's event
-loop, in order.
+`InlineClient` runs the loop in a thread of this process. `ProcessClient` exchanges frames with a
+child process over a private socket. Both call `on_message` on the frontend's event loop, in order.
 """
 
 import asyncio
@@ -34,7 +33,9 @@ OnExit = Callable[[int], None]
 
 
 class EngineClient(Protocol):
-    """A running engine. `start` returns at once; a `Ready` or `Fatal` message tells how it went."""
+    """A running engine. `start` returns at once; a `Ready` or `Fatal` message then reports the
+    result.
+    """
 
     async def start(self) -> None: ...
 
@@ -43,18 +44,20 @@ class EngineClient(Protocol):
         ...
 
     def vitals(self) -> Vitals | None:
-        """None before there is an engine to look at."""
+        """The engine's heartbeat; None before an engine has started."""
         ...
 
     def wake(self) -> None:
-        """Have an engine that is silent go on, if somebody stopped it, and write its stacks."""
+        """Resume an unresponsive engine process that was stopped by a signal, and dump its
+        stacks.
+        """
         ...
 
     @property
     def pid(self) -> int: ...
 
     async def kill(self) -> None:
-        """End an engine that makes no progress, where that can be done without harm."""
+        """Kill an engine that makes no progress, if that can't harm this process."""
         ...
 
     async def stop(self) -> None: ...
@@ -81,13 +84,15 @@ class QueueChannel:
 
 
 class InlineClient:
-    """The engine in a thread: for embedding and tests. `module` has a `run_engine` function."""
+    """Runs the engine in a thread: for embedding and tests. `module` has a `run_engine`
+    function.
+    """
 
     def __init__(self, module: str, options: msgspec.Struct, on_message: OnMessage) -> None:
         self._module = module
         self._options = options
         self._on_message = on_message
-        with heartbeat_file() as file:  # the mapping outlives it
+        with heartbeat_file() as file:  # the mapping stays valid after the file is closed
             self._heartbeat = Heartbeat(file.fileno())
         self._channel: QueueChannel | None = None
         self._thread: threading.Thread | None = None
@@ -96,7 +101,8 @@ class InlineClient:
         loop = asyncio.get_running_loop()
 
         def deliver(message: FromEngine) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+            # The event loop is closed, so there is no receiver.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._on_message, message)
 
         self._channel = QueueChannel(deliver)
@@ -112,7 +118,7 @@ class InlineClient:
         return self._heartbeat.vitals()
 
     def wake(self) -> None:
-        pass  # a thread is never stopped alone
+        pass  # a single thread is not stopped by a signal
 
     @property
     def pid(self) -> int:
@@ -139,10 +145,10 @@ class InlineClient:
 
 
 class ProcessClient:
-    """The engine in a child process, which can be killed at any moment without harm to this one.
+    """Runs the engine in a child process, which can be killed at any time without harm to this one.
 
-    `on_exit` is called once, on the event loop, when the child is gone without having been asked to
-    stop. A `process` that is already on its way, perhaps told its options, is used instead of a new
+    `on_exit` is called once on the event loop if the child ends without being asked to. If
+    `process` is given, that child, which may already have its options, is used instead of a new
     one.
     """
 
@@ -210,7 +216,7 @@ class ProcessClient:
             self._child.kill()
 
     async def _end(self, connection: "_Connection", child: ChildProcess) -> None:
-        """Wait until the child's end has closed, then see how it ended."""
+        """Wait until the child has closed its end of the socket, then report its exit status."""
         await connection.closed
         status = await child.stop(STOP_GRACE_S)
         if not self._stopping:
@@ -218,7 +224,9 @@ class ProcessClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Messages are delivered where they are received: a step's tokens wake no task to be read."""
+    """The socket protocol. It delivers messages directly from the read callback, without waking a
+    task.
+    """
 
     transport: asyncio.WriteTransport
 
@@ -234,7 +242,7 @@ class _Connection(asyncio.Protocol):
         try:
             for message in self._frames.feed(data):
                 self._on_message(message)
-        except Exception:  # whatever it is: nobody reads on, so the engine must go
+        except Exception:  # reading stops after any error, so the engine has to be stopped too
             log.exception("the connection to the engine broke")
             self.transport.abort()
 

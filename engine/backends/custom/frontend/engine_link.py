@@ -1,9 +1,9 @@
-"""The frontend's hold on its engine: open requests, readiness, restarts.
+"""Supervises the engine: open requests, readiness, restarts.
 
-When the engine dies, every open request ends with an error at once, new ones are refused, and the
-engine is started again after a growing pause; after too many deaths in a row it is left down for a
-minute, and says so. A process that is silent is woken, then killed; so is one whose step never ends
-although it was interrupted.
+When the engine dies, every open request fails at once, new ones are refused, and the engine is
+restarted after a growing delay. After too many deaths in a row, restarts pause for a minute and the
+health report says so. An unresponsive process is first resumed, then killed. A process whose step
+is still running after it was interrupted is killed too.
 """
 
 import asyncio
@@ -33,20 +33,21 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
-# A process ticks twice a second whatever it computes. One that does not is frozen: not healthy,
-# then woken, then killed.
+# The engine process ticks twice a second even while it computes. Without a tick for this long it is
+# reported as unhealthy; later it is resumed (WAKE_AFTER_S), then killed.
 FROZEN_AFTER_S = 3.0
 WAKE_AFTER_S = 5.0
 KILL_AFTER_S = 8.0
 WATCH_INTERVAL_S = 0.5
-# A step that was interrupted when its patience ended may take as long again.
+# A step is interrupted when its patience runs out; the process is killed after this many times the
+# patience.
 KILL_PATIENCES = 2.0
-# Between attempts, once it has died too often.
+# Delay between restarts after too many deaths in a row.
 COOL_DOWN_S = 60.0
 
 
 class Receiver(Protocol):
-    """Where a request's deltas go."""
+    """Receives a request's deltas."""
 
     def deliver(self, item: TokenDelta | EngineError) -> None: ...
 
@@ -55,7 +56,7 @@ ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 
 
 class EngineLink:
-    """One engine at a time, made anew by `make_client` after each death."""
+    """Owns one engine at a time; `make_client` creates a new one after each death."""
 
     def __init__(
         self,
@@ -72,18 +73,18 @@ class EngineLink:
         self._num_controls = 0
         self._became_ready = asyncio.Event()
         self._fatal: EngineError | None = None
-        self._has_loaded = False  # at least once
+        self._has_loaded = False  # whether an engine has ever loaded
         self._is_given_up = False
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
-        self._in_trouble = False  # at the last look; the watch looks twice a second
+        self._in_trouble = False  # as of the last check; `_watch` checks twice a second
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self.num_restarts = 0
 
     async def start(self) -> Ready:
-        """Start the engine and wait until it has loaded. Raises what kept it from loading."""
+        """Start the engine and wait until it has loaded. Raises the error if loading fails."""
         await self._launch()
         await self._became_ready.wait()
         if self.ready is None:
@@ -91,7 +92,7 @@ class EngineLink:
         return self.ready
 
     async def stop(self) -> None:
-        """End every open request, and the engine. Safe to call twice, and while it starts."""
+        """End every open request and the engine. Safe to call twice, and during start."""
         self._stopping = True
         for task in (self._restarting, self._watching):
             if task is not None:
@@ -119,15 +120,15 @@ class EngineLink:
                 log.debug("nothing to abort: %s", error)
 
     def done(self, request_id: str) -> None:
-        """The request has ended by itself."""
+        """Forget a request that has ended by itself."""
         self._receivers.pop(request_id, None)
 
     async def flush_cache(self) -> ControlReply:
-        """Make the engine forget every prefix that no running request uses."""
+        """Make the engine drop every cached prefix that no running request uses."""
         return await self._control("flush_cache")
 
     async def set_log_level(self, level: str) -> ControlReply:
-        """Of the engine's process; the reply says what it was."""
+        """Set the log level of the engine process; the reply contains the previous level."""
         return await self._control("log_level", level)
 
     async def _control(
@@ -149,7 +150,7 @@ class EngineLink:
 
     @property
     def detail(self) -> str:
-        """The state in words, for health reports and refusals."""
+        """The state in words, for health reports and error messages."""
         if self.ready is not None:
             return "ready"
         if self._stopping:
@@ -168,13 +169,13 @@ class EngineLink:
 
     @property
     def step_age_s(self) -> float | None:
-        """Of the step that is being computed; None when there is none."""
+        """Seconds since the current step began; None when no step is running."""
         vitals = self._vitals()
         return None if vitals is None else vitals.step_age_s
 
     @property
     def trouble(self) -> str | None:
-        """What keeps a loaded engine from working, in words; None: nothing does."""
+        """Why a loaded engine makes no progress, in words; None if it is fine."""
         return self._trouble_of(self._vitals())
 
     def _trouble_of(self, vitals: Vitals | None) -> str | None:
@@ -186,7 +187,7 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether a request can be submitted, as far as the watch has seen."""
+        """Whether a request can be submitted, as of the last check."""
         return self.ready is not None and not self._in_trouble
 
     def _vitals(self) -> Vitals | None:
@@ -198,15 +199,16 @@ class EngineLink:
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
     async def _watch(self, client: EngineClient) -> None:
-        """Wake the engine if it is silent, kill it if that does not help, or if it hangs; its
-        death is then like any other.
+        """Resume the engine when it stops ticking, and kill it if that does not help or if a step
+        hangs. Its exit is then handled like any other.
         """
         num_looks, was_silent = 0, False
-        while num_looks < 2:  # once may be our own fault: it waits while we don't read
+        while num_looks < 2:  # once may be our own fault: the engine blocks while we don't read
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()
             self._in_trouble = self._trouble_of(vitals) is not None
-            if vitals is None or self.ready is None:  # loading, it may be silent for long
+            # An engine that is loading may not tick for long.
+            if vitals is None or self.ready is None:
                 continue
             silent_s = vitals.silent_s or 0.0
             is_silent = silent_s > WAKE_AFTER_S
@@ -221,7 +223,7 @@ class EngineLink:
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            for delta in message.deltas:  # late ones, of requests that are gone, have no receiver
+            for delta in message.deltas:  # late deltas of ended requests have no receiver
                 receiver = self._receivers.get(delta.request_id)
                 if receiver is not None:
                     receiver.deliver(delta)
@@ -241,7 +243,7 @@ class EngineLink:
             self._on_down(UnavailableError(self.detail) if self._has_loaded else self._fatal)
 
     def _on_exit(self, status: int) -> None:
-        """The engine process ended without being asked to."""
+        """Called when the engine process ended without being asked to."""
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         log.error("the engine process ended: %s", cause)
         self._client = None
@@ -249,7 +251,7 @@ class EngineLink:
             self._watching.cancel()
         self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
         if self._has_loaded and not self._stopping:
-            self._restart_later()  # otherwise starting it again would end the same way
+            self._restart_later()  # an engine that never loaded would only fail again
 
     def _restart_later(self) -> None:
         delay = self._restarts.delay_after_death()

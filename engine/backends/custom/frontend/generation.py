@@ -1,9 +1,9 @@
 """One request on the frontend: token deltas in, typed events out.
 
-The frontend owns text: it detokenizes whole characters, finds stop strings and tells the engine to
-forget a choice that met one. Exactly one ending per choice, then one `UsageEvent`; or an
-`EngineError`. Events can be read one by one or be handed on as deltas arrive (`feed`), which costs
-no change of task.
+The frontend owns text. It detokenizes whole characters, finds stop strings, and tells the engine to
+drop a choice that hit one. Each choice has exactly one ending; then follows one `UsageEvent`. An
+`EngineError` ends the request instead. Events can be iterated, or pushed to a sink as deltas arrive
+(`feed`), which avoids a task switch.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ from engine.core.interfaces.request import (
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.detokenizer import Detokenizer
 
-# More deltas than this waiting for one reader are merged, so that a slow reader catches up.
+# If more deltas than this are queued for one reader, they are merged so that it can catch up.
 MAX_BACKLOG = 8
 
 
 class Echo:
-    """A prompt given back before its continuation, with the logprobs of its tokens if wanted.
+    """Returns the prompt before its continuation (`echo`), with prompt logprobs if requested.
 
-    Only the first choice is scored; deltas of the others are held until the scores have come.
+    Only the first choice carries prompt logprobs. Deltas of other choices are held back until then.
     """
 
     def __init__(self, text: str, request: GenerateRequest) -> None:
@@ -55,7 +55,7 @@ class Echo:
         self._echoed: set[int] = set()
 
     def ready(self, delta: TokenDelta) -> Iterator[TokenDelta]:
-        """The deltas that can be shown, now that this one has arrived."""
+        """The deltas that can be processed now that this one has arrived."""
         if delta.prompt_logprobs is not None:
             self.scores = delta.prompt_logprobs
         if self._needs_scores and self.scores is None:
@@ -66,7 +66,7 @@ class Echo:
         yield from held
 
     def is_due(self, delta: TokenDelta) -> bool:
-        """True once for each choice: the prompt comes before this delta."""
+        """True once per choice: the prompt must be emitted before this delta."""
         if delta.choice in self._echoed:
             return False
         self._echoed.add(delta.choice)
@@ -74,19 +74,21 @@ class Echo:
 
 
 class Engine(Protocol):
-    """What a generation tells the engine of its request."""
+    """What a generation needs from the engine."""
 
     def forget(self, request_id: str, choice: int | None) -> None:
         """Drop one choice, or the whole request."""
         ...
 
     def done(self, request_id: str) -> None:
-        """Nothing more is expected of it."""
+        """Tell that the request has ended."""
         ...
 
 
 class _Reader:
-    """One choice's tokens to pieces: whole characters, stop strings cut, then what they mean."""
+    """Turns one choice's tokens into pieces: detokenize, cut at stop strings, then parse reasoning
+    and tool calls.
+    """
 
     def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
         self._detokenizer = Detokenizer(
@@ -97,7 +99,7 @@ class _Reader:
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
         self._parse = None if self._parser is None else faults.wrap("parse", self._parser.push)
-        self.is_plain = self._parser is None  # all pieces are text
+        self.is_plain = self._parser is None  # all pieces are plain text
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
         self._num_tokens += len(token_ids)
@@ -135,7 +137,7 @@ class Generation(EventFeed):
         self._engine = engine
         self._prepared = prepared
         self._open = set(range(request.params.n))  # choices that have not ended
-        self._readers: dict[int, _Reader] = {}  # made with a choice's first tokens
+        self._readers: dict[int, _Reader] = {}  # created with a choice's first tokens
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         self._may_merge = not request.params.stop and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
@@ -151,7 +153,9 @@ class Generation(EventFeed):
         self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
-        """Called by the link, in order: a delta of this request, or the engine's failure."""
+        """Called by the link, in order, with a delta of this request or with the engine's
+        failure.
+        """
         self._arrived.append(item)
         if self._sink is None:
             self._wake.set()
@@ -174,9 +178,11 @@ class Generation(EventFeed):
             self._release()
 
     async def feed(self, sink: EventSink) -> None:
-        """Calls `sink` with each event, in the very call that delivers it; returns at the end."""
+        """Call `sink` with each event, directly from the call that delivers the delta. Returns at
+        the end.
+        """
         self._sink = sink
-        self._wake.clear()  # from here on it tells the end
+        self._wake.clear()  # from here on, it signals the end
         self._hand_on(sink)
         try:
             await self._wake.wait()
@@ -188,7 +194,7 @@ class Generation(EventFeed):
             self._release()
 
     async def aclose(self) -> None:
-        """Release what the request holds, also if no event was ever read. Safe to call twice."""
+        """Release what the request holds, even if no event was read. Safe to call twice."""
         await self._reading.aclose()
         self._release()
 
@@ -205,16 +211,18 @@ class Generation(EventFeed):
             while self._arrived:
                 for event in self._take(self._arrived.popleft()):
                     sink(event)
-        except Exception as error:  # the link must not suffer for one request: `feed` raises it
+        # An error in one request must not break the link: `feed` raises it.
+        except Exception as error:
             self._failure = error
         if self._failure is not None or not self._open:
             self._wake.set()
 
     def _next_item(self) -> TokenDelta | EngineError:
-        """The oldest arrival, merged with its followers of the same choice when too many wait.
+        """The oldest queued item. When too many are queued, later deltas of the same choice are
+        merged in.
 
-        Not where a stop string may cut, since tokens behind it must be neither shown nor counted;
-        nor where reasoning may end, since its tokens are counted apart.
+        Deltas are not merged if stop strings are set: tokens after one must be neither shown nor
+        counted. Nor while reasoning may end, because its tokens are counted separately.
         """
         item = self._arrived.popleft()
         while self._may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
@@ -231,7 +239,7 @@ class Generation(EventFeed):
         if isinstance(item, EngineError):
             raise item
         if item.choice not in self._open:
-            return []  # it met a stop string while more tokens were on their way
+            return []  # the choice hit a stop string while more tokens were in flight
         if item.finish_reason == "error":
             code = item.error_code or InferenceError.code
             raise error_from_code(code, item.error_message or "The request failed.")
@@ -245,7 +253,7 @@ class Generation(EventFeed):
         events: list[Event] = []
         for delta in echo.ready(item):
             if delta.choice not in self._open:
-                continue  # it met a stop string in a delta that was kept before this one
+                continue  # the choice hit a stop string in an earlier delta of this batch
             if echo.is_due(delta):
                 events.append(TextEvent(delta.choice, echo.text, 0, self._echoed_logprobs(echo)))
             events += self._decode(delta)
@@ -255,7 +263,8 @@ class Generation(EventFeed):
         reader = self._reader(delta.choice)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
-        # A stop id that the client named is no part of the text; an end-of-text id has none anyway.
+        # A stop id named by the client is not part of the text. An end-of-text id has no text
+        # anyway.
         visible = ids[:-1] if delta.stop_token_id is not None else ids
         events: list[Event]
         if reader.is_plain:
@@ -287,7 +296,7 @@ class Generation(EventFeed):
         self._num_tokens += len(delta.token_ids)
 
     def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
-        """In order; exactly one of them counts the tokens."""
+        """The events of one delta, in order. Exactly one of them counts the tokens."""
         choice, counted = delta.choice, False
         events: list[Event] = []
         for piece in pieces:

@@ -1,8 +1,7 @@
-"""What the engine is given for a request, how its output is to be read, and what is refused before
-the engine sees it.
+"""Prepares a request for the engine: prompt tokens, output parser, grammar, and validation.
 
-Runs in a tokenizer thread: templates, tokenizing and building a grammar all take time that grows
-with what the client sent.
+This runs in a tokenizer thread, because templates, tokenizing and building a grammar take time that
+grows with the client's input.
 """
 
 import functools
@@ -18,28 +17,29 @@ from engine.core.interfaces.request import SamplingParams
 from engine.core.parsing.output import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
-# Tokens at a prompt's end whose text tells whether it ends inside reasoning.
+# How many tokens at the prompt's end are detokenized to see whether it ends inside reasoning.
 TAIL_TOKENS = 16
-LONG_TEXT = 32_768  # characters, or tokens; a few milliseconds' work
+LONG_TEXT = 32_768  # characters or tokens; takes a few milliseconds
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt with everything that depends on its request's form."""
+    """A prompt with everything that depends on the kind of request."""
 
     token_ids: tuple[int, ...]
-    param: str  # the client's name for the prompt
+    param: str  # the prompt's field name in the client's API
     grammar: str | None = None
-    checked_grammar: str | None = None  # the same, as it can be tried without the vocabulary
+    # The same grammar in a form that compiles without the vocabulary.
+    checked_grammar: str | None = None
     grammar_param: str = ""
-    new_parser: Callable[[], OutputParser] | None = None  # None: output is text, as it stands
-    shown: frozenset[int] = frozenset()  # control tokens that the parser must see
-    continuation: bool = False  # output goes on from the prompt, so a leading space belongs to it
-    echo: str | None = None  # the prompt's text, to be given back first
+    new_parser: Callable[[], OutputParser] | None = None  # None: the output is plain text
+    shown: frozenset[int] = frozenset()  # control tokens that the parser needs to see
+    continuation: bool = False  # the output continues the prompt, so its leading space is kept
+    echo: str | None = None  # the prompt's text, returned before the output
 
 
 def is_long(asked: object) -> bool:
-    """Whether tokenizing it takes so long that nothing short should wait for it."""
+    """Whether tokenizing takes so long that short prompts should not queue behind it."""
     if isinstance(asked, CompletionRequest):
         asked = asked.prompt
     if isinstance(asked, ChatRequest):
@@ -61,7 +61,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
         token_ids,
         "messages",
         grammar=output.grammar(*asked),
-        # Compiled apart from the model, whose control tokens are not known there.
+        # This form is compiled without the model, so it must not refer to control tokens.
         checked_grammar=output.by_text().grammar(*asked),
         grammar_param="tools" if spec is None else spec.param,
         new_parser=functools.partial(output.parser, tools, choice, opened)
@@ -73,7 +73,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
 
 
 def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
-    """A conversation as the model's template writes it."""
+    """The token ids of a conversation, rendered by the model's chat template."""
     tools = () if request.tool_choice.mode == "none" else request.tools
     faults.hit("template")
     messages, template_tools = text.output.prepare(request.messages, tools)
@@ -91,8 +91,9 @@ def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
 
 
 def _unfinished(rendered: RenderedPrompt, content: str) -> RenderedPrompt:
-    """Without what the template puts behind its last message. Templates may trim a message; white
-    space at its end is kept where this one did not.
+    """Remove what the template writes after its last message, so that the model continues it.
+
+    Templates may trim a message. Trailing white space is kept if this template kept it.
     """
     written = content.strip()
     if not written:
@@ -149,7 +150,7 @@ def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
 def truncated(
     text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
 ) -> Prepared:
-    """The last tokens of the prompt, as many as the request allows; these are what it echoes."""
+    """Cut the prompt to its last tokens, as the request allows. An echo then shows only these."""
     limit = context.truncate_prompt_tokens
     if limit is None:
         return prepared
@@ -165,10 +166,10 @@ def truncated(
 def check_prepared(
     prepared: Prepared, params: SamplingParams, max_seq_len: int, vocab_size: int
 ) -> None:
-    """Refuse what the engine could not compute, with the client's name for each field. The engine
-    checks again what would harm others.
+    """Refuse requests that the engine can't compute; errors use the client's field names. The
+    engine itself repeats only the checks that protect other requests.
     """
-    # The length first, so that no id of a prompt that is far too long is looked at.
+    # Check the length first, so that the ids of an oversized prompt are never scanned.
     check_context(len(prepared.token_ids), params.max_tokens, max_seq_len, prepared.param)
     check_prompt(prepared.token_ids, vocab_size, prepared.param)
     check_params(params, vocab_size)
@@ -190,7 +191,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, param: str) -> None:
-    """The prompt and what is asked for must fit the context; clients know the first sentence."""
+    """Prompt and max_tokens must fit the context. Clients match on the first sentence of the
+    error.
+    """
     asked = max_tokens or 0
     if num_prompt + asked > max_seq_len or num_prompt >= max_seq_len:
         raise InvalidRequestError(
@@ -203,7 +206,7 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
 
 
 def check_input(num_tokens: int, max_seq_len: int) -> None:
-    """Of an input that becomes a vector: nothing is written behind it."""
+    """An embedding input must fit the context. No room for output is needed."""
     if num_tokens > max_seq_len:
         raise InvalidRequestError(
             f"This model's maximum context length is {max_seq_len} tokens. However, an input has "

@@ -1,8 +1,8 @@
-"""What a frontend needs of a GGUF file, kept on disk: the next start reads neither the file's
-vocabulary nor its tensors' places, and loads none of the modules that do.
+"""An on-disk cache of what the frontend needs from a GGUF file.
 
-The engine's process reads and checks the file itself at every start. Nothing here is needed for
-serving: a disk that is full or read-only costs a line in the log.
+With it, a start neither parses the file's vocabulary and tensor table nor imports the modules that
+do. The engine process still reads and checks the file at every start. The cache is optional: with a
+full or read-only disk, only a log line is written.
 """
 
 import hashlib
@@ -22,9 +22,10 @@ from engine.core.text.tokenizer_tables import TokenizerTables
 log = logging.getLogger(__name__)
 
 SUFFIX = ".text"
-FORMAT_VERSION = 1  # of `TextFacts`, and of the rules by which a file becomes one
+FORMAT_VERSION = 1  # of `TextFacts` and of how they are derived from a file
 _DIGEST_BYTES = 32
-# A file may change twice within its clock's resolution, and look the same both times.
+# A file that changed more recently than this is not cached: it may change again within the
+# resolution of its timestamp.
 _SETTLED_SECONDS = 2.0
 
 
@@ -36,19 +37,21 @@ class TextFacts(msgspec.Struct, frozen=True):
 
 
 def cache_directory() -> Path:
-    """The folder beside the models of the store."""
+    """The cache folder, beside the models in the store."""
     return store_directory().parent / "text"
 
 
 @dataclass(frozen=True, slots=True)
 class TextCache:
-    """A directory of facts, one file for each model: a key, a digest, then what has that digest."""
+    """A folder with one file of facts per model: a key, a digest, and the content with that
+    digest.
+    """
 
     directory: Path = field(default_factory=cache_directory)
     max_files: int = 32
 
     def read(self, model: Path, key: bytes) -> TextFacts | None:
-        """None where there are none, or they are of another file or damaged."""
+        """The cached facts; None if there are none, or if they are damaged or of another file."""
         path = self._path_for(model)
         try:
             with open_private(path) as file:
@@ -65,7 +68,7 @@ class TextCache:
             return None
 
     def write(self, model: Path, key: bytes, content: bytes) -> None:
-        """`content` is encoded facts; `read` finds out whether they are sound."""
+        """Store encoded facts. `read` verifies them later."""
         path = self._path_for(model)
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +86,7 @@ class TextCache:
         return self.directory / f"{model.stem[:64]}-{digest}{SUFFIX}"
 
     def _make_room(self, path: Path) -> None:
-        """Remove the oldest, and what killed writers have left."""
+        """Delete the oldest entries, and temporary files that killed writers left behind."""
         others = [file for file in self.directory.iterdir() if file != path]
         others.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
         for file in others[self.max_files - 1 :]:
@@ -91,7 +94,9 @@ class TextCache:
 
 
 def key_of(model: Path) -> bytes | None:
-    """A digest of which file this is and when it last changed; None: it is not a single file."""
+    """A digest of the file's identity and modification time; None if the model is not a single
+    file.
+    """
     if not model.is_file():
         return None
     status = model.stat()
@@ -101,7 +106,7 @@ def key_of(model: Path) -> bytes | None:
 
 
 def keep_text(model: Path, content: bytes) -> None:
-    """What an examination has found, unless that is nothing."""
+    """Store the facts that the examination of a model returned, if any."""
     key = key_of(model)
     if content and key is not None:
         TextCache().write(model, key, content)

@@ -1,4 +1,4 @@
-"""The frontend's half of a model: its tokenizer and chat template, with no weights."""
+"""The frontend's part of a model: its tokenizer and chat template, without weights."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 PREFIX, SUFFIX = "prefix", "suffix"
-# Each form: marker, then the part that follows it (None: what the model is to write).
+# Fill-in-the-middle formats: each marker, and the part of the text after it (None: the part that
+# the model writes).
 FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
     (("<|fim_prefix|>", PREFIX), ("<|fim_suffix|>", SUFFIX), ("<|fim_middle|>", None)),
     (("<fim_prefix>", PREFIX), ("<fim_suffix>", SUFFIX), ("<fim_middle>", None)),
@@ -32,7 +33,9 @@ FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
 
 @dataclass(frozen=True)
 class Infill:
-    """A model's form: token ids, each before a part of the text."""
+    """A model's fill-in-the-middle format: marker token ids, each followed by a part of the
+    text.
+    """
 
     parts: tuple[tuple[int, str | None], ...]
 
@@ -55,7 +58,9 @@ def find_infill(tokenizer: Tokenizer) -> Infill | None:
 
 
 class ModelShape(Protocol):
-    """What a frontend tells of a model, and checks requests by. A `ModelConfig` is one."""
+    """The model facts that a frontend reports and validates requests against. `ModelConfig` has
+    them.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -74,13 +79,15 @@ class ModelShape(Protocol):
 
     @property
     def encoder(self) -> object | None:
-        """None: a decoder, which writes text."""
+        """Encoder settings; None for a decoder, which generates text."""
         ...
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """Turns messages and prompts into token ids, and knows what the ids mean."""
+    """Turns messages and prompts into token ids, and interprets the ids that the model
+    generates.
+    """
 
     config: ModelShape
     tokenizer: Tokenizer
@@ -113,7 +120,7 @@ class TextModel:
 
     @property
     def emulated(self) -> tuple[str, ...]:
-        """What the model was not made for, though it can be had."""
+        """Capabilities that are offered although the model was not trained for them."""
         if self.config.encoder is not None:
             return ()
         needs_prompt = self.can_chat and not self.output.tools.native
@@ -125,17 +132,19 @@ class TextModel:
         faults.hit("tokenize", prompt)
         return tuple(self.tokenizer.encode_prompt(prompt))
 
-    def cut_prompt(self, prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
-        """At most so many tokens: an encoder's first ones and its end, of a decoder the last."""
-        if len(prompt) <= most:
+    def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        """Truncate a prompt to `max_tokens`: an encoder keeps the first ones and the final end
+        marker, a decoder keeps the last ones.
+        """
+        if len(prompt) <= max_tokens:
             return prompt
         if self.config.encoder is None:
-            return prompt[-most:]
-        return (*prompt[: most - 1], prompt[-1])
+            return prompt[-max_tokens:]
+        return (*prompt[: max_tokens - 1], prompt[-1])
 
     def vocabulary(self) -> "Vocabulary":
-        """What grammars need; ids that only pad the embedding table have no bytes."""
-        from engine.backends.custom.runtime.grammar import Vocabulary  # numpy
+        """The vocabulary for grammars. Ids that only pad the embedding table have no bytes."""
+        from engine.backends.custom.runtime.grammar import Vocabulary  # imports numpy
 
         tokenizer = self.tokenizer
         return Vocabulary(
@@ -147,13 +156,14 @@ class TextModel:
 
 
 def load_text(path: Path) -> TextModel:
-    """Read the tokenizer and template that lie beside, or inside, a model's weights."""
+    """Load the tokenizer and template that are stored with a model's weights."""
     cache, key = TextCache(), key_of(path)
     facts = None if key is None else cache.read(path, key)
     if facts is not None:
         return _from_facts(facts)
 
-    from engine.backends.custom.weights.model import open_model  # numpy, and much of our own
+    # Imports numpy and much of the weights code.
+    from engine.backends.custom.weights.model import open_model
 
     source = open_model(path, reads_weights=False)
     try:
@@ -166,7 +176,7 @@ def load_text(path: Path) -> TextModel:
 
 
 def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
-    """An opened model's text, and what of it can be kept for the next start."""
+    """The text model of an opened checkpoint, and the facts to cache for the next start."""
     if source.checkpoint.format == "gguf":
         facts = _facts_of(source)
         tokenizer = Tokenizer.from_tables(facts.tables)
@@ -183,7 +193,7 @@ def _facts_of(source: "ModelSource") -> TextFacts:
 
 
 def _from_facts(facts: TextFacts) -> TextModel:
-    """The template was checked before these were kept."""
+    """A text model from cached facts, whose template was checked before it was cached."""
     tokenizer = Tokenizer.from_tables(facts.tables)
     return _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)
 
@@ -191,7 +201,7 @@ def _from_facts(facts: TextFacts) -> TextModel:
 def text_model(
     config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:
-    """What tokenizer and template make of a model of this shape. Raises if either cannot work."""
+    """Combine tokenizer and template with the model's shape. Raises if either can't work."""
     text = _assembled(config, tokenizer, quantization, size_bytes)
     text.template.check()
     return text
@@ -213,8 +223,10 @@ def _assembled(
 
 
 def _check_vocabulary(config: ModelShape, tokenizer: Tokenizer) -> None:
-    """Control tokens that were added without an embedding are common, and are refused where they
-    are used; text without one means that the files are of two models.
+    """Check that the tokenizer fits the embedding table.
+
+    Control tokens without an embedding are common; they are refused when they are used. A text
+    token without an embedding means that the files belong to two models.
     """
     num_pieces = tokenizer.vocab_size
     while num_pieces and not _is_text(tokenizer, num_pieces - 1):

@@ -1,3 +1,3 @@
-"""Between frontend and engine: message frames, the child process, its heartbeat in shared
+"""Between frontend and engine process: message frames, process start, heartbeat in shared
 memory.
 """

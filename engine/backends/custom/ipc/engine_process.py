@@ -1,7 +1,8 @@
-"""An engine's process from the outside: started at once, told what to run when that is known.
+"""The engine process as its parent sees it: started early, configured later.
 
-Its interpreter and its imports take as long as the frontend's own, so whoever is about to need an
-engine starts one first and gets ready beside it. Nothing heavy is imported here for that reason.
+Starting the interpreter and its imports takes as long as it does for the frontend. So the frontend
+starts the engine process first, and sends the options once they are known. For the same reason,
+this module imports nothing heavy.
 """
 
 import contextlib
@@ -22,16 +23,18 @@ if TYPE_CHECKING:
     import msgspec
 
 WORKER_MODULE = "engine.backends.custom.worker.main"
-STACKS_SIGNAL = signal.SIGUSR1  # the engine's process answers with its stacks on stderr
+STACKS_SIGNAL = signal.SIGUSR1  # on this signal, the engine process dumps its stacks to stderr
 
 
 class EngineProcess:
-    """A child that waits for its options on `socket`; without them it ends when that closes."""
+    """A child process that waits for its options on `socket`. If the socket closes first, it
+    exits.
+    """
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
         self.has_begun = False
         self.socket, theirs = socket.socketpair()
-        with theirs, heartbeat_file() as file:  # the mapping outlives the file
+        with theirs, heartbeat_file() as file:  # the mapping stays valid after the file is closed
             self.heartbeat = Heartbeat(file.fileno())
             fds = (theirs.fileno(), file.fileno())
             argv = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
@@ -42,19 +45,21 @@ class EngineProcess:
                 raise
 
     def begin(self, options: "msgspec.Struct") -> None:
-        """Let it load; its answer comes over the socket."""
+        """Send the options, so that it loads the model. Its answer comes over the socket."""
         self.has_begun = True
         self._send(options)
 
     def examine(self, examiner: str, path: "Path", max_cpu_s: int) -> "ForkedReading":
-        """Have it examine a model in a fork of itself, which has imported the parsers already."""
+        """Examine a model's files in a fork of the child, which has already imported the
+        parsers.
+        """
         from engine.core.interfaces.request import Examine
 
         self._send(Examine(examiner, str(path), max_cpu_s))
         return ForkedReading(self)
 
     def discard(self) -> None:
-        """Nobody will need it."""
+        """End a child that is no longer needed."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -62,27 +67,30 @@ class EngineProcess:
     def _send(self, message: "msgspec.Struct") -> None:
         from engine.backends.custom.ipc.transport import encode_frame
 
-        with contextlib.suppress(OSError):  # it has died: whoever reads from it will see that
+        # The child is dead: reading from the socket will show that.
+        with contextlib.suppress(OSError):
             self.socket.sendall(encode_frame(message))
 
 
 class ForkedReading:
-    """An examination in a fork of an engine's process, which lasts no longer than that."""
+    """An examination in a fork of the engine process. It ends with that process at the latest."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._socket = process.socket
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
-        """Raises `ConnectionClosedError` where the engine's process has ended."""
+        """The exit status and output. Raises `ConnectionClosedError` if the engine process has
+        ended.
+        """
         from engine.backends.custom.ipc.transport import SocketChannel
         from engine.core.interfaces.request import Examined
 
         channel: SocketChannel[Examined] = SocketChannel(self._socket, Examined)
         deadline = time.monotonic() + max_seconds
         while (left := deadline - time.monotonic()) > 0:
-            for found in channel.poll(left):  # none, while there is but a part of it
+            for found in channel.poll(left):  # empty while only part of a frame has arrived
                 return found.status, found.output
         raise TimeoutError
 
     def end(self) -> None:
-        """It has answered, or will be ended with the engine's process."""
+        """Nothing to do: the fork has answered, or ends with the engine process."""

@@ -1,9 +1,8 @@
-"""The engine's pulse in shared memory: health is read, never asked for.
+"""The engine's heartbeat in shared memory. Reading the health needs no message to the engine.
 
-The loop notes each of its turns: a counter, the time, whether there was work, and how long a step
-may honestly take. Beside it a thread ticks for the process as a whole. The frontend maps the same
-bytes, so that a frozen process and a step that never ends are told apart, and from one that is only
-slow, without waiting for any of them.
+The loop writes each iteration: a counter, the time, whether there is work, and after how long a
+step counts as hung. A separate thread ticks for the process as a whole. The frontend maps the same
+bytes. It can tell a frozen process, a hung step and a slow step apart without waiting for any.
 """
 
 import faulthandler
@@ -18,39 +17,40 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Protocol
 
-# Turns, CLOCK_MONOTONIC of the last in ns, busy, patience in ns; then the process's last tick.
+# Iteration count, CLOCK_MONOTONIC of the last iteration in ns, busy flag, patience in ns. After it:
+# the time of the process's last tick.
 TURN = struct.Struct("<QQQQ")
 TICK = struct.Struct("<Q")
 NUM_BYTES = TURN.size + TICK.size
-# For whoever can't tell how long a step takes: a full batch of prompts on a slow machine.
+# Default patience when the step time is not known: a full prefill batch on a slow machine.
 UNKNOWN_PATIENCE_S = 120.0
 
 
 class Watched(Protocol):
-    """A loop, to whoever looks after it from another thread."""
+    """A loop that a watchdog thread observes."""
 
     @property
     def is_computing(self) -> bool:
-        """Whether it may be interrupted where it is."""
+        """Whether the loop is in a call that may be interrupted."""
         ...
 
     def describe(self) -> str:
-        """What it holds, in a line for the log."""
+        """The loop's state, as one line for the log."""
         ...
 
 
 class Pulse(Protocol):
-    """What a loop tells of itself."""
+    """Where a loop reports its progress."""
 
     def beat(self, busy: bool, patience_s: float) -> None: ...
 
     def watch(self, loop: Watched) -> None:
-        """This is the loop that beats."""
+        """Set the loop that reports here."""
         ...
 
 
 class NoPulse:
-    """Nobody looks."""
+    """A pulse that discards everything."""
 
     def beat(self, busy: bool, patience_s: float) -> None:
         pass
@@ -61,11 +61,11 @@ class NoPulse:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """One look at an engine."""
+    """One reading of an engine's heartbeat."""
 
-    step_age_s: float | None  # since the last turn while there is work; None when idle
-    patience_s: float  # how old a step may honestly become
-    silent_s: float | None  # since the process last ticked; None where nothing ticks
+    step_age_s: float | None  # since the last iteration while there is work; None when idle
+    patience_s: float  # age at which a step counts as hung
+    silent_s: float | None  # since the last tick of the process; None without a ticking thread
 
     @property
     def is_stalled(self) -> bool:
@@ -73,7 +73,7 @@ class Vitals:
 
 
 class Heartbeat:
-    """One side of the pulse; both sides open the same file descriptor."""
+    """One side of the heartbeat. Both sides map the same file descriptor."""
 
     def __init__(self, fileno: int) -> None:
         self._memory = mmap.mmap(fileno, NUM_BYTES)
@@ -88,7 +88,7 @@ class Heartbeat:
         TICK.pack_into(self._memory, TURN.size, time.monotonic_ns())
 
     def watch(self, loop: Watched) -> None:
-        pass  # a pulse alone looks after nobody
+        pass  # only a `Watchdog` observes the loop
 
     def vitals(self) -> Vitals:
         turns, at_ns, busy, patience_ns = TURN.unpack_from(self._memory, 0)
@@ -103,7 +103,7 @@ class Heartbeat:
 
 def heartbeat_file() -> IO[bytes]:
     """An unnamed file of the right size, to be mapped by both sides."""
-    import tempfile  # the engine's own process never makes one
+    import tempfile  # not needed in the engine process
 
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.truncate(NUM_BYTES)
@@ -117,11 +117,14 @@ INTERRUPT_SIGNAL = signal.SIGUSR2
 
 
 class StepInterruptedError(Exception):
-    """A step took so long that it can't be honest work."""
+    """A step exceeded its patience and was interrupted."""
 
 
 class Watchdog:
-    """Made by the process's main thread, which also runs the loop: signals are delivered there."""
+    """Ticks for the process, and interrupts a hung step with a signal.
+
+    Create it in the main thread, which must also run the loop: Python runs signal handlers there.
+    """
 
     def __init__(self, heartbeat: Heartbeat, tick_s: float = TICK_S) -> None:
         self._heartbeat = heartbeat
@@ -154,6 +157,6 @@ class Watchdog:
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, between two of its instructions."""
+        """The signal handler. It runs in the main thread, between two bytecode instructions."""
         if self._loop is not None and self._loop.is_computing:
             raise StepInterruptedError("the step was interrupted")

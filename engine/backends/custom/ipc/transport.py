@@ -1,7 +1,7 @@
-"""Frames of msgpack over a private socket: how a frontend and its engine process talk.
+"""msgpack frames over a private socket, between a frontend and its engine process.
 
 A frame is a length and a msgspec-encoded message of a known type; anything else is refused. The
-socket is one half of a pair made before the child starts, so nobody else can connect to it.
+socket is one end of a pair created before the child starts, so no other process can connect to it.
 """
 
 import select
@@ -21,7 +21,7 @@ RECEIVE_BYTES = 256 * 1024
 
 
 class ConnectionClosedError(EngineError):
-    """The other side is gone."""
+    """The other side has closed the connection."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
@@ -30,7 +30,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder(Generic[Message]):
-    """Cuts a byte stream into messages of one union type."""
+    """Splits a byte stream into messages of one union type."""
 
     def __init__(self, message_type: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)
@@ -52,7 +52,7 @@ class FrameDecoder(Generic[Message]):
 
 
 class SocketChannel(Generic[Message]):
-    """An end that waits: `poll` messages in, `send` messages out."""
+    """A blocking end of the socket: `poll` receives messages, `send` sends them."""
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(True)
@@ -60,13 +60,13 @@ class SocketChannel(Generic[Message]):
         self._frames: FrameDecoder[Message] = FrameDecoder(message_type)
 
     def poll(self, timeout_s: float) -> list[Message]:
-        """Messages that have arrived, waiting up to `timeout_s` for the first."""
+        """The messages that have arrived. Waits up to `timeout_s` for the first."""
         ready, _, _ = select.select([self._sock], [], [], timeout_s)
         if not ready:
             return []
         try:
             data = self._sock.recv(RECEIVE_BYTES)
-        except ConnectionError:  # it ended before it had read what was sent to it
+        except ConnectionError:  # the peer exited before it read all that was sent to it
             data = b""
         if not data:
             raise ConnectionClosedError("the other side closed the connection")

@@ -1,3 +1,3 @@
-"""The shared runtime: scheduling, paged KV bookkeeping and the step loop, with no tensor and no
-framework.
+"""The shared runtime: scheduler, paged KV bookkeeping and the step loop. It holds no tensors and
+imports no framework.
 """

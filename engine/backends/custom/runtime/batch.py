@@ -1,8 +1,8 @@
-"""Builds the plain arrays of a step from scheduled rows.
+"""Builds a step's input arrays (numpy) from its scheduled rows.
 
-Per-slot facts (block tables, sampling parameters) live in arrays that are written when a slot
-changes hands or a block is added; a step gathers them. Steady decoding therefore costs a few array
-operations, whatever the number of rows.
+Per-slot state (block tables, sampling parameters) lives in arrays that are written only when a slot
+gets a new sequence or a sequence gets a new block. Each step gathers from them by slot. A steady
+decode step therefore costs a few array operations, however many rows it has.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ MAX_INT32 = 2**31 - 1
 
 
 class BatchBuilder:
-    """Host-side mirror of the runner's slots."""
+    """Host-side copy of the per-slot state, indexed like the runner's slots."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec
@@ -40,7 +40,8 @@ class BatchBuilder:
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
         self._num_blocks = [0] * slots
-        self._lives = [0] * slots  # the admission that each slot's arrays describe
+        # Per slot: the admission (`Sequence.life`) that its arrays describe.
+        self._lives = [0] * slots
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self._top_p = np.ones(slots, np.float32)
@@ -53,10 +54,11 @@ class BatchBuilder:
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
         self._may_bias = np.zeros(slots, bool)
-        # The last step, when it did no more than continue sequences: the next one is much like it.
-        self._continued: tuple[int, ...] | None = None  # the admissions of its rows
+        # Set when the last step was pure decode: if the next one has the same rows, its arrays are
+        # derived from these.
+        self._continued: tuple[int, ...] | None = None  # `life` of each row of that step
         self._inputs: BatchInputs | None = None
-        self._sampling: SamplingInputs | None = None  # None: not to be used again
+        self._sampling: SamplingInputs | None = None  # None: build it from scratch
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
@@ -80,7 +82,7 @@ class BatchBuilder:
     def _one_further(
         self, last: BatchInputs, rows: tuple[Row, ...], has_grown: bool
     ) -> BatchInputs:
-        """The same rows as in the last step, a token each."""
+        """Inputs for the same rows as in the last step, each advanced by one token."""
         size = self._spec.block_size
         positions = np.array([row.start for row in rows], np.int32)
         blocks, offsets = np.divmod(positions, size)
@@ -88,7 +90,7 @@ class BatchBuilder:
         width = int(blocks.max()) + 1
         if has_grown or width > tables.shape[1]:
             tables = self._tables[last.slots, :width]
-        if has_grown or not offsets.all():  # a block has been filled
+        if has_grown or not offsets.all():  # some row starts a new block
             groups, shared = _prefix_groups(tables, blocks.astype(np.int64))
         return replace(
             last,
@@ -131,19 +133,20 @@ class BatchBuilder:
         )
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
-        """How the step's sampling rows choose; called when the previous step's tokens are known.
+        """Sampling parameters of the step's rows. Call it once the previous step's tokens are
+        known.
 
-        `mask` is for the rows that draw, in their order.
+        `mask` has one row for each row that samples, in the same order.
         """
         last, inputs = self._sampling, self._inputs
         is_known = not any(row.seq.needs_history for row in batch.rows)
         if last is not None and inputs is not None and mask is None and is_known:
             return replace(last, position=inputs.seq_lens)
-        drawn = self._sampling_from_scratch(batch, mask)
-        is_plain = mask is None and not self._may_bias[drawn.slots].any()
-        if self._continued is not None and is_plain and not len(drawn.hidden_rows):
-            self._sampling = _without_history(drawn)
-        return drawn
+        sampling = self._sampling_from_scratch(batch, mask)
+        is_plain = mask is None and not self._may_bias[sampling.slots].any()
+        if self._continued is not None and is_plain and not len(sampling.hidden_rows):
+            self._sampling = _without_history(sampling)
+        return sampling
 
     def _sampling_from_scratch(self, batch: ScheduledBatch, mask: U32 | None) -> SamplingInputs:
         sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
@@ -158,7 +161,7 @@ class BatchBuilder:
         lengths = [0] + [len(row.seq.tokens) for row in histories]
         tokens = [token for row in histories for token in row.seq.tokens]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
-        drawn = SamplingInputs(
+        sampling = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),
             slots=slots,
             temperature=self._temperature[slots],
@@ -183,10 +186,13 @@ class BatchBuilder:
             history_tokens=np.array(tokens, np.int32),
             history_num_prompt=np.array([row.seq.num_prompt for row in histories], np.int32),
         )
-        return with_scores(drawn, batch) if any(row.num_scored for row in batch.rows) else drawn
+        has_scores = any(row.num_scored for row in batch.rows)
+        return with_scores(sampling, batch) if has_scores else sampling
 
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
-        """Bring the slot's arrays up to date with the sequence that has it now."""
+        """Copy the sequence's parameters and block table into the slot's arrays where they are
+        stale.
+        """
         if self._lives[slot] != life:
             self._set_params(slot, seq)
             self._tables[slot] = NULL_BLOCK
@@ -198,8 +204,8 @@ class BatchBuilder:
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
-        # What is next to nothing is nothing in some sampler: logits over it would be infinite, and
-        # no token would be likely enough.
+        # Samplers divide by the temperature, and top-p needs at least one token: a value near 0
+        # would give infinite logits or an empty nucleus.
         self._temperature[slot] = params.temperature if params.temperature > NEGLIGIBLE else 0.0
         self._top_k[slot] = min(params.top_k, MAX_INT32)
         self._top_p[slot] = max(params.top_p, NEGLIGIBLE)
@@ -231,13 +237,15 @@ def _token_ids(rows: tuple[Row, ...]) -> I32:
         tokens = seq.tokens
         if length > 1:
             ids.extend(tokens[start : start + length])
-        else:  # only such a row can be one token ahead of the host
+        else:  # only a decode row can be one token ahead of the host
             ids.append(tokens[start] if start < len(tokens) else FROM_DEVICE)
     return np.frombuffer(ids, np.int32)
 
 
 def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
-    """Each row's last token if it samples, and before it every token whose follower is scored."""
+    """Token indices that need logits: of each row, the positions whose next token is scored, then
+    its last token if it samples.
+    """
     if not num_scored.any():
         return query_start[1:][samples] - 1
     counts = num_scored + samples
@@ -249,7 +257,7 @@ def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
 
 
 def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
-    """Requested biases, and a ban on stop tokens while a row is short of its `min_tokens`."""
+    """The requested logit biases. Stop tokens get -inf until the row has its `min_tokens`."""
     entries: list[tuple[int, int, float]] = []
     for index, row in rows:
         seq, params = row.seq, row.seq.params
@@ -264,7 +272,7 @@ def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
 
 
 def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
-    """Rows that begin with the same blocks, all of them computed before this step."""
+    """Group rows that share leading blocks, counting only blocks computed before this step."""
     groups = np.full(len(tables), -1, np.int32)
     candidates = np.flatnonzero(full_blocks > 0)
     order = candidates[np.argsort(tables[candidates, 0], kind="stable")]
@@ -279,7 +287,8 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
     sizes = sizes[is_group]
     starts = np.cumsum(sizes) - sizes
     groups[members] = np.repeat(np.arange(len(sizes)), sizes)
-    # Where each member's table leaves that of its group's first, or its computed blocks end.
+    # For each member: the first block that differs from the group's first row, or the end of its
+    # computed blocks.
     limits = full_blocks[members]
     width = int(limits.max())
     differs = tables[members, :width] != np.repeat(tables[members[starts], :width], sizes, axis=0)
@@ -288,7 +297,7 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """One step that belongs to no sequence: a token whose KV goes to the null block."""
+    """Run one step without a sequence: a single token whose key and value go to the null block."""
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     inputs = BatchInputs(
         token_ids=one,

@@ -1,8 +1,7 @@
-"""Reference counts over the blocks of the paged KV cache.
+"""Reference counts of the blocks in the paged KV cache.
 
-A block is free when nobody holds it. Sequences hold blocks, and the prefix cache is one more
-holder: a block that the cache alone holds is evictable. Block 0 is the null block and belongs to
-nobody.
+Sequences hold references, and so does the prefix cache. A block without references is free. A block
+that only the prefix cache holds can be evicted. Block 0 is the null block; no sequence owns it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 
 
 class BlockPool:
-    """refs[b] == (1 if cached) + number of sequences that hold b."""
+    """Invariant: refs[b] == (1 if b is in the prefix cache) + number of sequences that hold b."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
@@ -19,12 +18,12 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Everything is free."""
+        """Free every block."""
         num_blocks = self.num_blocks
         self.num_evictable = 0
         self._refs = [0] * num_blocks
         self._cached = bytearray(num_blocks)
-        # A stack: the block freed last is reused first, while its memory is still in the CPU's
+        # A stack: the block that was freed last is reused first, while it is still in the CPU's
         # cache.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
 
@@ -47,11 +46,11 @@ class BlockPool:
         return bool(self._cached[block])
 
     def count_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of these the cache alone holds."""
+        """How many of these blocks only the prefix cache holds."""
         return sum(1 for b in blocks if self._cached[b] and self._refs[b] == 1)
 
     def take(self, count: int) -> list[int]:
-        """Hand out free blocks with one reference each; the caller has checked `num_free`."""
+        """Take free blocks, with one reference each. The caller has checked `num_free`."""
         assert 0 <= count <= len(self._free), (count, len(self._free))
         if not count:
             return []
@@ -62,7 +61,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more sequence holds these."""
+        """Add a reference of one more sequence to each block."""
         for block in blocks:
             refs = self._refs[block]
             assert refs > 0, f"block {block} is free and can't be shared"
@@ -71,7 +70,7 @@ class BlockPool:
             self._refs[block] = refs + 1
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """One sequence holds these no longer."""
+        """Drop one sequence's reference to each block."""
         for block in blocks:
             refs = self._refs[block] - 1
             assert refs >= 0, f"block {block} dropped more often than it was held"
@@ -82,14 +81,16 @@ class BlockPool:
                 self.num_evictable += 1
 
     def cache(self, blocks: Iterable[int]) -> None:
-        """The prefix cache becomes a holder of these, which a sequence still holds."""
+        """Add the prefix cache's reference to blocks that a sequence still holds."""
         for block in blocks:
             assert not self._cached[block] and self._refs[block] > 0, block
             self._cached[block] = 1
             self._refs[block] += 1
 
     def uncache(self, block: int) -> None:
-        """The prefix cache lets go of a block that it alone holds: the block is free."""
+        """Drop the prefix cache's reference to a block that only it holds; the block becomes
+        free.
+        """
         assert self._cached[block] and self._refs[block] == 1, block
         self._cached[block] = 0
         self._refs[block] = 0
@@ -97,7 +98,7 @@ class BlockPool:
         self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
-        """Recount everything from the holders' own lists. Raises AssertionError with the
+        """Recount all references from the holders' own lists. Raises AssertionError on a
         difference.
         """
         expected = [0] * self.num_blocks

@@ -1,10 +1,8 @@
-"""How many tokens a step may compute, so that nobody who is streaming waits too long for the next
-one.
+"""The token budget of a step, which bounds the inter-token latency of running sequences.
 
-The limit is time, not a count. A small model of cost is learned from the steps themselves: what a
-step costs that only continues, as a line over the number of sequences, and what each token of a
-prompt adds to it. It applies only while somebody streams; otherwise a step may be as large as
-memory allows.
+The limit is a time, not a token count. A cost model is fitted to finished steps: a pure decode step
+is a line over the number of sequences, and each prefill token adds a constant. The limit applies
+only while sequences decode. Otherwise a step may be as large as memory allows.
 """
 
 from bisect import bisect_left
@@ -13,15 +11,16 @@ from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, StepCounts
 
 TARGET_STEP_S = 0.025
-PROMPT_SHARE = 1.0  # of what continuing takes
-SMOOTHING = 0.2  # what the newest step with prompts counts
-MEMORY = 0.99  # how much of a step that only continued is left when the next one is noted
-# A step that was interrupted tells nothing; one that is slower for good is believed step by step.
+PROMPT_SHARE = 1.0  # max prefill time per step, relative to the decode time
+SMOOTHING = 0.2  # weight of the newest step with prefill
+MEMORY = 0.99  # decay of older pure decode steps per new one
+# A measured step counts as at most this many times its expected cost. One interrupted step then
+# hardly moves the model, while a lasting slowdown is learned over a few steps.
 MAX_SURPRISE = 4.0
 
 
-class Line:
-    """seconds = base + slope * count, fitted to what was seen, older points fading."""
+class CostLine:
+    """seconds = base + slope * count: a least-squares fit with exponential decay."""
 
     def __init__(self) -> None:
         self._weight = self._counts = self._squares = self._seconds = self._products = 0.0
@@ -34,7 +33,9 @@ class Line:
         self._products = MEMORY * self._products + count * seconds
 
     def at(self, count: int) -> float:
-        """0.0 before anything was seen. Points of one count only give a line through zero."""
+        """The fitted seconds at `count`; 0.0 without data. Data of one count give a line through
+        zero.
+        """
         if not self._weight:
             return 0.0
         mean, mean_s = self._counts / self._weight, self._seconds / self._weight
@@ -43,36 +44,36 @@ class Line:
             slope = (self._products / self._weight - mean * mean_s) / spread
         else:
             slope = mean_s / mean
-        # More sequences never cost less, nor more than their share.
+        # A longer batch costs no less, and at most proportionally more.
         slope = min(max(slope, 0.0), mean_s / mean)
         return mean_s + slope * (count - mean)
 
 
 class StepBudget:
-    """Knows no more than what it was told of finished steps."""
+    """Decides token budgets; its only input is the steps passed to `record`."""
 
     def __init__(
         self,
         max_tokens: int,
         max_slots: int,
         target_s: float = TARGET_STEP_S,
-        least_tokens: int = PROMPT_TOKENS,
+        min_tokens: int = PROMPT_TOKENS,
     ) -> None:
-        """`least_tokens`: of prompts, in every step."""
+        """`min_tokens`: prefill tokens that every step may compute, whatever they cost."""
         self._max_slots = max_slots
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
         self._max_tokens = max(max_tokens, max_slots)
         self._target_s = target_s
-        self._continuing = Line()
-        # Of recent steps with prompts, older ones fading: what prompts added, and their tokens.
+        self._continuing = CostLine()
+        # Decayed sums over recent steps with prefill: the time that prefill added, and its tokens.
         self._prompt_s = 0.0
         self._prompt_tokens = 0.0
 
     def tokens(self, num_decoding: int, num_running: int) -> int:
-        """The budget of the next step, at least one token for each running sequence.
+        """The next step's token budget: at least one token for each running sequence.
 
-        Where continuing alone takes long, prompts may take as long again: half the speed for a
-        while, for those who stream, is better than no first token for the others.
+        When decode alone exceeds the target, prefill may still take as long as decode does. Decode
+        then runs at half speed for a while, but waiting requests get their first token.
         """
         if not num_decoding:
             return self._max_tokens
@@ -81,11 +82,13 @@ class StepBudget:
         affordable = 0.0
         if self._prompt_s:
             affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)
-        wanted = max(num_running + self._least_tokens, num_decoding + int(affordable))
+        wanted = max(num_running + self._min_tokens, num_decoding + int(affordable))
         return min(self._max_tokens, wanted)
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step continued `num_decoding` sequences and computed so many tokens of prompts."""
+        """Learn from a finished step with `num_decoding` decode rows and `num_prompt_tokens` of
+        prefill.
+        """
         known = self._continuing.at(num_decoding) if num_decoding else 0.0
         if num_prompt_tokens:
             expected = known + self._prompt_cost(num_prompt_tokens)
@@ -96,11 +99,11 @@ class StepBudget:
             self._continuing.add(num_decoding, _believable(seconds, known))
 
     def shrink(self) -> None:
-        """A step was too large for memory: none is allowed half of that again."""
+        """Halve the max step size for good, after a step ran out of memory."""
         self._max_tokens = max(self._max_slots, self._max_tokens // 2)
 
     def step_s(self, num_rows: int, num_tokens: int) -> float | None:
-        """What such a step would take, by all that is known; None before any prompt was."""
+        """The expected duration of such a step; None before any prefill was measured."""
         if not self._prompt_tokens:
             return None
         return self._continuing.at(num_rows) + self._prompt_cost(num_tokens - num_rows)
@@ -114,7 +117,7 @@ def _believable(seconds: float, expected: float) -> float:
 
 
 class StepCounter:
-    """Counts the steps of a running engine by their duration and size."""
+    """Histograms of the engine's steps, by duration and by token count."""
 
     def __init__(self) -> None:
         self._by_seconds = [0] * (len(STEP_SECONDS) + 1)

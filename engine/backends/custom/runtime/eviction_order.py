@@ -1,8 +1,8 @@
-"""Which leaf of the prefix cache goes next: the least valuable one, of those that may go first.
+"""The order in which leaves of the prefix cache are evicted.
 
-Tenants that were here lately keep an equal part of what is cached, so that one that asks for ever
-new prompts pushes out its own prefixes and not another's. With one tenant the order is the eviction
-policy's alone.
+The eviction policy ranks the leaves. With several active tenants, a tenant that uses no more than
+an equal share of the cached blocks is spared: a tenant with ever-changing prompts then evicts its
+own prefixes first. With a single tenant only the policy decides.
 """
 
 import heapq
@@ -16,35 +16,37 @@ EvictionPolicy = Literal["lru", "lfu", "fifo"]
 Key = tuple[int, int]
 
 
-class Usage(Protocol):
-    """What a policy may look at."""
+class BlockUsage(Protocol):
+    """The node attributes that an eviction policy may rank by."""
 
     created: int
     last_used: int
     num_uses: int
 
 
-POLICIES: dict[EvictionPolicy, Callable[[Usage], Key]] = {
+POLICIES: dict[EvictionPolicy, Callable[[BlockUsage], Key]] = {
     "lru": lambda node: (node.last_used, node.created),
     "lfu": lambda node: (node.num_uses, node.last_used),
     "fifo": lambda node: (node.created, 0),
 }
 
 
-# Whoever has not been here for so long keeps nothing back from those who are.
+# A tenant without requests for this long is no longer active, and no longer spared.
 ABSENT_AFTER_S = 300.0
-# Who is here, and so who is spared, is found out anew as often as this.
+# How often the set of active tenants is recomputed.
 REVIEW_INTERVAL_S = 10.0
 
 Entry = tuple[Key, int, "Node"]
 
 
 class Leaves:
-    """Heaps of entries that count only as long as `is_current` says so of their node and key."""
+    """Priority heaps of evictable leaves. Stale entries stay in the heaps; `pop` drops those for
+    which `is_current(key, node)` is False.
+    """
 
     def __init__(
         self,
-        key: Callable[[Usage], Key],
+        key: Callable[[BlockUsage], Key],
         is_current: Callable[[Key, "Node"], bool],
         clock: Callable[[], float],
     ) -> None:
@@ -55,8 +57,8 @@ class Leaves:
 
     def clear(self) -> None:
         self._heap: list[Entry] = []
-        self._spared: list[Entry] = []  # they go when nothing else can
-        self.by_tenant: dict[str, int] = {}  # blocks that each has in the cache
+        self._spared: list[Entry] = []  # leaves of spared tenants; evicted last
+        self.by_tenant: dict[str, int] = {}  # cached blocks of each tenant
         self._total = 0
         self._seen: dict[str, float] = {}
         self._present: set[str] = set()
@@ -66,7 +68,7 @@ class Leaves:
         return len(self._heap) + len(self._spared)
 
     def count(self, tenant: str, change: int) -> None:
-        """The tenant has so many blocks more in the cache."""
+        """Add `change` (which may be negative) to the tenant's cached blocks."""
         self._total += change
         left = self.by_tenant.get(tenant, 0) + change
         if left:
@@ -77,7 +79,7 @@ class Leaves:
             self._present.discard(tenant)
 
     def note(self, tenant: str) -> None:
-        """The tenant, which has something in the cache, is here."""
+        """Mark a tenant that has cached blocks as active."""
         self._seen[tenant] = self._clock()
         self._present.add(tenant)
 
@@ -85,13 +87,13 @@ class Leaves:
         heapq.heappush(self._heap, (self._key(node), id(node), node))
 
     def replace(self, nodes: Iterable["Node"]) -> None:
-        """Forget the entries that count no longer: these are all the leaves."""
+        """Rebuild the heaps from `nodes`, which are all leaves of the tree."""
         self._spared.clear()
         self._heap = [(self._key(node), id(node), node) for node in nodes]
         heapq.heapify(self._heap)
 
     def pop(self) -> "Node | None":
-        """The leaf that goes next; None when none can."""
+        """The leaf to evict next; None when no leaf is evictable."""
         if self._spared and self._clock() >= self._review_at:
             self._review()
         while self._heap:

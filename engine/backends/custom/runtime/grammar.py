@@ -1,9 +1,9 @@
-"""What a sequence's output must match: compiled grammars, and the masks of a step.
+"""Constrained output: compiled grammars, and the token masks of a step.
 
-Compiling happens in one thread of its own, so a large grammar delays only its own request. Masks
-are computed there too, while the forward pass runs: for every row whose tokens are known when the
-pass begins, which without overlap is all of them. The rest, whose last token was still on the
-device, is computed when that token arrives; the device is busy with the next pass meanwhile.
+A dedicated thread compiles grammars, so a large one delays only its own request. Masks are computed
+in a thread too, while the forward pass runs, for each row whose last token the host already knows.
+With overlapped steps that token may still be on the device. Such a row's mask is computed when the
+token arrives; meanwhile the device runs the next forward pass.
 """
 
 import logging
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # and its row of the masks
-# A compiled grammar keeps its lexer's states, so the number is the bound on memory.
+MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # a matcher and its row in the mask
+# A compiled grammar also keeps its lexer states, so this count bounds the memory.
 MAX_COMPILED = 128
 MAX_MASK_THREADS = 4
 ALL_ALLOWED = 0xFFFFFFFF
-# How llguidance marks the bytes of a token that no text can spell.
+# llguidance's prefix for the bytes of a special token, which no text can spell.
 SPECIAL_MARK = b"\xff"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What grammars need of a tokenizer. `tokens` has an entry for every id of the model."""
+    """What grammars need from a tokenizer. `tokens` has the bytes of every id in the model's
+    vocabulary.
+    """
 
     tokens: Sequence[bytes]
     special_ids: frozenset[int]
@@ -46,14 +48,16 @@ class Vocabulary:
 
 
 class Constraint:
-    """Where one sequence stands in its grammar."""
+    """One sequence's position in its grammar."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
 
     def accept(self, token: int, is_stop: bool) -> bool:
-        """Move past a drawn token; a stop is no part of the output. False: it can't go on, and
-        `error` says why. Where a mask could not be computed, nothing but the end was allowed.
+        """Advance past a sampled token. A stop token is not part of the output.
+
+        Returns False when the sequence can't continue; `error` then says why. A row whose mask
+        could not be computed is allowed only the end-of-text token.
         """
         if self.matcher.is_error():
             return False
@@ -61,7 +65,7 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing more can follow but the end."""
+        """Whether only the end of the output can follow."""
         return self.matcher.is_stopped()
 
     @property
@@ -73,7 +77,9 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars for one model. Nothing is loaded before the first one is asked for."""
+    """Compiles grammars for one model. The library and vocabulary are loaded for the first
+    grammar.
+    """
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
         self._load_vocabulary = load_vocabulary
@@ -82,7 +88,9 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """The matcher at its start, to be copied. Fails with an `EngineError`."""
+        """A matcher in its start state; copy it before use. The future fails with an
+        `EngineError`.
+        """
         known = self._compiled.get(grammar)
         if known is None or _may_succeed_next_time(known):
             known = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -95,7 +103,9 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> "LLMatcher":
-        """Tried twice if it fails by no fault of the grammar: many may be waiting for it."""
+        """Retries once when the failure is not the grammar's fault, since many requests may wait
+        for it.
+        """
         try:
             return self._compile_once(grammar)
         except InferenceError:
@@ -111,7 +121,7 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         except EngineError:
             raise
-        except BaseException as error:  # a panic in the library is not an Exception
+        except BaseException as error:  # a panic in the Rust library is a BaseException
             log.exception("a grammar could not be compiled")
             raise InferenceError("The grammar could not be compiled.") from error
         if matcher.is_error():
@@ -120,13 +130,13 @@ class Grammars:
 
 
 def _may_succeed_next_time(compiled: "Future[LLMatcher]") -> bool:
-    """It failed by no fault of the grammar."""
+    """Whether compiling failed for a reason other than the grammar itself."""
     error = compiled.exception() if compiled.done() else None
     return error is not None and not isinstance(error, InvalidRequestError)
 
 
 class _WrappedVocabulary:
-    """The attributes and the call that llguidance asks of a tokenizer."""
+    """Adapts `Vocabulary` to the tokenizer interface that llguidance expects."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._encode = vocabulary.encode
@@ -155,7 +165,7 @@ def _tokenizer(vocabulary: Vocabulary) -> "LLTokenizer":
 
 
 class MaskWriter:
-    """Computes the masks of a step's rows, several at once."""
+    """Computes the token masks of a step's constrained rows in parallel."""
 
     def __init__(self, vocab_size: int) -> None:
         from llguidance import LLExecutor
@@ -165,7 +175,7 @@ class MaskWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def begin(self, num_rows: int, known: list[MaskRow]) -> "MaskJob":
-        """Masks for `num_rows`; the `known` ones are computed from now on."""
+        """Allocate masks for `num_rows` rows and start to compute those in `known`."""
         mask = np.full((num_rows, self._num_words), ALL_ALLOWED, np.uint32)
         done = frozenset(index for _, index in known)
         computing = self._thread.submit(self.fill, mask, known) if known else None
@@ -182,15 +192,15 @@ class MaskWriter:
 
 @dataclass(frozen=True)
 class MaskJob:
-    """Masks on their way."""
+    """The masks of one step, partly still being computed."""
 
     mask: U32
-    done: frozenset[int]  # rows that are being computed
+    done: frozenset[int]  # rows whose computation was started in `begin`
     computing: "Future[None] | None"
     writer: MaskWriter
 
     def finish(self, rows: list[MaskRow]) -> U32:
-        """The masks of all these rows."""
+        """Wait, compute the masks of the remaining `rows`, and return all."""
         if self.computing is not None:
             self.computing.result()
         late = [row for row in rows if row[1] not in self.done]

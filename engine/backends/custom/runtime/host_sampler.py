@@ -1,9 +1,9 @@
-"""From logits on the host to tokens, for a runner whose device has no sampler of its own.
+"""Sampling on the CPU with numpy, for runners whose device has no sampler of its own.
 
-Penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
-model itself, before any of these. Top-k, top-p and min-p are floors: every token as likely as the
-least likely one kept is kept too, so that the result depends on values alone. The draw adds keyed
-Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
+The order is: penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Logprobs are the
+model's own, from before all of these. Top-k, top-p and min-p are probability floors: every token
+that ties with the least likely kept token is kept too, so the result depends on values alone.
+Sampling adds keyed Gumbel noise and takes the argmax; temperature 0 takes the argmax without noise.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,17 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import Sampled
 
-MIX_1, MIX_2 = 0x7FEB352D, -0x7B935975  # int32 multipliers that spread a bit over the word
+MIX_1, MIX_2 = 0x7FEB352D, -0x7B935975  # int32 multipliers of the integer hash
 MASK_31 = 0x7FFFFFFF
 
 
 def token_words(vocab_size: int) -> I32:
-    """One well-mixed word per token id; constant for a model."""
+    """A 32-bit hash of each token id; constant for a model."""
     return _mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
 
 
 def row_keys(seed: I64, choice: I32, position: I32) -> I32:
-    """(R, 2) words per row. The second is odd, so that multiplying by it loses nothing."""
+    """Two hash words per row, (R, 2). The second is odd, so multiplying by it is a bijection."""
     key = _mix64(seed.astype(np.uint64))
     key = _mix64(key ^ choice.astype(np.uint64))
     key = _mix64(key ^ (position.astype(np.uint64) << np.uint64(32)))
@@ -43,19 +43,20 @@ def row_keys(seed: I64, choice: I32, position: I32) -> I32:
 
 
 def gumbel(np_like: Any, keys: Any, words: Any) -> Any:
-    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,), by numpy or by a
-    library whose functions have its names.
+    """Standard Gumbel noise (R, V) from row keys (R, 2) and token words (V,).
+
+    `np_like` is numpy or a library with the same function names.
     """
-    bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32, wrapping around
+    bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32 multiplication wraps around
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * MIX_1
     bits = ((bits ^ ((bits >> 16) & 0xFFFF)) * MIX_2) & MASK_31
-    # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
+    # Uniform in (0, 1), with the finest resolution near 0, where the winning exponentials lie.
     uniform = np_like.clip(bits.astype(np.float32), 0.5, 2.0**31 - 128) * 2.0**-31
     return -np_like.log(-np_like.log1p(-uniform))
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words whose every output bit depends on every input bit."""
+    """A 64-bit integer hash: a bijection in which every input bit affects every output bit."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
@@ -67,14 +68,14 @@ Rows = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often each token of the vocabulary occurs in a slot's sequence."""
+    """Token counts of one slot's sequence, for penalties."""
 
     in_prompt: Bools  # (V,)
     in_output: I32  # (V,)
 
 
 class HostSampler:
-    """Keeps what penalties need to know of each slot's sequence."""
+    """Samples tokens, and keeps each slot's token counts for penalties."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -82,7 +83,7 @@ class HostSampler:
         self._counts: dict[int, Counts] = {}
 
     def sample(self, logits: F32, sampling: SamplingInputs) -> Sampled:
-        """logits (R, V) are left as they are."""
+        """Sample from logits (R, V), which are not modified."""
         self._begin(sampling)
         adjusted = logits
         if sampling.has_penalties or len(sampling.bias_rows) or sampling.mask is not None:
@@ -94,19 +95,21 @@ class HostSampler:
         tokens = adjusted.argmax(axis=1).astype(np.int32)
         rows = np.flatnonzero(sampling.temperature)
         if len(rows):
-            tokens[rows] = draw(adjusted[rows], sampling, rows, self._words)
+            tokens[rows] = sample_tokens(adjusted[rows], sampling, rows, self._words)
         tokens = np.where(sampling.forced == DRAW, tokens, sampling.forced).astype(np.int32)
         self._append(tokens, sampling)
         num_top = int(sampling.num_logprobs.max(initial=-1))
         return Sampled(tokens) if num_top < 0 else with_logprobs(logits, tokens, num_top)
 
     def _begin(self, sampling: SamplingInputs) -> None:
-        """Take over the histories that came with a step."""
+        """Load the token histories that came with this step."""
         for slot, in_prompt, in_output in histories(sampling, self._vocab_size):
             self._counts[slot] = Counts(in_prompt, in_output)
 
     def _penalize(self, logits: F32, sampling: SamplingInputs) -> None:
-        """In place. Repetition scales away from likely; the others subtract, over output only."""
+        """In place. Repetition divides or multiplies logits; presence and frequency subtract, over
+        output only.
+        """
         for row in np.flatnonzero(_penalized(sampling)):
             counts = self._counts[int(sampling.slots[row])]
             ids = np.flatnonzero(counts.in_prompt | (counts.in_output > 0))
@@ -123,8 +126,8 @@ class HostSampler:
 
 
 def histories(sampling: SamplingInputs, vocab_size: int) -> Iterator[tuple[int, Bools, I32]]:
-    """Of each slot whose history came with the step: which tokens its prompt has, and how often its
-    output has each, (V,).
+    """For each slot with a history in this step: whether the prompt has each token (V,), and how
+    often the output has it (V,).
     """
     for index, slot in enumerate(sampling.history_slots.tolist()):
         start, end = sampling.history_start[index : index + 2]
@@ -141,21 +144,23 @@ def _penalized(sampling: SamplingInputs) -> Bools:
 
 
 def allowed(mask: U32, vocab_size: int) -> Bools:
-    """The mask's bits as booleans, (R, V)."""
+    """Unpack the mask's bits to booleans (R, V)."""
     bits = np.unpackbits(mask.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 
 
-def draw(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
-    """One token for each of the chosen rows, whose temperature is above 0: (len(rows),)"""
+def sample_tokens(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
+    """Sample one token for each of `rows`, all of which have a temperature above 0:
+    (len(rows),).
+    """
     logits = logits / sampling.temperature[rows, None]
     top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
     keep_top_k(logits, top_k)
     if (top_p < 1).any() or min_p.any():
         keep_likely(logits, top_p, min_p)
     keys = row_keys(sampling.seed[rows], sampling.choice[rows], sampling.position[rows])
-    drawn: Rows = (logits + gumbel(np, keys, words)).argmax(axis=1)
-    return drawn
+    tokens: Rows = (logits + gumbel(np, keys, words)).argmax(axis=1)
+    return tokens
 
 
 def keep_top_k(logits: F32, top_k: I32) -> None:
@@ -166,7 +171,9 @@ def keep_top_k(logits: F32, top_k: I32) -> None:
 
 
 def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
-    """Top-p, then min-p (a share of the best token's probability, which top-p never removes)."""
+    """Top-p, then min-p, which is relative to the most likely token's probability. Top-p never
+    removes that token.
+    """
     probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     probs /= probs.sum(axis=1, keepdims=True)
     floor = probs.max(axis=1) * min_p
@@ -177,13 +184,14 @@ def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
 
 
 def nucleus_floor(probs: F32, target: F32) -> F32:
-    """The largest probability at or above which tokens sum to at least the target: (R,)
+    """The largest probability such that the tokens at or above it sum to at least the target: (R,).
 
-    Found by bisection over the bits of a float, whose order is that of the values. The last 7 bits
-    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
+    Bisects over the bits of a float32, which sort like the values. The last 7 bits stay 0, so
+    tokens whose probabilities agree to one part in 65,536 count as ties.
     """
     floor = np.full(len(probs), 2.0**-63, np.float32).view(np.int32)
-    for bit in reversed(range(7, 29)):  # of those set in 2 ** -63 .. 1, all but the highest
+    # The bits that differ between 2 ** -63 and 1, except the highest.
+    for bit in reversed(range(7, 29)):
         higher = floor | np.int32(1 << bit)
         mass = np.where(probs >= higher.view(np.float32)[:, None], probs, 0).sum(axis=1)
         floor = np.where(mass >= target, higher, floor)

@@ -1,6 +1,7 @@
-"""The engine's edge: requests become sequences, or are refused, and deadlines are kept.
+"""Where requests enter the engine: each becomes sequences or is refused. Deadlines are kept here
+too.
 
-The frontend validates too; what is checked again here is what would harm other requests.
+The frontend has validated requests already. Only what could harm other requests is checked again.
 """
 
 import heapq
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 class _Compiling:
     request: GenerateRequest
     prompt: Tokens
-    choices: list[int]  # that have not been aborted
+    choices: list[int]  # choices that were not aborted
     matcher: "Future[LLMatcher]"
     submitted_at: float
 
@@ -48,7 +49,7 @@ class _Compiling:
 
 
 class Intake:
-    """Admits requests to a scheduler's queue."""
+    """Puts requests into the scheduler's queue."""
 
     def __init__(
         self,
@@ -63,16 +64,19 @@ class Intake:
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
-        # Of all choices of a request. Those that have ended stay until they are in the majority.
+        # A heap of deadlines, one entry for all choices of a request. Ended requests are removed
+        # once they are the majority.
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
     def num_compiling(self) -> int:
-        """Requests whose grammar is not ready."""
+        """Number of requests that wait for their grammar to be compiled."""
         return len(self._compiling)
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
-        """Queue every choice of a request. A refusal comes back as the choices' last deltas."""
+        """Queue every choice of a request. A refusal is returned as the final delta of each
+        choice.
+        """
         faults.hit("intake", request.prompt)
         prompt = self._packed(request.prompt)
         error = self._find_fault(request, prompt)
@@ -90,7 +94,9 @@ class Intake:
         return self.admit_compiled(now)
 
     def admit_compiled(self, now: float) -> list[TokenDelta]:
-        """Queue the requests whose grammar is ready; refuse where it failed, or was too late."""
+        """Queue the requests whose grammar is ready. Refuse those whose grammar failed or came too
+        late.
+        """
         refused: list[TokenDelta] = []
         for each in list(self._compiling.values()):
             request, timeout_s = each.request, each.request.timeout_s
@@ -114,14 +120,14 @@ class Intake:
     def fail(
         self, request: GenerateRequest, choices: Iterable[int], now: float
     ) -> list[TokenDelta]:
-        """Taking these choices in went wrong somewhere: nothing of them is kept."""
+        """Remove these choices after an unexpected error while they were submitted."""
         self._compiling.pop(request.request_id, None)
         self._scheduler.abort(request.request_id, None, now)
         error = InferenceError("The engine could not take in this request.")
         return [refusal(request.request_id, choice, error) for choice in choices]
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
-        """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""
+        """Abort a request, or one choice of it, in any state. Unknown ids are ignored."""
         compiling = self._compiling.get(request_id)
         if compiling is None:
             return self._scheduler.abort(request_id, choice, now)
@@ -132,7 +138,7 @@ class Intake:
         return [TokenDelta(request_id, each, finish_reason="abort") for each in ended]
 
     def abort_compiling(self, now: float) -> list[TokenDelta]:
-        """End every request whose grammar is not ready."""
+        """Abort every request that waits for its grammar."""
         return [delta for each in list(self._compiling) for delta in self.abort(each, None, now)]
 
     def _enqueue(
@@ -171,7 +177,7 @@ class Intake:
                 deadline=deadline,
                 constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
                 pools=request.pools,
-                # The other choices have the same prompt.
+                # All choices share this prompt.
                 scores_prompt=params.score_prompt and choice == 0,
             )
             self._scheduler.add(seq)
@@ -182,8 +188,8 @@ class Intake:
         self._drop_ended()
 
     def expire(self, now: float) -> list[TokenDelta]:
-        """End requests whose deadline has passed, and those that waited too long to begin. One has
-        begun with its first choice: the others may well wait for that.
+        """End requests whose deadline has passed, and those that waited too long to be admitted. A
+        request counts as admitted with its first choice: its other choices may wait longer.
         """
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -205,7 +211,7 @@ class Intake:
             heapq.heapify(self._deadlines)
 
     def _packed(self, prompt: tuple[int, ...]) -> Tokens | None:
-        """None if one of the ids is not of the vocabulary."""
+        """The prompt as an int32 array; None if an id is outside the vocabulary."""
         try:
             tokens = packed(prompt)
         except OverflowError:
@@ -229,7 +235,7 @@ class Intake:
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
-        # Behind a prompt that pools nothing is written.
+        # A pooled prompt (an embedding) generates no token, so it may fill the context.
         if len(prompt) + (not request.pools) > spec.max_seq_len:
             return InvalidRequestError(
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
@@ -245,7 +251,7 @@ class Intake:
         return None
 
     def _max_tokens(self, request: GenerateRequest) -> int:
-        """What was asked for, as far as the context has room."""
+        """The requested max_tokens, limited to what is left of the context."""
         if request.pools:
             return 1
         asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
@@ -253,7 +259,9 @@ class Intake:
 
 
 def too_late(is_over: bool, waited_s: float) -> EngineError:
-    """For a request whose time is over, or that only waited too long to begin."""
+    """The error for a request past its deadline (`is_over`), or one that waited too long to be
+    admitted.
+    """
     if is_over:
         return RequestTimeoutError("The request's time limit passed before it was done.")
     return RateLimitError(

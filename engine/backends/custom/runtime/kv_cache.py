@@ -1,7 +1,7 @@
-"""All that the scheduler sees of KV memory: admit, extend, commit, release.
+"""The scheduler's view of KV memory: admit, extend, commit, release.
 
-The only caller of `BlockPool` and `RadixCache`. Keys and values are never touched here; a block is
-a number.
+This is the only caller of `BlockPool` and `RadixCache`. It deals in block ids; the keys and values
+themselves belong to the runner.
 """
 
 import logging
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class KVCache:
-    """Gives blocks to sequences and lets later sequences share what earlier ones computed.
+    """Allocates blocks to sequences and shares cached prefixes among them.
 
-    `max_cached_blocks` bounds what finished sequences leave behind, `max_cached_sequences` how many
-    distinct prefixes are remembered.
+    `max_cached_blocks` bounds the blocks kept for finished sequences; `max_cached_sequences` bounds
+    the number of distinct prefixes.
     """
 
     def __init__(
@@ -38,24 +38,22 @@ class KVCache:
         self.sharing = sharing
         self._max_cached_blocks = max_cached_blocks
         self._max_cached_sequences = max_cached_sequences
-        self.num_queried = 0  # tokens looked up
-        self.num_hit = 0  # tokens found
-        self.num_unpublished = 0  # times that publishing failed
+        self.num_queried = 0  # prompt tokens looked up in the prefix cache
+        self.num_hit = 0  # prompt tokens found there
+        self.num_unpublished = 0  # failed attempts to publish
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._blocks_for(num_tokens) <= self.pool.num_usable
 
     def match(self, seq: Sequence) -> list[int]:
-        """Cached blocks of the sequence's prefix; never all of it, since one token must be
-        computed.
-        """
+        """The cached blocks of the sequence's prefix. At least one token is left to compute."""
         if not self.sharing:
             return []
         return self.radix.match(seq.namespace, seq.tokens[:-1])
 
     def admit(self, seq: Sequence, matched: list[int], spare: int, reserve: int) -> bool:
-        """Share the matched blocks and take the rest for `reserve` tokens, if `spare` more would
-        remain.
+        """Share the `matched` blocks and allocate the rest for `reserve` tokens. False, with
+        nothing allocated, if fewer than `spare` blocks would remain.
         """
         assert not seq.blocks and reserve >= len(seq.tokens), (seq.blocks, reserve)
         faults.hit("allocate", seq.tokens)
@@ -64,7 +62,8 @@ class KVCache:
         if needed + spare > self.pool.num_free + evictable:
             return False
         self.pool.share(matched)
-        seq.blocks = list(matched)  # so that they are given back if there is no room after all
+        # Set first, so that `release` gives them back if the allocation fails.
+        seq.blocks = list(matched)
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
         seq.num_computed = seq.num_confirmed = len(matched) * self.block_size
@@ -73,7 +72,7 @@ class KVCache:
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make sure that the sequence has blocks for `num_tokens` tokens."""
+        """Grow the sequence's block table to hold `num_tokens` tokens. False if memory is short."""
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
         if needed <= 0:
             return True
@@ -85,15 +84,15 @@ class KVCache:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Publish the prompt blocks that are full and confirmed, while the sequence goes on.
+        """Publish the full, confirmed prompt blocks while the sequence keeps running.
 
-        What it generates is published at release: nobody can want it earlier, and steady decoding
-        then never touches the tree.
+        Generated tokens are published at release: no other request can match them earlier, and
+        steady decode then never touches the tree.
         """
         self._publish(seq, min(seq.num_confirmed, seq.num_prompt), only_own=True)
 
     def release(self, seq: Sequence) -> None:
-        """Publish every full confirmed block, then let go of all. Safe to call twice."""
+        """Publish every full, confirmed block, then drop all references. Safe to call twice."""
         self._publish(seq, seq.num_confirmed, only_own=False)
         self.pool.drop(seq.blocks)
         seq.blocks = []
@@ -101,16 +100,18 @@ class KVCache:
         self._enforce_bounds()
 
     def flush(self) -> int:
-        """Forget every prefix that no running sequence uses."""
+        """Drop every cached prefix that no running sequence uses."""
         return self.radix.evict(self.pool.num_evictable)
 
     def rebuild(self) -> None:
-        """Start over with an empty pool and tree; only when no sequence holds a block."""
+        """Reset to an empty pool and tree. Allowed only when no sequence holds a block."""
         self.pool.reset()
         self.radix.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert conservation, reference counts and tree shape against the sequences' own lists."""
+        """Assert block conservation, reference counts and tree shape against the sequences' block
+        lists.
+        """
         sequences = list(sequences)
         self.radix.check()
         self.pool.check([seq.blocks for seq in sequences], self.radix.blocks())
@@ -128,7 +129,9 @@ class KVCache:
             assert evicted == short, (evicted, short)
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        """What can't be published is computed again by whoever needs it; nobody fails for it."""
+        """Publish blocks to the prefix cache. A failure is only counted: a later request recomputes
+        them.
+        """
         if not self.sharing:
             return
         count = num_tokens // self.block_size

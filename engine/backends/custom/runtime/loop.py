@@ -1,9 +1,9 @@
-"""The engine's loop: read the inbox, schedule, run, hand out what came back.
+"""The engine loop: read messages, schedule a step, run it, send out its tokens.
 
-A step's forward pass is launched before the previous step's tokens are waited for, when the runner
-is asynchronous (depth 1); otherwise each step is finished in its own iteration. One loop serves
-both. A step that raises is bisected (`recovery.py`) until the row that fails alone is found: only
-that request is lost. Every other stage fails the request it works for and no other.
+With an asynchronous runner (depth 1), a step's forward pass is launched before the previous step's
+tokens are awaited. With depth 0, each step finishes in its own iteration. When a step raises, it is
+bisected (`recovery.py`) until one row fails alone, and only that request fails. An error in any
+other stage fails only the request that the stage was working on.
 """
 
 import logging
@@ -50,14 +50,14 @@ T = TypeVar("T")
 IDLE_POLL_S = 1.0
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
-# A step that takes longer than this, and much longer than any was expected to, does not end.
-LEAST_PATIENCE_S = 10.0
-PATIENCE = 20.0  # times what a step is expected to take
-MAX_SCHEDULE_FAILURES = 2  # in a row
+# Minimum time before a running step counts as hung.
+MIN_PATIENCE_S = 10.0
+PATIENCE = 20.0  # a step counts as hung after this many times its expected duration
+MAX_SCHEDULE_FAILURES = 2  # consecutive
 
 
 class Channel(Protocol):
-    """Where messages come from and go to."""
+    """The engine's connection to its frontend."""
 
     def poll(self, timeout_s: float) -> list[ToEngine]: ...
 
@@ -66,7 +66,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step that was sampled and not waited for yet."""
+    """A step whose tokens were sampled on the device but not awaited yet."""
 
     batch: ScheduledBatch
     pending: PendingTokens
@@ -82,7 +82,7 @@ class Forwarded:
 
 
 class EngineLoop:
-    """Owns a scheduler and a runner; everything happens in the thread that calls `run`."""
+    """Owns a scheduler and a runner. Everything happens in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -101,20 +101,20 @@ class EngineLoop:
         self._pulse = pulse or NoPulse()
         self._builder = BatchBuilder(runner.spec)
         self._grammars = grammars
-        self._masks: MaskWriter | None = None  # made for the first row that needs one
+        self._masks: MaskWriter | None = None  # created for the first constrained row
         self._intake = Intake(runner.spec, scheduler, max_queued, grammars)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
         self._steps = StepCounter()
-        self._finished_at = 0.0  # the last step
+        self._finished_at = 0.0  # when the last step finished
         self._checked_step = 0
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
         self._reported = (0, 0, 0)  # steps, running, waiting
-        self._num_schedule_failures = 0  # in a row
+        self._num_schedule_failures = 0  # consecutive
         self._patience_s = UNKNOWN_PATIENCE_S
-        self.is_computing = False  # a call of the runner, which may be interrupted
+        self.is_computing = False  # inside a runner call, which the watchdog may interrupt
         self._pulse.watch(self)
 
     def run(self) -> None:
@@ -124,7 +124,7 @@ class EngineLoop:
         self._end_all()
 
     def turn(self, idle_timeout_s: float) -> None:
-        """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
+        """Run one iteration. Blocks for up to `idle_timeout_s` when there is no work."""
         is_idle = self._launched is None and not self.scheduler.has_work
         is_compiling = self._intake.num_compiling > 0
         self._pulse.beat(not is_idle, self._patience_s)
@@ -162,15 +162,15 @@ class EngineLoop:
             self._recover(batch, error)
 
     def _begin(self, batch: ScheduledBatch) -> None:
-        """The pulse tells of a step before it begins, and how long it may honestly take."""
+        """Write to the heartbeat that a step begins, and after how long it counts as hung."""
         expected_s = self._budget.step_s(len(batch.rows), batch.num_tokens)
         self._patience_s = UNKNOWN_PATIENCE_S
         if expected_s is not None:
-            self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * expected_s)
+            self._patience_s = max(MIN_PATIENCE_S, PATIENCE * expected_s)
         self._pulse.beat(True, self._patience_s)
 
     def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
-        """A call that may take long: here, and nowhere else, a step can be interrupted."""
+        """Run a slow call. A step can be interrupted only inside this function."""
         self.is_computing = True
         try:
             return call(*arguments)
@@ -209,7 +209,9 @@ class EngineLoop:
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
-        """Take in the launched step, if there is one; it stays launched when it raises."""
+        """Wait for the launched step, if any, and apply its output. It stays launched if this
+        raises.
+        """
         launch = self._launched
         if launch is None:
             return
@@ -217,7 +219,7 @@ class EngineLoop:
         self._launched = None
         now = time.monotonic()
         self._num_steps += 1
-        # A step launched behind another one began, on the device, when that one ended.
+        # On the device, a step queued behind another one started when that one ended.
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
@@ -228,8 +230,8 @@ class EngineLoop:
         self._send(self.scheduler.update(launch.batch, output, now))
 
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
-        """Bisect the steps in flight: a row that fails alone fails its request, and a step without
-        rows that fails too ends the engine.
+        """Bisect the steps in flight. A row that fails alone fails its request. If a step without
+        rows fails as well, the engine ends.
         """
         log.error("a step failed; bisecting it", exc_info=error)
         if is_out_of_memory(error):
@@ -240,12 +242,12 @@ class EngineLoop:
         bisection = Bisection(self.scheduler, self._run_whole, self._send)
         for failed in batches:
             bisection.run(failed.rows)
-        # When this raises too, the fault is in no request: the engine is lost.
+        # If even a warm-up step raises, no request is at fault: the engine ends.
         warm_up(self._runner)
 
     def _recover_schedule(self, error: Exception) -> None:
-        """Nothing of the new step was launched. The sequence that it failed for is failed; a
-        failure for no sequence is tried again, but not for ever.
+        """Recover from an error in `schedule`; the new step was not launched. Fail the sequence
+        that caused it. An error that belongs to no sequence is retried a few times.
         """
         if not isinstance(error, SequenceFaultError):
             self._num_schedule_failures += 1
@@ -262,10 +264,10 @@ class EngineLoop:
         if isinstance(error, SequenceFaultError) and error.seq.finish_reason is None:
             failure = InferenceError("The engine failed on this request.")
             self._send([self.scheduler.fail(error.seq, failure, time.monotonic())])
-        self.scheduler.check()  # what is broken now is broken for everybody
+        self.scheduler.check()  # if the scheduler's state is broken, the engine ends here
 
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
-        """One step without overlap."""
+        """Run one step from forward to output, without overlap."""
         output = self._wait(self._sample(self._forward(batch), batch))
         self._num_steps += 1
         return output
@@ -286,7 +288,7 @@ class EngineLoop:
         try:
             return self._intake.submit(request, now)
         except Exception:
-            log.exception("request %s could not be taken in", request.request_id)
+            log.exception("request %s could not be submitted", request.request_id)
             return self._intake.fail(request, range(request.params.n), now)
 
     def _control(self, message: Control) -> ControlReply:
@@ -310,8 +312,8 @@ class EngineLoop:
             self._masks.close()
 
     def _tidy_up(self) -> None:
-        """Nothing to do: let old prefixes go, and check the invariants once after each spell of
-        work. A broken one must not become an outage: count it, forget the cache, go on.
+        """Idle work: expire old prefixes, and check the invariants once after each busy period. If
+        one is broken, count it, rebuild the cache and go on.
         """
         self.scheduler.kv.radix.expire()
         if self._checked_step == self._num_steps:
@@ -326,7 +328,7 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        """Something has happened since the last report; it need not have been a step."""
+        """Whether the step count or the queues changed since the last report."""
         return self._reported != self._state
 
     @property
@@ -341,7 +343,7 @@ class EngineLoop:
             self._channel.send(Stats(self.stats()))
 
     def describe(self) -> str:
-        """Called by another thread, while this one is stuck."""
+        """The loop's state for the log. The watchdog thread calls this while the loop is stuck."""
         return str(self.stats())
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""Turns what happened to a sequence into the `TokenDelta` that leaves the engine."""
+"""Builds the `TokenDelta` messages that leave the engine, and `StepOutput` from arrays."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,14 @@ from engine.core.interfaces.request import TokenDelta, TokenLogprobs
 def token_delta(
     seq: Sequence,
     tokens: tuple[int, ...],
-    drawn: tuple[StepOutput, int] | None,
+    sampled: tuple[StepOutput, int] | None,
     now: float,
     error: EngineError | None = None,
 ) -> TokenDelta:
-    """`drawn` says where a step's output holds the token. The first delta carries cache hit and
-    times.
+    """The delta for newly sampled tokens, or for an ending without tokens.
+
+    `sampled` is the step's output and the token's row in it. The first delta also carries the cache
+    hit and the times.
     """
     is_first = bool(tokens) and seq.first_token_at is None
     if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
@@ -31,7 +33,7 @@ def token_delta(
         seq.request_id,
         seq.choice,
         tokens,
-        logprobs=_logprobs(seq, drawn),
+        logprobs=_logprobs(seq, sampled),
         finish_reason=seq.finish_reason,
         stop_token_id=tokens[-1] if ended_by_id else None,
         num_cached=seq.num_cached if is_first else 0,
@@ -44,7 +46,7 @@ def token_delta(
 
 
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
-    """The only delta of a sequence that pools."""
+    """The only delta of a sequence that returns an embedding."""
     started_at = seq.started_at if seq.started_at is not None else now
     return TokenDelta(
         seq.request_id,
@@ -58,17 +60,17 @@ def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
 
 
 def scores(seq: Sequence, output: StepOutput, start: int, end: int) -> list[TokenLogprobs]:
-    """What rows `start` to `end` of a step say of a prompt's own tokens."""
+    """Prompt logprobs from rows `start` to `end` of a step's output."""
     return [_row_logprobs(output, row, seq.params.logprobs or 0) for row in range(start, end)]
 
 
 def _logprobs(
-    seq: Sequence, drawn: tuple[StepOutput, int] | None
+    seq: Sequence, sampled: tuple[StepOutput, int] | None
 ) -> tuple[TokenLogprobs, ...] | None:
     wanted = seq.params.logprobs
-    if wanted is None or drawn is None:
+    if wanted is None or sampled is None:
         return None
-    return (_row_logprobs(*drawn, wanted),)
+    return (_row_logprobs(*sampled, wanted),)
 
 
 def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
@@ -84,7 +86,7 @@ def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
 
 
 def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
-    """The only delta of a choice that was never queued."""
+    """The only delta of a choice that was refused before it was queued."""
     return TokenDelta(
         request_id,
         choice,
@@ -95,7 +97,7 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
 
 
 class Sampled(NamedTuple):
-    """Arrays of any library. What no row asked for is None."""
+    """Sampler results as arrays of any library. Fields that no row asked for are None."""
 
     tokens: Any  # (R,) integers
     logprobs: Any = None  # (R,)
@@ -110,8 +112,10 @@ def step_output(
     query_start: I32,
     sampling: SamplingInputs,
 ) -> StepOutput:
-    """From numpy's arrays, which may be padded behind the rows, behind the alternatives (K) or, in
-    `finite`, behind the tokens. `hidden` (R, D) is of all rows; `sampled` None: no row samples.
+    """Build a `StepOutput` from numpy arrays, cutting off padding.
+
+    Arrays may be padded past the R rows, past the K alternatives and, in `finite`, past the step's
+    tokens. `hidden` (R, D) has all rows. `sampled` is None when no row samples.
     """
     of_rows = np.logical_and.reduceat(finite[: query_start[-1]], query_start[:-1])
     count = len(sampling.slots)

@@ -1,7 +1,7 @@
-"""Rows whose next token is known and whose probability is wanted: a prompt's own tokens.
+"""Logprobs of prompt tokens: rows of logits whose next token is already known.
 
-Such a row goes through the sampler like any other, with its token forced and everything that would
-change a draw switched off.
+Such a row goes through the sampler like any other. Its token is forced, and penalties and
+temperature are switched off.
 """
 
 from dataclasses import replace
@@ -11,20 +11,23 @@ import numpy as np
 from engine.backends.custom.runtime.model_runner import DRAW, I32, SamplingInputs
 from engine.backends.custom.runtime.sequence import ScheduledBatch
 
-# Value of each field for a forced row; fields that are not here keep their row's own.
+# Values for a forced row. Fields that are not listed keep the row's own value.
 _NEUTRAL = {"temperature": 0, "repetition": 1, "presence": 0, "frequency": 0}
 _PER_ROW = ("top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs")
 
 
-def with_scores(drawn: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
-    """`drawn` has a row for each that draws; the result has those of `logit_rows`, in its order."""
+def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
+    """Extend the sampling inputs with the forced rows.
+
+    `sampling` has only the rows that sample; the result has all of `logit_rows`, in their order.
+    """
     forced, owner, place = _layout(batch)
     is_forced = forced != DRAW
-    # A sequence in the midst of its prompt has scored rows but draws nothing: any row's values do,
-    # except for the facts that are its own.
+    # A sequence in mid-prefill has scored rows but no sampling row to copy from. Any row's values
+    # do; slots and num_logprobs are set below.
     source = np.maximum(place, 0)
-    fields = {name: getattr(drawn, name) for name in (*_NEUTRAL, *_PER_ROW)}
-    if not len(drawn.slots):
+    fields = {name: getattr(sampling, name) for name in (*_NEUTRAL, *_PER_ROW)}
+    if not len(sampling.slots):
         fields = {name: np.zeros(1, values.dtype) for name, values in fields.items()}
     grown = {name: values[source] for name, values in fields.items()}
     for name, value in _NEUTRAL.items():
@@ -33,31 +36,31 @@ def with_scores(drawn: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
     grown["slots"] = np.array([rows[index].slot for index in owner], np.int32)
     asked = np.array([rows[index].seq.params.logprobs or 0 for index in owner], np.int32)
     grown["num_logprobs"] = np.where(is_forced, asked, grown["num_logprobs"]).astype(np.int32)
-    where = np.flatnonzero(~is_forced).astype(np.int32)  # of each drawing row in the result
-    mask = drawn.mask
+    where = np.flatnonzero(~is_forced).astype(np.int32)  # index of each sampling row in the result
+    mask = sampling.mask
     if mask is not None:
         wide = np.full((len(forced), mask.shape[1]), 0xFFFFFFFF, np.uint32)
         wide[where] = mask
         mask = wide
     return replace(
-        drawn,
+        sampling,
         **grown,
         sample_rows=owner,
         forced=forced,
         mask=mask,
-        bias_rows=where[drawn.bias_rows],
-        hidden_rows=where[drawn.hidden_rows],
+        bias_rows=where[sampling.bias_rows],
+        hidden_rows=where[sampling.hidden_rows],
     )
 
 
 def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
-    """For each row of logits: the forced token or DRAW, its row in the batch, and its row among
-    those that draw (-1 where its sequence does not).
+    """For each row of logits: the forced token or DRAW, its row in the batch, and its index among
+    the sampling rows (-1 if its sequence does not sample).
     """
     forced: list[int] = []
     owner: list[int] = []
     place: list[int] = []
-    num_drawn = 0
+    num_sampling = 0
     for index, row in enumerate(batch.rows):
         if row.num_scored:
             forced += row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
@@ -65,6 +68,6 @@ def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
             forced.append(DRAW)
         count = row.num_scored + row.samples
         owner += [index] * count
-        place += [num_drawn if row.samples else -1] * count
-        num_drawn += row.samples
+        place += [num_sampling if row.samples else -1] * count
+        num_sampling += row.samples
     return (np.array(forced, np.int32), np.array(owner, np.int32), np.array(place, np.int32))

@@ -1,9 +1,8 @@
-"""The waiting line: who is admitted next.
+"""The waiting queue: which sequence is admitted next.
 
-Between priorities there is aging: a sequence gains one for every AGING_STEPS steps since it was
-submitted, so that a stream of urgent requests delays an unimportant one for a bounded time only.
-Within a priority the tenant that was given the fewest tokens is next (`FairShare`), and each
-tenant's own sequences are served first come first served.
+Priorities age: a waiting sequence gains one level every AGING_STEPS steps, so urgent requests delay
+the others only for a bounded time. Within a priority, the tenant that has been given the fewest
+tokens is next (`FairShare`). Each tenant's own sequences are first come, first served.
 """
 
 import heapq
@@ -13,28 +12,31 @@ from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.sequence import Sequence, packed
 
-# What an answer is taken for until it ends; asking for more is no reason to wait longer.
+# Output tokens charged at admission; the real count is settled at the end. A high max_tokens alone
+# does not make a request wait longer.
 GUESSED_TOKENS = 256
-# Of a step: enough for a question behind a text that is cached.
+# Prefill tokens kept per step for new tenants: enough for a question after a cached text.
 NEWCOMER_TOKENS = 64
-# Tenants that are remembered without waiting; past it they are taken for newcomers.
+# Tenants with nothing waiting whose counts are kept. Beyond that, they count as new.
 MAX_REMEMBERED = 1024
 
 
 class FairShare:
     def __init__(self) -> None:
         self._given: dict[str, int] = {}
-        self._clock = 0  # the count at which whoever was admitted last stood
+        self._clock = 0  # the count of the last admitted tenant
 
     def given(self, tenant: str) -> int:
         return self._given.get(tenant, self._clock)
 
     def begin(self, tenant: str) -> None:
-        """The tenant had nothing waiting, and has now."""
+        """Called when a tenant's first sequence starts to wait."""
         self._given[tenant] = max(self.given(tenant), self._clock)
 
     def end(self, waiting: Collection[str]) -> None:
-        """A tenant has nothing waiting any more; `waiting` are those who have."""
+        """Called when a tenant has nothing waiting any more. `waiting` are the tenants that still
+        do.
+        """
         if not waiting:
             self._clock = max([self._clock, *self._given.values()])
             self._given.clear()
@@ -52,9 +54,10 @@ class FairShare:
 
 
 class Newcomers:
-    """Keeps a part of a step for a tenant that has nothing running: it would have to wait for all
-    the prompts that others have begun. Every other such step has no room for prompts but these, so
-    that it ends soon; prompts already begun go on in the rest.
+    """Reserves part of each step for tenants that have nothing running.
+
+    Without it, they would wait until all prefill in progress is done. Every second such step
+    computes no other prefill, so it is short; prefill in progress continues in the steps between.
     """
 
     def __init__(self) -> None:
@@ -63,8 +66,10 @@ class Newcomers:
     def room(
         self, budget: int, waiting: Collection[str], running: Listed[Sequence]
     ) -> tuple[int, int]:
-        """The step's tokens, and how many of them no sequence that is running gets for a prompt;
-        `waiting` are tenants of whom somebody could be admitted.
+        """The step's token budget, and how many of its tokens running sequences can't use for
+        prefill.
+
+        `waiting` are the tenants that have a sequence to admit.
         """
         kept = self._kept(budget, waiting, running)
         if kept and not self._was_short:
@@ -93,14 +98,15 @@ AGING_STEPS = 1024
 
 
 class WaitingLine:
-    """One line for each tenant in each priority, sorted by arrival, so that a preempted sequence
-    keeps its seniority.
+    """The waiting sequences, in one queue per priority and tenant.
+
+    Queues are sorted by arrival, so a preempted sequence keeps its seniority.
     """
 
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, list[Sequence]]] = {}
         self._share = FairShare()
-        self._num_waiting: dict[str, int] = {}  # of each tenant
+        self._num_waiting: dict[str, int] = {}  # sequences per tenant
 
     def __len__(self) -> int:
         return sum(self._num_waiting.values())
@@ -111,7 +117,7 @@ class WaitingLine:
                 yield from line
 
     def tenants(self) -> Set[str]:
-        """Those of whom somebody waits."""
+        """The tenants that have waiting sequences."""
         return self._num_waiting.keys()
 
     def add(self, seq: Sequence) -> None:
@@ -135,16 +141,18 @@ class WaitingLine:
             self._share.end(self._num_waiting)
 
     def charge(self, seq: Sequence) -> None:
-        """The sequence was admitted for the first time."""
+        """Charge the tenant for a sequence that is admitted for the first time."""
         self._share.charge(seq)
 
     def settle(self, seq: Sequence) -> None:
-        """A sequence that was admitted has ended: what it was given is known."""
+        """Replace the tenant's estimated charge by the actual tokens of an ended sequence."""
         self._share.settle(seq)
 
     def in_order(self, step: int) -> Iterator[Sequence]:
-        """Everybody, in the order of admission at this step; who is taken may leave meanwhile, and
-        counts for its tenant at once.
+        """All waiting sequences in order of admission at this step.
+
+        The caller may remove each yielded sequence. An admission is charged at once, so it affects
+        the order of those that follow.
         """
         turns = {priority: _Turns(lines, self._share) for priority, lines in self._lines.items()}
 
@@ -160,11 +168,11 @@ class WaitingLine:
 
 
 class _Turns:
-    """The sequences of one priority, one after the other. `next`, then `advance`."""
+    """Iterates over the sequences of one priority in fair order: call `next`, then `advance`."""
 
     def __init__(self, lines: dict[str, list[Sequence]], share: FairShare) -> None:
         self._share = share
-        # Turned around: the next of each is at its end.
+        # Reversed, so that each tenant's next sequence is at the end.
         self._left = {tenant: line[::-1] for tenant, line in lines.items()}
         self._by_share = [self._place(tenant) for tenant in self._left]
         self._by_age = [(line[-1].arrival, tenant) for tenant, line in self._left.items()]
@@ -177,13 +185,13 @@ class _Turns:
             line = self._left.get(tenant)
             if line and line[-1].arrival == arrival:
                 return line[-1]
-            heapq.heappop(self._by_age)  # it has had its turn
+            heapq.heappop(self._by_age)  # stale: that sequence was already yielded
 
     def next(self) -> Sequence:
         return self._left[self._by_share[0][-1]][-1]
 
     def advance(self) -> bool:
-        """Past the one that was `next`; False at the end."""
+        """Move past the sequence that `next` returned; False at the end."""
         tenant = self._by_share[0][-1]
         line = self._left[tenant]
         line.pop()
@@ -196,27 +204,30 @@ class _Turns:
         return bool(self._left)
 
     def _place(self, tenant: str) -> tuple[bool, int, int, str]:
-        """Whoever was preempted has been paid for already, and goes first."""
+        """Heap key of a tenant. A preempted sequence was charged before, so it goes first."""
         first = self._left[tenant][-1]
         return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)
 
 
 class InflightPrefixes:
-    """Chain hash of a prompt prefix, block by block -> the running sequence that computes that
-    block.
+    """Prompt prefixes that running sequences are about to publish.
+
+    Maps the chain hash of each prompt block to the running sequence that computes it.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._width = block_size * packed().itemsize  # bytes of a block's ids
+        self._width = block_size * packed().itemsize  # bytes per block of token ids
         self._owners: dict[int, Sequence] = {}
         self._owned: dict[Sequence, list[int]] = {}
         self._chains: dict[Sequence, list[int]] = {}
-        # Of the last sequence that came: often the next one begins like it.
+        # The last added sequence, because the next one often has the same prefix.
         self._latest: tuple[str, bytes, list[int]] = ("", b"", [])
 
     def add(self, seq: Sequence) -> None:
-        """The sequence waits: remember its chain, so that it is hashed once in its life."""
+        """Hash the prompt of a newly waiting sequence. The chain is kept until the sequence is
+        removed.
+        """
         data, width = seq.tokens[: seq.num_prompt].tobytes(), self._width
         namespace, latest, known = self._latest
         common = _common_blocks(data, latest, width) if namespace == seq.namespace else 0
@@ -229,26 +240,26 @@ class InflightPrefixes:
         self._latest = seq.namespace, data, chain
 
     def remove(self, seq: Sequence) -> None:
-        """The sequence is gone."""
+        """Forget a sequence that has ended."""
         self.disown(seq)
         self._chains.pop(seq, None)
 
     def own(self, seq: Sequence, first_block: int) -> None:
-        """The sequence starts to compute its prompt from `first_block` on."""
+        """Register the sequence as the one that computes its prompt from `first_block` on."""
         new = self._chains[seq][first_block:]
         self._owned[seq] = [key for key in new if self._owners.setdefault(key, seq) is seq]
 
     def disown(self, seq: Sequence) -> None:
-        """The sequence computes no longer, or has published all of its prompt."""
+        """Unregister a sequence that stopped, or that has published its whole prompt."""
         for key in self._owned.pop(seq, ()):
             del self._owners[key]
 
     def hold(self, seq: Sequence, num_matched: int) -> bool:
-        """Whether another sequence is about to publish block `num_matched`; the sequence is held
-        for it.
+        """Whether another sequence is about to publish block `num_matched`. If so, mark `seq` to
+        wait for it.
         """
         chain = self._chains[seq]
-        # The last prompt token is always computed, so a block that holds it is of no use.
+        # The last prompt token is always computed, so its block can't come from the cache.
         if (num_matched + 1) * self._block_size >= len(seq.tokens) or num_matched >= len(chain):
             return False
         owner = self._owners.get(chain[num_matched])
@@ -259,16 +270,20 @@ class InflightPrefixes:
         return True
 
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
-        """Assert that nothing is remembered of sequences that are gone."""
+        """Assert that only live sequences are registered."""
         running = set(running)
-        assert self._chains.keys() == running | set(waiting), "a chain of nobody, or none"
-        assert running.issuperset(self._owned), "a block is awaited from nobody"
+        assert self._chains.keys() == running | set(waiting), (
+            "a chain without its sequence, or the reverse"
+        )
+        assert running.issuperset(self._owned), (
+            "a block is awaited from a sequence that does not run"
+        )
         owners = {key: seq for seq, keys in self._owned.items() for key in keys}
         assert owners == self._owners, "owners"
 
 
 def _common_blocks(data: bytes, other: bytes, width: int) -> int:
-    """Leading blocks of `width` bytes in which the two agree."""
+    """How many leading blocks of `width` bytes are equal."""
     low, high = 0, min(len(data), len(other)) // width
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,9 @@
 """The prefix cache: a radix tree from token prefixes to KV blocks.
 
-Edges are whole blocks and path-compressed: one node holds a run of blocks. The tree holds one
-reference on every block in it. `match` never changes anything; splitting happens in `insert`,
-trimming in `evict`. A sequence that holds a cached block holds all of the block's ancestors too,
-hence a block that the tree alone holds has only such blocks below it and can always be evicted,
-leaf by leaf.
+Edges are path-compressed runs of whole blocks. The tree holds one reference on each of its blocks.
+`match` changes nothing; `insert` splits nodes and `evict` trims them. A sequence that holds a
+cached block also holds all its ancestors. So below a block that only the tree holds there are only
+such blocks, and it can always be evicted leaf by leaf.
 """
 
 import time
@@ -17,7 +16,7 @@ from engine.backends.custom.runtime.sequence import Tokens, packed
 
 
 class Node:
-    """An edge of the tree with the blocks along it."""
+    """A node of the tree, with the blocks along the edge that leads to it."""
 
     __slots__ = (
         "blocks",
@@ -38,7 +37,7 @@ class Node:
         self.tenant = tenant
         self.blocks = blocks
         self.parent = parent
-        self.children: dict[bytes, Node] = {}  # by the ids of their first block
+        self.children: dict[bytes, Node] = {}  # keyed by the token ids of their first block
         self.created = 0
         self.last_used = 0
         self.num_uses = 0
@@ -46,7 +45,7 @@ class Node:
 
 
 class Root(Node):
-    """The top of one namespace's tree; kept only while something is below it."""
+    """The root of one namespace's tree. It exists only while it has nodes below it."""
 
     __slots__ = ("namespace",)
 
@@ -56,8 +55,10 @@ class Root(Node):
 
 
 class RadixCache:
-    """Token prefix -> blocks, one tree per namespace, bounded by an eviction policy and a time to
-    live. A tenant may have several namespaces; none is of two tenants.
+    """Maps token prefixes to blocks, with one tree per namespace.
+
+    An eviction policy and a time to live bound it. A tenant may have several namespaces; a
+    namespace belongs to one tenant.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RadixCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, without giving anything back to the pool."""
+        """Forget everything without returning blocks to the pool."""
         self._roots: dict[str, Root] = {}
         self._leaves.clear()
         self.num_leaves = 0
@@ -99,11 +100,12 @@ class RadixCache:
         only_own: bool,
         tenant: str = "",
     ) -> None:
-        """Store a prefix whose blocks the caller holds; what the tree has already stays as it is.
+        """Store a prefix whose blocks the caller holds. Blocks that are already cached stay as they
+        are.
 
-        `only_own` is for a caller that goes on running: it stops where the tree holds another block
-        than the caller's for the same tokens, since anything stored below it would have an ancestor
-        that the caller does not hold.
+        `only_own` is for a caller that keeps running: it stops where the tree has a different block
+        for the same tokens. Anything stored below that block would have an ancestor that the caller
+        does not hold.
         """
         if not blocks:
             return
@@ -131,8 +133,8 @@ class RadixCache:
             self._push(node)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` blocks that the tree alone holds, tails of the least valuable leaves
-        first.
+        """Free up to `count` blocks that only the tree holds, from the tails of the lowest-ranked
+        leaves.
         """
         freed = 0
         while freed < count and (node := self._leaves.pop()) is not None:
@@ -140,14 +142,16 @@ class RadixCache:
         return freed
 
     def evict_leaf(self) -> int:
-        """Free what can be freed of the least valuable leaf; 0 when every leaf is in use."""
+        """Free as much as possible of the lowest-ranked leaf. Returns 0 when every leaf is in
+        use.
+        """
         while (node := self._leaves.pop()) is not None:
             if freed := self._trim(node, len(node.blocks)):
                 return freed
         return 0
 
     def expire(self) -> int:
-        """Free the prefixes whose time to live has passed and that nobody uses."""
+        """Free the prefixes whose time to live has passed and that no sequence uses."""
         if self._ttl_s is None:
             return 0
         now, freed = self._clock(), 0
@@ -162,8 +166,10 @@ class RadixCache:
         return freed
 
     def find_leaves(self) -> None:
-        """Look for what can be evicted in the whole tree. A leaf that was in use when room was made
-        is offered again when its user stores it; for a user that could not, this does it.
+        """Rebuild the list of leaves from the whole tree.
+
+        A leaf that was in use at the last eviction returns to the list when its user publishes it.
+        If that failed, this finds the leaf.
         """
         self._leaves.replace(each for each in self._nodes() if not each.children)
 
@@ -172,7 +178,7 @@ class RadixCache:
             yield from node.blocks
 
     def check(self) -> None:
-        """Assert the shape of the tree: whole blocks, labels that agree, distinct siblings, leaf
+        """Assert the shape of the tree: whole blocks, consistent labels, distinct siblings, leaf
         count.
         """
         size, leaves = self._block_size, 0
@@ -190,8 +196,8 @@ class RadixCache:
         assert cached == self._leaves.by_tenant, "blocks of tenants"
 
     def _walk(self, namespace: str, tokens: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes along `tokens` with how many of their blocks agree; only the last may be
-        partial.
+        """The nodes along `tokens`, each with the number of its blocks that match. Only the last
+        node may match partially.
         """
         node: Node | None = self._roots.get(namespace)
         done, size = 0, self._block_size
@@ -207,12 +213,13 @@ class RadixCache:
             done += common
 
     def _common_blocks(self, node: Node, tokens: Tokens, done: int) -> int:
-        """Leading blocks of the edge that spell `tokens` from block `done` on; at least one."""
+        """How many leading blocks of the edge equal `tokens` from block `done` on; at least one."""
         size, start = self._block_size, done * self._block_size
-        most = min(len(node.blocks), len(tokens) // size - done)
-        if node.tokens[: most * size] == tokens[start : start + most * size]:
-            return most
-        low, high = 1, most - 1  # the first block is known to agree, all of them are known not to
+        max_blocks = min(len(node.blocks), len(tokens) // size - done)
+        if node.tokens[: max_blocks * size] == tokens[start : start + max_blocks * size]:
+            return max_blocks
+        # The first block is known to match, and the whole edge is known not to.
+        low, high = 1, max_blocks - 1
         while low < high:
             middle = (low + high + 1) // 2
             if node.tokens[: middle * size] == tokens[start : start + middle * size]:
@@ -232,7 +239,7 @@ class RadixCache:
 
     def _attach(self, parent: Node, tokens: Tokens, blocks: list[int]) -> Node:
         if parent.children or isinstance(parent, Root):
-            self.num_leaves += 1  # otherwise the parent stops being one
+            self.num_leaves += 1  # otherwise the new leaf replaces its parent as a leaf
         node = Node(tokens, blocks, parent, parent.tenant)
         self._leaves.count(node.tenant, len(blocks))
         node.created = self._tick
@@ -242,7 +249,7 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, count: int) -> Node:
-        """Put the first `count` blocks of the node's edge into a new parent of it."""
+        """Move the first `count` blocks of the node's edge to a new parent node."""
         size, parent = self._block_size, node.parent
         assert parent is not None and 0 < count < len(node.blocks)
         upper = Node(node.tokens[: count * size], node.blocks[:count], parent, node.tenant)
@@ -263,12 +270,14 @@ class RadixCache:
             self.find_leaves()
 
     def _is_evictable(self, key: Key, node: Node) -> bool:
-        """It is a leaf, as valuable as when it was noted, that the tree alone holds at its tail."""
+        """Whether the node is a leaf whose rank is still `key` and whose last block only the tree
+        holds.
+        """
         is_current = not node.children and node.blocks and key == self._key(node)
         return bool(is_current) and self._pool.refs(node.blocks[-1]) == 1
 
     def _trim(self, node: Node, count: int) -> int:
-        """Drop up to `count` blocks from the node's end while the tree alone holds them."""
+        """Drop up to `count` blocks from the node's tail, as long as only the tree holds them."""
         freed = 0
         while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:
             self._pool.uncache(node.blocks.pop())

@@ -1,4 +1,4 @@
-"""What follows a step that raised: the row at fault is found by bisection, and it alone fails."""
+"""Recovery from a step that raised: bisection finds the faulty row, and only its request fails."""
 
 import logging
 import time
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 class Bisection:
-    """Repeats the rows of a failed step. The scheduler has been rolled back to what is confirmed.
+    """Reruns the rows of a failed step. The scheduler was rolled back to its confirmed state.
 
-    `run_step` runs a batch from its inputs to its output; `emit` hands out what came of it.
+    `run_step` runs a batch from inputs to output; `emit` applies and sends that output.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Bisection:
         self._emit = emit
 
     def run(self, rows: Sequence[Row]) -> None:
-        """Run rows together; if that raises, run each half; a row that raises alone is failed."""
+        """Run the rows together. If that raises, run each half; a row that raises alone fails."""
         scheduler = self._scheduler
         granted = [again for row in rows if (again := scheduler.retry_row(row)) is not None]
         if not granted:
@@ -56,5 +56,5 @@ class Bisection:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    # Each device library has a type of its own with this name; none is imported here.
+    # Matched by name, because each device library has its own type and none is imported here.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -1,9 +1,9 @@
-"""Decides what each step computes: every sequence's `num_computed` catches up with its tokens.
+"""Decides what each step computes, by continuous batching under one token budget.
 
-There is no prefill and no decode: a row is some tokens of a sequence, under one token budget. Rows
-are granted in order of seniority and victims are taken from the other end, so that a victim never
-has a row in the same step. `update` is the only place where a token is appended, a stop is decided,
-or a finished sequence leaves. What goes wrong for one sequence is told as that sequence's failure.
+Prefill and decode are not separate phases: a row is a slice of any sequence's uncomputed tokens.
+Rows are granted in order of seniority, and the most junior sequence is preempted first, so a
+preempted sequence never has a row in the same step. Only `update` appends tokens, decides stops and
+removes finished sequences. An error that concerns one sequence fails only that sequence.
 """
 
 import logging
@@ -21,12 +21,12 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 
 log = logging.getLogger(__name__)
 
-# After this many preemptions a sequence is re-admitted only with all the blocks it can ever need.
+# After this many preemptions, a sequence is readmitted only with all the blocks it can ever need.
 MAX_PREEMPTIONS = 4
 
 
 class SequenceFaultError(Exception):
-    """Planning a step failed for this sequence; `__cause__` says how."""
+    """Planning a step failed because of this sequence. `__cause__` is the error."""
 
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq.request_id)
@@ -67,8 +67,8 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences whose prompt is computed and whose last token is not on its way: those
-        that a long step keeps waiting.
+        """Number of running sequences that decode and still need tokens. A long step delays
+        these.
         """
         return sum(
             seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
@@ -80,7 +80,7 @@ class Scheduler:
         yield from self._waiting
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. The caller has refused what can never fit."""
+        """Queue a sequence. The caller has already refused requests that can never fit."""
         assert self.kv.can_ever_fit(seq.max_len), seq.request_id
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
@@ -88,7 +88,7 @@ class Scheduler:
         self._waiting.add(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
-        """End a request, or one choice of it, wherever it is. Unknown ids give nothing."""
+        """Abort a request, or one choice of it, in any state. Unknown ids are ignored."""
         return [
             self.finish(seq, "abort", now)
             for seq in list(self._requests.get(request_id, ()))
@@ -101,12 +101,14 @@ class Scheduler:
     def finish(
         self, seq: Sequence, reason: FinishReason, now: float, error: EngineError | None = None
     ) -> TokenDelta:
-        """Take a sequence out, free all it holds, and say so."""
+        """Remove a sequence, free all it holds, and return its final delta."""
         self._leave(seq, reason)
         return token_delta(seq, (), None, now, error)
 
     def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
-        """The next step's rows, at most `budget` tokens; None when nothing can run."""
+        """The rows of the next step, with at most `budget` tokens in total; None when nothing can
+        run.
+        """
         faults.hit("schedule")
         self._step += 1
         budget, kept = self._newcomers.room(
@@ -117,17 +119,17 @@ class Scheduler:
         return ScheduledBatch(tuple(rows)) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
-        """Take a finished step's tokens in. Rows of sequences that are gone are skipped; one that
-        can't be taken in fails alone.
+        """Apply a finished step's output. Rows of ended sequences are skipped. An error in one row
+        fails only its sequence.
         """
-        deltas, drawn, pooled = [], 0, 0
+        deltas, next_row, pooled = [], 0, 0
         is_armed = faults.is_armed()
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
             seq, start, length, samples, _, life, num_scored = row
-            draw, pool = drawn + num_scored, pooled
-            drawn = draw + samples
+            sample_row, pool = next_row + num_scored, pooled
+            next_row = sample_row + samples
             pooled += samples and seq.pools
             if seq.finish_reason is not None:
                 continue
@@ -142,36 +144,41 @@ class Scheduler:
             try:
                 if is_armed:
                     faults.hit("update", seq.tokens)
-                if num_scored and seq.life in (life, 0):  # 0: preempted meanwhile
-                    seq.prompt_scores += scores(seq, output, draw - num_scored, draw)
-                # Computed before a preemption, its blocks would no longer be the sequence's.
+                if num_scored and seq.life in (life, 0):  # 0: preempted since
+                    seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
+                # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
                         self._confirm_prompt(seq, start + length)
                     else:
                         seq.num_confirmed = start + length
                 if samples:
-                    deltas.append(self._take(seq, output, draw, pool, tokens[draw], now))
+                    deltas.append(
+                        self._take(seq, output, sample_row, pool, tokens[sample_row], now)
+                    )
             except Exception:
                 deltas.append(self._fail_row(seq, now))
         return deltas
 
     def _fail_row(self, seq: Sequence, now: float) -> TokenDelta:
-        log.exception("the result of request %s could not be taken in", seq.request_id)
+        log.exception("the step output of request %s could not be applied", seq.request_id)
         error = InferenceError("The engine failed on this request.")
         if seq.finish_reason is None:
             return self.fail(seq, error, now)
-        return refusal(seq.request_id, seq.choice, error)  # it left, and its ending was not told
+        # It has already left, but its final delta was not sent.
+        return refusal(seq.request_id, seq.choice, error)
 
     def rollback(self) -> None:
-        """Forget the steps in flight: nothing of them will be taken in. Confirmed work is kept."""
+        """Discard the steps in flight; their outputs will not be applied. Confirmed tokens are
+        kept.
+        """
         for seq in self.sequences():
             seq.num_sampling = 0
             seq.num_computed = seq.num_confirmed
             seq.needs_history = True
 
     def retry_row(self, row: Row) -> Row | None:
-        """The same work after a rollback, or None if the sequence is no longer where it was."""
+        """The same row again after a rollback; None if the sequence has moved on."""
         seq = row.seq
         if seq.life != row.life:
             return None
@@ -193,7 +200,7 @@ class Scheduler:
         self.kv.check(self._running)
 
     def rebuild(self) -> None:
-        """Start over with all memory and every slot free; only when there is no sequence."""
+        """Reset to free memory and free slots. Allowed only when there is no sequence."""
         assert not self.has_work
         self.kv.rebuild()
         self._requests.clear()
@@ -203,7 +210,7 @@ class Scheduler:
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
         running, block_size, index = self._running, self.kv.block_size, 0
-        new_row = tuple.__new__  # by far the quickest way to a named tuple
+        new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
             seq = running[index]
             index += 1
@@ -211,15 +218,16 @@ class Scheduler:
             start = seq.num_computed
             end = seq.num_prompt + seq.max_tokens
             if ahead == start + 1 and ahead < end and start < len(seq.blocks) * block_size:
-                # It continues, by one token that it has room for: most rows of most steps.
+                # Fast path, most rows of most steps: decode one token into a block that has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
                 rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0)))
                 budget -= 1
                 continue
             if ahead >= end:
-                continue  # its last token is being sampled: known early, so no row is wasted on it
-            # Every later row is left one token, so that nobody running misses a step.
+                continue  # its last token is already being sampled
+            # Leave one token of the budget to each later row, so that every running sequence gets a
+            # row.
             count = min(ahead - start, budget - (len(running) - index))
             if seq.is_scoring:
                 count = min(count, _scorable(rows))
@@ -246,8 +254,8 @@ class Scheduler:
                 continue
             if not self._admit(seq, matched, now):
                 return
-            most = min(budget, _scorable(rows)) if seq.is_scoring else budget
-            rows.append(self._grant(seq, min(seq.num_uncomputed, most)))
+            max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
+            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))
             budget -= rows[-1].length
 
     def _extend(self, seq: Sequence, num_tokens: int) -> bool:
@@ -279,7 +287,7 @@ class Scheduler:
         seq.slot, seq.life = self._free_slots.pop(), self._num_admissions
         seq.needs_history = True
         if seq.is_scoring:
-            seq.prompt_scores.clear()  # those of an earlier admission: it begins anew
+            seq.prompt_scores.clear()  # left from an earlier admission, which starts over now
         insort(self._running, seq, key=self._seniority)
         self._inflight.own(seq, len(matched))
         if seq.started_at is None:
@@ -299,7 +307,7 @@ class Scheduler:
         return Row(seq, start, count, samples, seq.slot, seq.life, num_scored)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Completion without an ending: everything is released, and the sequence queues again."""
+        """Release everything that the sequence holds and queue it again."""
         self._stop_running(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
@@ -312,9 +320,9 @@ class Scheduler:
             self._inflight.disown(seq)
 
     def _take(
-        self, seq: Sequence, output: StepOutput, draw: int, pool: int, token: int, now: float
+        self, seq: Sequence, output: StepOutput, sample_row: int, pool: int, token: int, now: float
     ) -> TokenDelta:
-        """What the step made of a sequence whose tokens are all computed."""
+        """Apply the result of a row that sampled: a token, or a pooled vector."""
         if seq.pools:
             assert output.hidden is not None
             self._leave(seq, "stop")
@@ -324,7 +332,7 @@ class Scheduler:
         if constraint is not None and not constraint.accept(token, is_stop):
             return self.fail(seq, constraint.error, now)
         self._append(seq, token, is_stop)
-        return token_delta(seq, (token,), (output, draw), now)
+        return token_delta(seq, (token,), (output, sample_row), now)
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
         tokens, constraint = seq.tokens, seq.constraint
@@ -365,5 +373,5 @@ class Scheduler:
 
 
 def _scorable(rows: list[Row]) -> int:
-    """Tokens that one more row may score in this step; one at least, so that it moves."""
+    """Prompt tokens that one more row may score in this step; at least one, to make progress."""
     return max(1, MAX_SCORED - sum(row.num_scored for row in rows))

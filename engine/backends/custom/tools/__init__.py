@@ -1,3 +1,3 @@
-"""An engine driven step by step, for profiles, benchmarks and inspection; the server imports none
-of it.
+"""Drives an engine step by step, for profiles, benchmarks and inspection. The server does not
+import it.
 """

@@ -1,7 +1,6 @@
-"""The engine turned by hand: requests in, tokens and times out, without a frontend.
+"""An engine without a frontend, driven step by step: requests in, tokens and times out.
 
-Scheduler, cache, loop and runner are those of a served model; only the way to a frontend is
-missing. Profiles and benchmarks run on it.
+Scheduler, cache, loop and runner are those of a served model. Profiles and benchmarks use it.
 """
 
 import time
@@ -33,13 +32,13 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 
-# Called around each of a step's calls with its name: "forward", "sample" or "wait".
+# Wraps each of a step's calls, given its name: "forward", "sample" or "wait".
 Observe = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """What the host spent in a step's three calls, in seconds."""
+    """Host time of a step's three calls, in seconds."""
 
     num_tokens: int
     forward_s: float = 0.0
@@ -68,7 +67,7 @@ class TimedPending:
 
 
 class TimedRunner:
-    """A runner that notes the time of each call."""
+    """A runner that records the time of each call."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -102,7 +101,7 @@ class TimedRunner:
 
 @dataclass
 class ListChannel:
-    """Requests that wait, and every answer with the time when it came."""
+    """A channel that holds queued requests, and every answer with its arrival time."""
 
     inbox: list[ToEngine] = field(default_factory=list)
     answers: list[tuple[float, Deltas]] = field(default_factory=list)
@@ -118,16 +117,16 @@ class ListChannel:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Requests that were submitted at once, until the last token of the last one."""
+    """One run: requests submitted at the same time, until the last token of the last one."""
 
     seconds: float
     began_at: float
     steps: tuple[StepTimes, ...]
-    answers: tuple[tuple[float, TokenDelta], ...]  # with the time when each came
+    answers: tuple[tuple[float, TokenDelta], ...]  # each with its arrival time
 
     @property
     def first_token_s(self) -> float:
-        """Of whichever request was the first to have one."""
+        """The time of the first token of any request."""
         return self.answers[0][0] - self.began_at
 
     @property
@@ -140,7 +139,7 @@ class Run:
 
     @property
     def host_s(self) -> float:
-        """What the device cannot be blamed for: scheduling, batches, launches, answers."""
+        """Time not spent waiting for the device: scheduling, batch building, launches, answers."""
         return self.seconds - self.wait_s
 
 
@@ -166,7 +165,7 @@ class DrivenEngine:
         while self._loop.scheduler.has_work:
             self._loop.turn(0.0)
         seconds = time.monotonic() - began_at
-        self._loop.turn(0.0)  # takes in a step that was launched for nothing
+        self._loop.turn(0.0)  # finish a step that was launched ahead and is not needed
         answers = tuple((at, d) for at, message in self._channel.answers for d in message.deltas)
         for _, delta in answers:
             if delta.finish_reason in ("error", "abort"):

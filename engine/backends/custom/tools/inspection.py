@@ -1,24 +1,25 @@
 """What every layer of a model computes, and how long it takes, in any framework.
 
-Two ways lead there. `served_outputs` and `served_times` ask a framework's runner through the seam,
-so they work for every one, a third party's too: the model is cut off after each of its layers, and
-what a runner tells of it is the state that its head would see. Where a framework has more to show,
-its folder holds an `inspection.py` with any of
+There are two ways. `served_outputs` and `served_times` use the model runner interface, so they work
+with every framework, including third-party ones. They truncate the model after each of its layers
+and read the hidden state that its head would get. A framework that can show more has an
+`inspection.py` in its folder, with any of
 
     layer_outputs(source, token_ids) -> {site: float32 array of the tokens' values}
     layer_times(source, num_tokens, repeats) -> {layer: seconds of one call}
 
-and the sites are
+The sites are
 
-    embed              (T, D)  what the first layer is given
-    layers.{i}.attn    (T, D)  what a layer's attention adds to the stream
-    layers.{i}.mlp     (T, D)  what its feed-forward half adds
-    layers.{i}.out     (T, D)  the stream behind the layer
+    embed              (T, D)  input of the first layer
+    layers.{i}.attn    (T, D)  what attention adds to the residual stream
+    layers.{i}.mlp     (T, D)  what the MLP adds to it
+    layers.{i}.out     (T, D)  the residual stream after the layer
     logits             (T, V)
 
-or, by the seam, `served.layers.{i}` (T, D), the stream behind layer i through the final norm, and
-`served.logprobs` (T - 1,), of every next token. Layers to time are embed, attn_norm, attn,
-mlp_norm, mlp, norm and head; by the seam, `block` and, for all that is outside, `ends`.
+Through the runner interface they are `served.layers.{i}` (T, D), the residual stream after layer i
+and the final norm, and `served.logprobs` (T - 1,), of every next token. The timed layers are embed,
+attn_norm, attn, mlp_norm, mlp, norm and head; through the runner interface, `block` (one layer) and
+`ends` (everything outside the layers).
 """
 
 import time
@@ -51,27 +52,27 @@ from engine.core.registry.backend_registry import backend_names
 F32 = NDArray[np.float32]
 
 _BLOCK = 16
-_MAX_LOGITS = 128  # that a step is sure to give beside its slots' own
+_MAX_LOGITS = 128  # rows of logits that every runner can return per step
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfCheckpoint:
-    """Some tensors of a checkpoint, which stays open as long as it is needed."""
+    """Some tensors of a checkpoint. The checkpoint stays open as long as this is in use."""
 
     tensors: dict[str, LazyTensor]
     format: str
 
     @property
     def files(self) -> list[FileBytes]:
-        return []  # so that nobody takes the part for the whole
+        return []  # empty, so that the file sizes are not taken for the part's size
 
     def close(self) -> None:
         pass
 
 
 def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """Names of the registered frameworks that run here, and why the others don't; of `only` those
-    that are named.
+    """The registered frameworks that run on this machine, and for each other one the reason why
+    not. `only` restricts both.
     """
     here, missing = [], {}
     known = list(filter(has_engine, backend_names()))
@@ -89,7 +90,7 @@ def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, 
 
 
 def layer_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]) -> dict[str, F32]:
-    """All that can be had of a framework."""
+    """All layer outputs that a framework can provide."""
     found = served_outputs(framework, source, token_ids)
     own = _own(framework, "layer_outputs")
     return found if own is None else own(source, token_ids) | found
@@ -98,7 +99,7 @@ def layer_outputs(framework: str, source: ModelSource, token_ids: Sequence[int])
 def layer_times(
     framework: str, source: ModelSource, num_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """Seconds of one call of each layer on so many tokens of a prompt."""
+    """Seconds of one call of each layer, for a prefill of `num_tokens` tokens."""
     found = served_times(framework, source, num_tokens, repeats)
     own = _own(framework, "layer_times")
     return found if own is None else own(source, num_tokens, repeats) | found
@@ -120,7 +121,7 @@ def served_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]
 def served_times(
     framework: str, source: ModelSource, num_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """A layer's time is what two layers take longer than one."""
+    """One layer's time is the difference between a two-layer and a one-layer model."""
     tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, num_tokens).tolist()
     parts = [first_layers(source, num_layers) for num_layers in (1, 2)]
     runners = [_runner(framework, part, num_tokens) for part in parts]
@@ -132,8 +133,10 @@ def served_times(
 
 
 def timed(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Median seconds of the quicker half of each one's calls. They take turns, so that other work
-    on the machine disturbs all of them alike; the first turn is to warm up.
+    """Median seconds of the faster half of each function's calls.
+
+    The functions are called alternately, so that other load on the machine affects all of them
+    alike. The first round is a warm-up.
     """
     taken: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats + 1):
@@ -146,7 +149,7 @@ def timed(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
 
 
 def first_layers(source: ModelSource, num_layers: int) -> ModelSource:
-    """The model without the layers that follow; its final norm and head come right behind."""
+    """The model truncated after `num_layers` layers, with its final norm and head."""
     later = tuple(f"layers.{i}." for i in range(num_layers, source.config.num_layers))
     weights = {name: w for name, w in source.weights.items() if not name.startswith(later)}
     tensors = {weight.tensor.name: weight.tensor for weight in weights.values()}
@@ -183,7 +186,9 @@ def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner
 
 
 def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = False) -> StepOutput:
-    """All tokens at once; the states and scores of every token, or the last one's choice."""
+    """Run all tokens in one step. Returns the hidden states and logprobs of every token, or only
+    the last token's sample.
+    """
     count = len(token_ids)
     positions = np.arange(count, dtype=np.int32)
     blocks = 1 + np.arange(-(-count // _BLOCK), dtype=np.int32)
@@ -192,7 +197,7 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
     inputs = BatchInputs(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
-        write_slots=_BLOCK + positions.astype(np.int64),  # blocks are 1, 2, 3, ...
+        write_slots=_BLOCK + positions.astype(np.int64),  # the block table is 1, 2, 3, ...
         query_start=np.array([0, count], np.int32),
         seq_lens=np.array([count], np.int32),
         num_prompt=np.array([count], np.int32),
@@ -208,7 +213,7 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
 
 
 def _scoring(forced: NDArray[np.int32], wants_hidden: bool) -> SamplingInputs:
-    """Every row "draws" the token that follows, and tells how likely it was."""
+    """Sampling inputs that force each row's next token and return its logprob."""
     count = len(forced)
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     none, indices = np.zeros(0, np.int32), np.arange(count, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""Where a model's time goes: kernels, the way to a first token, and what the host adds.
+"""Profiles a model: time per kernel, time to first token by phase, and host overhead.
 
-The same requests are run several times: to warm up, undisturbed for the rates, with a wait for the
-device behind every call for the way to the first token, and recorded for the kernels. Each run has
-a cache namespace of its own, so that none finds the work of another.
+The same requests run several times: to warm up, undisturbed for the rates, with a device sync after
+every call for the time to first token, and recorded for the kernels. Each run has its own cache
+namespace, so no run hits the prefixes of another.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from engine.core.interfaces.request import GenerateRequest, SamplingParams, Toke
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The way of a request to its first token, in seconds, on average."""
+    """Time to first token by phase, in seconds, averaged over the requests."""
 
-    tokenize_s: float | None  # None: the prompt was given as ids
-    queue_s: float  # from submission to the first step that has it
-    prefill_s: float  # until its logits are there
-    first_sample_s: float  # drawing the token, and its way to the host
+    tokenize_s: float | None  # None: the prompt was given as token ids
+    queue_s: float  # from submission to the first step that has the request
+    prefill_s: float  # until its logits are computed
+    first_sample_s: float  # sampling the token, and copying it to the host
 
     @property
     def total_s(self) -> float:
@@ -38,11 +38,11 @@ class Profile:
     dtype: str
     num_prompt_tokens: int
     num_new_tokens: int
-    seconds: float  # undisturbed, for all requests
+    seconds: float  # wall time of all requests, undisturbed
     num_steps: int
-    host_s: float  # of these seconds: the host did not wait for the device
+    host_s: float  # part of `seconds` in which the host did not wait for the device
     first_token: FirstToken
-    recorded_s: float  # the same work while it was recorded
+    recorded_s: float  # wall time of the same work while it was recorded
     kernels: tuple[KernelTime, ...]
 
 
@@ -54,7 +54,7 @@ def profile_model(
     tokenize_s: float | None,
     trace: Path | None = None,
 ) -> Profile:
-    """Load the model and run the prompts, `num_new` tokens each, greedily."""
+    """Load the model and run the prompts greedily, `num_new` output tokens each."""
     engine = DrivenEngine(source, options)
     framework = framework_entry(options.framework)
     try:
@@ -106,7 +106,9 @@ def _first_token(run: Run, tokenize_s: float | None) -> FirstToken:
 
 
 def _sample_s(run: Run, answered_at: float) -> float:
-    """Of the step behind an answer: the last one that had ended by then."""
+    """Sampling time of the step that produced an answer: the last step that had ended by
+    `answered_at`.
+    """
     step = max(
         (step for step in run.steps if step.ended_at <= answered_at), key=lambda step: step.ended_at
     )

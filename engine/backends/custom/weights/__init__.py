@@ -1,1 +1,1 @@
-"""Checkpoints on disk: GGUF and safetensors, opened lazily; quantization formats."""
+"""Checkpoints on disk: GGUF and safetensors, opened lazily, and their quantization formats."""

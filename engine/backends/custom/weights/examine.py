@@ -1,4 +1,4 @@
-"""All of a model that a server parses, read once: headers, configuration, tokenizer, template."""
+"""Parses once everything that a server reads of a model: headers, config, tokenizer, template."""
 
 from pathlib import Path
 
@@ -9,7 +9,9 @@ from engine.backends.custom.weights.model import open_model
 
 
 def examine_model(path: Path) -> bytes:
-    """What is kept of a model's text, if anything. Raises what is wrong with it."""
+    """Check a model. Returns the encoded text facts to cache, if any; raises if the model is
+    bad.
+    """
     source = open_model(path)
     try:
         _, facts = parse_text(source)

@@ -1,7 +1,7 @@
-"""Opening files that nobody vouches for: which may be read, and how their bytes are held.
+"""Opens untrusted model files: which files may be read, and how their bytes are held.
 
-Weights are accepted as safetensors and GGUF only. Formats that can carry code are refused by name
-and by their first bytes, so that renaming one does not help.
+Only safetensors and GGUF weights are accepted. Formats that can contain code are refused by name
+and by their first bytes, so renaming a file does not help.
 """
 
 import json
@@ -22,9 +22,9 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 
 
 class FileBytes:
-    """The bytes of one file, mapped or read up front. Views stay valid after `close`.
+    """The bytes of one file, memory-mapped or read up front. Views stay valid after `close`.
 
-    Closing only lets go: the mapping disappears with the last view of it, never under one.
+    The mapping is released with its last view.
     """
 
     def __init__(self, path: Path, *, use_mmap: bool) -> None:
@@ -44,7 +44,7 @@ class FileBytes:
         self.size = len(self.buffer)
 
     def view(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A read-only window; no byte is touched."""
+        """A read-only view; no byte is read yet."""
         if self.buffer is None:
             raise ModelError(f"{self.path.name} has been closed; open the model again")
         return np.frombuffer(self.buffer, np.uint8, num_bytes, start)
@@ -54,7 +54,7 @@ class FileBytes:
 
 
 def refuse_code_formats(path: Path, head: bytes) -> None:
-    """Fail when a name or the first bytes are those of a format that can carry code."""
+    """Raise if the name or the first bytes are those of a format that can contain code."""
     if path.suffix.lower() in CODE_SUFFIXES:
         raise ModelFormatError(
             f"{path.name}: {path.suffix} files can carry code and are never loaded; "
@@ -63,7 +63,8 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
     found = None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         found = "a zip archive (as torch.save writes)"
-    # A safetensors file may begin so too, with its header's length; from byte 3 on it has zeros.
+    # Pickle protocol marker. A safetensors file may start with the same bytes (its header length),
+    # but then has zeros from byte 3 on.
     elif head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         found = "a pickle" if any(head[3:8]) else None
     elif head[:6] == b"\x93NUMPY":
@@ -78,9 +79,9 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
 
 
 def member(directory: Path, name: str, folder: str | None = None) -> Path:
-    """The file called `name` inside a model directory, or inside a `folder` of it.
+    """The path of file `name` in a model directory, or in its subfolder `folder`.
 
-    Both must be plain names. A link may lead elsewhere inside the directory or, as in the hub's
+    Both must be plain names. A symlink may point inside the directory or, as in the Hugging Face
     cache (`snapshots/REVISION/file -> ../../blobs/HASH`), into the blobs folder beside it.
     """
     parts = [name] if folder is None else [folder, name]
@@ -101,7 +102,9 @@ def member(directory: Path, name: str, folder: str | None = None) -> Path:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without repeated keys; anything else is an error that names `where`."""
+    """Parse a JSON object without duplicate keys. Anything else raises an error that names
+    `where`.
+    """
 
     def unique(pairs: list[tuple[Hashable, Any]]) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
@@ -127,7 +130,7 @@ def read_json(directory: Path, name: str, folder: str | None = None) -> dict[str
 
 
 def read_small(directory: Path, name: str, folder: str | None = None) -> bytes:
-    """A file of settings, which is never large."""
+    """Read a settings file, which must be small."""
     path = member(directory, name, folder)
     try:
         size = path.stat().st_size

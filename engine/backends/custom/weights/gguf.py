@@ -1,6 +1,6 @@
-"""GGUF checkpoints: one file, or a set of parts that only makes sense whole.
+"""GGUF checkpoints: a single file, or a complete set of split files.
 
-Opening reads headers. Tensor bytes are mapped, and touched when somebody asks for them.
+Opening reads only the headers. Tensor bytes are mapped and read on first use.
 """
 
 import re
@@ -19,7 +19,9 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 class GgufCheckpoint:
-    """An opened GGUF. `metadata` is the first part's; string arrays are lists, others numpy."""
+    """An opened GGUF. `metadata` comes from the first file; string arrays are lists, others are
+    numpy.
+    """
 
     format = "gguf"
 
@@ -48,7 +50,7 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: Path, use_mmap: bool = True) -> GgufCheckpoint:
-    """Open a GGUF file and, when it is one part of a set, all the others beside it."""
+    """Open a GGUF file and, if it is part of a split, all other files of the split."""
     first = _open_part(path, use_mmap)
     names = part_names(path.name)
     if len(names) > 1:
@@ -67,7 +69,7 @@ def open_gguf(path: Path, use_mmap: bool = True) -> GgufCheckpoint:
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """The file names of the set that `name` belongs to: itself alone unless it is numbered."""
+    """The file names of the split that `name` belongs to, or just `name` if it is not numbered."""
     match = _PART_NAME.fullmatch(name)
     if match is None:
         return (name,)
@@ -85,7 +87,7 @@ def _open_part(path: Path, use_mmap: bool) -> tuple[FileBytes, GgufHeader]:
 
 
 def _check_parts(names: Sequence[str], headers: Sequence[GgufHeader]) -> None:
-    """Each part must say the same of the set as its name does, and together they must be whole."""
+    """Check that each file's header agrees with its name, and that the split is complete."""
     for index, (name, header) in enumerate(zip(names, headers, strict=True)):
         stated = header.metadata.get("split.no"), header.metadata.get("split.count")
         if stated != (index, len(names)):

@@ -1,7 +1,7 @@
-"""The header of one GGUF file: metadata and where each tensor lies, read as if it were hostile.
+"""The header of one GGUF file: metadata and tensor offsets. The file is treated as hostile.
 
-Every read goes through a cursor that knows how many bytes are left, so no length in the file is
-believed before it is compared with them. All sizes are Python ints: nothing can wrap around.
+All reads go through a cursor that knows how many bytes are left, so every length in the file is
+checked before use. Sizes are Python ints and can't overflow.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ import numpy as np
 from engine.backends.custom.weights.quants import BY_TYPE_ID, QuantTraits
 from engine.core.errors import ModelFormatError
 
-MAX_RECORDS = 65_536  # tensors, and metadata entries
+MAX_RECORDS = 65_536  # max tensors, and max metadata entries
 MAX_KEY_BYTES = 65_535
 MAX_STRING_BYTES = 16 * 1024 * 1024
-# In arrays, of all metadata together. Large vocabularies have 800,000 pieces and merges; a string
-# takes six times the memory that a short one takes in the file.
+# Max array strings in all metadata. Large vocabularies have 800,000 tokens and merges. A short
+# string takes six times more memory than file space.
 MAX_STRINGS = 1 << 20
 MAX_NAME_BYTES = 63
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
-MAX_TENSOR = 2**48  # values, and bytes
+MAX_TENSOR = 2**48  # max elements, and max bytes
 _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _DEFAULT_ALIGNMENT = 32
@@ -63,7 +63,9 @@ _NUMPY_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is row-major; `start` counts from the beginning of the file."""
+    """Where a tensor is stored. `shape` is row-major; `start` is the offset from the start of the
+    file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +81,7 @@ class GgufHeader:
 
 
 def read_header(buffer: mmap | bytes, name: str) -> GgufHeader:
-    """Parse and check a whole header. `name` is what errors call the file."""
+    """Parse and check a whole header. Error messages call the file `name`."""
     cursor = _Cursor(buffer, name)
     if cursor.take(4, "magic") != b"GGUF":
         cursor.fail("the file does not start with the GGUF magic")
@@ -98,7 +100,7 @@ def read_header(buffer: mmap | bytes, name: str) -> GgufHeader:
 
 
 class _Cursor:
-    """A position in the file that can't pass its end."""
+    """A read position that can't pass the end of the file."""
 
     def __init__(self, buffer: mmap | bytes, name: str) -> None:
         self._buffer = buffer
@@ -149,10 +151,11 @@ class _Cursor:
         return self._decode(self.take(length, what), what)
 
     def strings(self, count: int, what: str) -> list[str]:
-        """`count` strings in a row: `string` written out, because vocabularies are long.
+        """Read `count` consecutive strings. This inlines `string` for speed, as vocabularies are
+        long.
 
-        Only the end of the file is checked for each; the limit on one string can't be broken by an
-        array that is shorter than it as a whole.
+        Each string is only checked against the end of the file. The limit per string is checked
+        only if the whole array is longer than that limit.
         """
         self._num_strings += count
         self.count("strings in arrays", MAX_STRINGS, self._num_strings)
@@ -223,7 +226,9 @@ def _read_value(cursor: _Cursor, type_id: int, key: str) -> Any:
 
 
 def _read_array(cursor: _Cursor, key: str) -> Any:
-    """A list of strings, or a numpy array of numbers (a copy: the file may be closed)."""
+    """Read a list of strings, or numbers as a numpy array. The array is a copy: the file may be
+    closed.
+    """
     what = f"array '{key}'"
     type_id = cursor.u32(f"element type of {what}")
     count = cursor.u64(f"length of {what}")

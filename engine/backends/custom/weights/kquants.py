@@ -1,7 +1,7 @@
-"""Decoders of the 256-value "K" block types and the two 4-bit types with a fixed table of levels.
+"""Dequantizes the 256-value "K" block types and the two IQ4 types, which have a fixed codebook.
 
-A K block is a few float16 factors, one small integer scale (and minimum) per group of 16 or 32
-values, and the values themselves with their bits spread over planes. Comments give byte ranges.
+A K block has a few float16 super-scales, a small integer scale (and minimum) per group of 16 or 32
+values, and the quantized values, whose bits are spread over planes. Docstrings give byte ranges.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-# The sixteen levels of IQ4 types, denser around zero.
+# The codebook of the IQ4 types, denser around zero.
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
@@ -23,8 +23,8 @@ def _half(blocks: Bytes, offset: int) -> Floats:
 def _plane(packed: Bytes, width: int, bits: int) -> Bytes:
     """Unpack runs of `width` bytes, each holding 8 / bits values per byte, lowest bits first.
 
-    (n, runs * width) bytes -> (n, runs, 8 / bits, width) values: all lowest fields of a run come
-    before its next ones.
+    (n, runs * width) bytes -> (n, runs, 8 / bits, width) values. Within a run, the lowest bits of
+    all bytes come first, then the next higher ones.
     """
     runs = packed.reshape(len(packed), -1, 1, width)
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
@@ -32,10 +32,10 @@ def _plane(packed: Bytes, width: int, bits: int) -> Bytes:
 
 
 def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
-    """Eight scales and eight minimums of 6 bits from the 12 bytes of Q4_K and Q5_K.
+    """Unpack eight 6-bit scales and eight 6-bit minimums from the 12 bytes of Q4_K and Q5_K.
 
-    Bytes 0-3 and 4-7 hold the first four scales and minimums in their low 6 bits; the last four
-    have their low 4 bits in bytes 8-11 and their high 2 bits on top of the first four.
+    Bytes 0-3 and 4-7 hold the first four scales and minimums in their low 6 bits. The last four
+    have their low 4 bits in bytes 8-11; their high 2 bits are the top bits of bytes 0-7.
     """
     first_scales, first_mins, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.empty((len(packed), 8), np.float32)
@@ -48,23 +48,26 @@ def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scaled(values: NDArray[np.generic], scales: Floats, out: Floats) -> Floats:
-    """Multiply groups of values by their scales into `out`; returns `out` seen as groups."""
+    """Multiply groups of values by their scales into `out`; returns `out` reshaped to groups."""
     groups = out.reshape(len(out), scales.shape[1], -1)
     np.multiply(values.reshape(groups.shape), scales[:, :, None], out=groups)
     return groups
 
 
 def decode_q2_k(blocks: Bytes, out: Floats) -> None:
-    """0-15 scale | minimum << 4 per 16 values, 16-79 two bits each, 80 and 82 their factors."""
+    """Bytes 0-15: scale | minimum << 4 per 16 values; 16-79: 2-bit values; 80, 82: the super-scales
+    of scales and minimums.
+    """
     packed = blocks[:, 0:16]
     groups = _scaled(_plane(blocks[:, 16:80], 32, 2), _half(blocks, 80) * (packed & 0x0F), out)
     groups -= (_half(blocks, 82) * (packed >> 4))[:, :, None]
 
 
 def decode_q3_k(blocks: Bytes, out: Floats) -> None:
-    """0-31 third bits, 32-95 low two bits, 96-107 sixteen 6-bit scales, 108 factor.
+    """Bytes 0-31: third bits; 32-95: low two bits; 96-107: sixteen 6-bit scales; 108: super-scale.
 
-    A clear third bit means "subtract 4". Scales: low halves in 8 bytes, high pairs in 4.
+    A clear third bit means "subtract 4". The scales' low 4 bits are in 8 bytes, their high 2 bits
+    in 4.
     """
     low = _plane(blocks[:, 96:104], 8, 4).reshape(-1, 16)
     high = _plane(blocks[:, 104:108], 4, 2).reshape(-1, 16)
@@ -76,14 +79,16 @@ def decode_q3_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_q4_k(blocks: Bytes, out: Floats) -> None:
-    """0 factor, 2 factor of minimums, 4-15 scales and minimums, 16-143 four bits each."""
+    """Byte 0: super-scale; 2: super-scale of minimums; 4-15: scales and minimums; 16-143: 4-bit
+    values.
+    """
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
     groups = _scaled(_plane(blocks[:, 16:144], 32, 4), _half(blocks, 0) * scales, out)
     groups -= (_half(blocks, 2) * mins)[:, :, None]
 
 
 def decode_q5_k(blocks: Bytes, out: Floats) -> None:
-    """As Q4_K, with fifth bits in 16-47 and low four bits in 48-175."""
+    """As Q4_K, with the fifth bits in bytes 16-47 and the low four bits in 48-175."""
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
     values = _plane(blocks[:, 48:176], 32, 4).reshape(-1, 256)
     values |= _plane(blocks[:, 16:48], 32, 1).reshape(-1, 256) << 4
@@ -92,7 +97,9 @@ def decode_q5_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_q6_k(blocks: Bytes, out: Floats) -> None:
-    """0-127 low four bits, 128-191 high two, 192-207 signed scale per 16 values, 208 factor."""
+    """Bytes 0-127: low four bits; 128-191: high two bits; 192-207: int8 scale per 16 values; 208:
+    super-scale.
+    """
     values = _plane(blocks[:, 0:128], 64, 4).reshape(-1, 256)
     values |= _plane(blocks[:, 128:192], 32, 2).reshape(-1, 256) << 4
     scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
@@ -100,13 +107,15 @@ def decode_q6_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_iq4_nl(blocks: Bytes, out: Floats) -> None:
-    """0 factor, 2-17 four-bit indices into the levels, low halves first."""
+    """Byte 0: scale; 2-17: 4-bit codebook indices, low nibbles first."""
     levels = IQ4_LEVELS[_plane(blocks[:, 2:18], 16, 4)]
     np.multiply(levels.reshape(out.shape), _half(blocks, 0), out=out)
 
 
 def decode_iq4_xs(blocks: Bytes, out: Floats) -> None:
-    """0 factor, 2-3 high pairs and 4-7 low halves of eight scales, 8-135 indices of levels."""
+    """Byte 0: super-scale; 2-3: high 2 bits and 4-7: low 4 bits of eight scales; 8-135: codebook
+    indices.
+    """
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8)).reshape(-1, 8) & 0x0F
     pairs = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     high = (pairs & 3).astype(np.uint8)

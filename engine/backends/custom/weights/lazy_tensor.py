@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint whose bytes are not touched until somebody asks for them."""
+"""A checkpoint tensor whose bytes are read on first use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from engine.backends.custom.weights.files import FileBytes
 class LazyTensor:
     """One named tensor in a mapped file. `shape` is row-major: (out, in) for a matrix.
 
-    `dtype` is the storage type's name as GGUF spells it ("F32", "BF16", "Q4_1", ...). Rows are
-    contiguous in the stored bytes for every type, so that rows can be taken, or reordered, without
-    decoding them.
+    `dtype` is the storage type in GGUF spelling ("F32", "BF16", "Q4_1", ...). For every type, each
+    matrix row is contiguous in the stored bytes, so rows can be selected or reordered without
+    dequantizing.
     """
 
     name: str
@@ -27,17 +27,18 @@ class LazyTensor:
     _decode: Callable[[NDArray[np.uint8], tuple[int, ...]], NDArray[np.float32]]
 
     def raw(self) -> NDArray[np.uint8]:
-        """The stored bytes as a read-only flat view of the mapping; no copy."""
+        """The stored bytes as a read-only flat view of the mapping, without a copy."""
         return self._view()
 
     def numpy(self) -> NDArray[np.float32]:
-        """The values as float32. Decodes (and so touches) the whole tensor."""
+        """The values as float32. Reads and dequantizes the whole tensor."""
         return self._decode(self.raw(), self.shape)
 
 
 class Checkpoint(Protocol):
-    """An opened set of weight files: names to lazy tensors. Closing unmaps; views must be gone by
-    then.
+    """An opened set of weight files: tensor names to lazy tensors.
+
+    Closing unmaps the files; no view may be in use by then.
     """
 
     @property
@@ -45,7 +46,7 @@ class Checkpoint(Protocol):
 
     @property
     def format(self) -> str:
-        """ "gguf" or "safetensors": which of an architecture's name maps applies."""
+        """ "gguf" or "safetensors": selects an architecture's table of tensor names."""
         ...
 
     @property

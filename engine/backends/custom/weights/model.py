@@ -1,7 +1,7 @@
-"""A model on disk, understood: its config and each weight under our name, all of it checked.
+"""A model on disk: its config, and each weight under our own name, all of it validated.
 
-Nothing is allocated from a number in a file before that number agreed with the tensors found. What
-a model directory says about code (`auto_map` and the like) is never looked at.
+No number from a file leads to an allocation before it was checked against the tensors present. What
+a model directory says about code (`auto_map` and the like) is ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,8 +37,8 @@ from engine.core.registry.model_registry import architecture_for_gguf, architect
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
-# What checkpoints carry along and no model needs: rotary tables, causal masks, position numbers,
-# and the head that an encoder was trained with.
+# Tensors that checkpoints contain but no model needs: rotary tables, causal masks, position ids,
+# and an encoder's pretraining head.
 _IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq",
     ".attn.bias",
@@ -53,7 +53,7 @@ _NAMED_IN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight of the model: where it is stored and how it becomes ours."""
+    """One weight of the model: where it is stored, and how it is converted to our layout."""
 
     spec: TensorSpec
     tensor: LazyTensor
@@ -61,11 +61,13 @@ class Weight:
     head_dim: int
 
     def row_order(self) -> NDArray[np.intp] | None:
-        """Which stored row each of our rows is; None when they are in the same order."""
+        """For each of our matrix rows, the index of the stored row; None if the order is the
+        same.
+        """
         return row_order(self.transform, self.spec.shape[0], self.head_dim)
 
     def numpy(self) -> NDArray[np.float32]:
-        """The values in our layout, as a fresh contiguous array."""
+        """The values in our layout, as a new contiguous array."""
         values = self.tensor.numpy()
         order = self.row_order()
         if order is not None:
@@ -74,10 +76,10 @@ class Weight:
 
 
 def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
-    """Which stored row each of our rows is; None when they are in the same order."""
+    """For each of our matrix rows, the index of the stored row; None if the order is the same."""
     if transform not in ("unpermute_q", "unpermute_k"):
         return None
-    # Stored heads interleave their rotary pairs (0, H/2, 1, H/2 + 1, ...); ours keep halves.
+    # Stored heads interleave the RoPE pairs (0, H/2, 1, H/2 + 1, ...); ours keep the two halves.
     stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return stored.swapaxes(1, 2).reshape(-1)
 
@@ -105,9 +107,9 @@ class ModelSource:
 
 
 def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True) -> ModelSource:
-    """Open a .gguf file, a directory with config.json and safetensors, or one with one GGUF.
+    """Open a .gguf file, a directory with config.json and safetensors, or one with a GGUF model.
 
-    Who does not read weights need not have a look at their values.
+    With `reads_weights=False`, the weights' values are not checked.
     """
     if path.is_dir():
         if any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
@@ -124,7 +126,7 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
 
 
 def stored_quantization(checkpoint: Checkpoint) -> str | None:
-    """The storage type of most bytes, unless that is a plain float."""
+    """The storage type that holds the most bytes; None if that is a plain float type."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
@@ -133,7 +135,7 @@ def stored_quantization(checkpoint: Checkpoint) -> str | None:
 
 
 def only_gguf(directory: Path) -> Path:
-    """The GGUF model in a folder that has no safetensors."""
+    """The GGUF model in a directory without safetensors."""
     names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
     sets = {part_names(name) for name in names}
     if len(sets) == 1:
@@ -158,7 +160,7 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if not all(isinstance(name, str) for name in names):
         raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
     family: Architecture = architecture_for_hf(names)
-    # What generation stops at is stated best by the generation config, where there is one.
+    # The generation config, if present, is the best source of the stop tokens.
     stated = dict(metadata)
     if (directory / GENERATION_CONFIG_NAME).exists():
         eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
@@ -187,7 +189,9 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
 
 
 def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
-    """Decide by the tensors found what GGUF metadata does not say: tied head, biases, factors."""
+    """Infer from the tensors present what GGUF metadata does not say: tied head, biases, RoPE
+    factors.
+    """
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
     settled = replace(
@@ -201,7 +205,7 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -
 
 
 def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
-    """Each of the tokenizer's columns must have one entry per embedding row."""
+    """Check that each tokenizer table has one entry per row of the embedding matrix."""
     for key in ("tokens", "scores", "token_type"):
         column = metadata.get(f"tokenizer.ggml.{key}")
         if column is None:
@@ -217,7 +221,7 @@ def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, An
 def _resolve(
     where: str, family: Architecture, config: ModelConfig, checkpoint: Checkpoint
 ) -> dict[str, Weight]:
-    """Find, check and name every weight; refuse a checkpoint with too few or too many tensors."""
+    """Find, check and name every weight. Raises if tensors are missing or left over."""
     weights: dict[str, Weight] = {}
     missing: list[str] = []
     for spec in family.tensors(config):
@@ -232,7 +236,7 @@ def _resolve(
         raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
     for weight in weights.values():
         _check_weight(where, weight)
-    # A checkpoint with a tied head may store it twice.
+    # A checkpoint with a tied head may still store the head separately.
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs if (tensor := _find(spec, checkpoint)) is not None}
     extra = [
@@ -259,7 +263,7 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
 
 
 def _check_weight(where: str, weight: Weight) -> None:
-    """Shape and storage type."""
+    """Check shape and storage type."""
     tensor, spec = weight.tensor, weight.spec
     expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
     if tensor.shape != expected:
@@ -275,7 +279,7 @@ def _check_weight(where: str, weight: Weight) -> None:
 
 
 def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
-    """A few blocks spread over each tensor must decode to finite values."""
+    """Check that a sample of blocks from each tensor dequantizes to finite values."""
     for weight in weights.values():
         tensor = weight.tensor
         traits = traits_of(tensor.dtype)

@@ -1,7 +1,7 @@
-"""How a sentence encoder's states become one vector: the small files beside its weights.
+"""Reads a sentence encoder's pooling settings from the small files beside its weights.
 
-`modules.json` lists the steps, each with a folder of settings; names of code in it are only ever
-compared. A step that we don't compute is refused by its name.
+`modules.json` lists the modules, each with a settings folder. Class names in it are compared, never
+imported. A module that we can't compute is refused by name.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ _MODES: dict[str, Pooling] = {
 
 
 def with_pooling(config: ModelConfig, directory: Path) -> ModelConfig:
-    """`config` of an encoder with what the files in `directory` say of its vectors."""
+    """The encoder's `config`, completed with the pooling settings in `directory`."""
     encoder = config.encoder
     assert encoder is not None, config
     if (directory / MODULES_NAME).exists():
@@ -74,7 +74,7 @@ def _read_modules(directory: Path, encoder: EncoderConfig, hidden_size: int) -> 
 
 
 def _pooling(settings: dict[str, Any]) -> Pooling:
-    """From one flag for each way, or from the newer spelling with one name."""
+    """The pooling method, given either as one flag per method or, in newer files, by name."""
     flag = "pooling_mode_"
     wanted = [key.removeprefix(flag) for key, on in settings.items() if key.startswith(flag) and on]
     if "pooling_mode" in settings:

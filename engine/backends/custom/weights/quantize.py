@@ -1,8 +1,8 @@
-"""Encoders of storage types: the other direction of `quants`.
+"""Quantizers for the GGUF storage types: the inverse of `quants`.
 
-An encoder takes (n, block_elems) floats and gives (n, block_bytes) bytes. Plain types round to the
-nearest value. Block types take the scale from the value that is farthest from zero, as the format's
-reference does, to the same bits; Q4_K, which searches for its scales, has a file of its own.
+A quantizer takes (n, block_elems) floats and returns (n, block_bytes) bytes. Plain types round to
+nearest. Block types derive the scale from the value of largest magnitude, bit-identical to the
+format's reference. Q4_K searches for the best scales instead.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from engine.core.errors import ModelFormatError
 
 _GROUP = 32
 _MAX_LEVEL = 15
-_MAX_SCALE = 63  # scales and minimums are 6-bit multiples of the block's two factors
-# How many levels a group's range is cut into, around the plain 15.
+_MAX_SCALE = 63  # scales and minimums are 6-bit multiples of the block's two super-scales
+# Candidate numbers of quantization steps per group's range, around the default of 15.
 _SPACINGS = np.arange(-1.0, 1.05, 0.1, dtype=np.float32) + np.float32(_MAX_LEVEL)
 
 
 @dataclass(slots=True)
 class _Fit:
-    """The best so far of every group, all (n,)."""
+    """The best fit so far for each group; all arrays are (n,)."""
 
     scale: Floats
-    low: Floats  # what level 0 stands for; never above zero
+    low: Floats  # the value of level 0; never above zero
     error: Floats
 
     def take(self, better: NDArray[np.bool_], scale: Floats, low: Floats, error: Floats) -> None:
@@ -36,13 +36,15 @@ class _Fit:
 
 
 def encode_q4_k(blocks: Floats) -> Bytes:
-    """0 factor, 2 factor of minimums, 4-15 scales and minimums, 16-143 four bits each."""
+    """Byte 0: super-scale; 2: super-scale of minimums; 4-15: scales and minimums; 16-143: 4-bit
+    values.
+    """
     num_blocks = len(blocks)
     groups = blocks.reshape(-1, _GROUP)
     scale, low = _fit_groups(groups)
     scales, scale_factor = _six_bits(scale.reshape(num_blocks, 8))
     mins, min_factor = _six_bits(-low.reshape(num_blocks, 8))
-    # Levels are chosen again for the scales as they are stored.
+    # Quantize again with the scales as stored, after their own rounding.
     stored_scale = (scale_factor.astype(np.float32) * scales).reshape(-1, 1)
     stored_min = (min_factor.astype(np.float32) * mins).reshape(-1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -57,7 +59,7 @@ def encode_q4_k(blocks: Floats) -> Bytes:
 
 
 def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
-    """Scale and lowest value of each group of x (n, 32)."""
+    """The scale and the lowest value of each group of x (n, 32)."""
     weights = np.sqrt(np.mean(x * x, axis=1, keepdims=True)) + np.abs(x)
     sum_w, sum_x = weights.sum(axis=1), (weights * x).sum(axis=1)
     lowest, highest = np.minimum(x.min(axis=1), 0), x.max(axis=1)
@@ -75,7 +77,7 @@ def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
         divisor = np.where(solvable, determinant, np.float32(1))
         scale = (sum_w * sum_xl - sum_x * sum_l) / divisor
         low = (sum_ll * sum_x - sum_l * sum_xl) / divisor
-        # A minimum can only be subtracted; where the fit wants to add one, there is none.
+        # The format can only subtract a minimum. Where the fit would add one, use a scale alone.
         only_scale = sum_xl / np.where(sum_ll > 0, sum_ll, np.float32(1))
         scale = np.where(low > 0, only_scale, scale)
         low = np.minimum(low, 0)
@@ -85,7 +87,7 @@ def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
 
 
 def _spaced(x: Floats, low: Floats, high: Floats, spacing: np.float32) -> Floats:
-    """Levels of x where the range from low to high is cut into so many of them."""
+    """Quantize x to levels, with `spacing` steps from low to high."""
     span = high - low
     per_unit = np.divide(spacing, np.where(span > 0, span, 1), dtype=np.float32)
     return _to_levels((x - low[:, None]) * per_unit[:, None])
@@ -104,16 +106,20 @@ def _error(x: Floats, levels: Floats, scale: Floats, low: Floats, weights: Float
 
 
 def _six_bits(values: Floats) -> tuple[Bytes, NDArray[np.float16]]:
-    """(n, 8) numbers above zero as multiples of one float16 factor per block, (n, 1)."""
-    most = values.max(axis=1, keepdims=True)
-    inverse = _MAX_SCALE / np.where(most > 0, most, np.float32(1))
+    """Quantize (n, 8) non-negative floats to 6 bits, with one float16 super-scale per block, (n,
+    1).
+    """
+    highest = values.max(axis=1, keepdims=True)
+    inverse = _MAX_SCALE / np.where(highest > 0, highest, np.float32(1))
     multiples = np.clip(np.rint(values * inverse), 0, _MAX_SCALE).astype(np.uint8)
-    factor = np.maximum(most, 0) / np.float32(_MAX_SCALE)
+    factor = np.maximum(highest, 0) / np.float32(_MAX_SCALE)
     return multiples, factor.astype("<f2")
 
 
 def _pack_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
-    """The layout that `kquants` unpacks: high pairs of the last four on top of the first four."""
+    """Pack to the layout that `kquants` unpacks: the high 2 bits of the last four sit on top of the
+    first four.
+    """
     packed = np.empty((len(scales), 12), np.uint8)
     packed[:, 0:4] = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     packed[:, 4:8] = mins[:, :4] | ((mins[:, 4:] >> 4) << 6)
@@ -121,13 +127,13 @@ def _pack_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
     return packed
 
 
-# Values encoded at a time: what an encoder holds of them stays inside a second-level cache.
+# Values quantized at a time, so that temporaries fit the L2 cache.
 _CHUNK_VALUES = 64 * 1024
 _HALF_MAX = np.float32(65504)
 
 
 def quantize(name: str, values: Floats) -> Bytes:
-    """The flat bytes of a tensor, or of some rows of one; rows must be whole blocks."""
+    """Quantize a tensor, or some of its rows, to flat bytes. Rows must be whole blocks."""
     encoder = ENCODERS.get(name)
     if encoder is None:
         raise ModelFormatError(
@@ -155,7 +161,7 @@ def _f32(blocks: Floats) -> Bytes:
 
 
 def _f16(blocks: Floats) -> Bytes:
-    """Values that float16 cannot hold would become infinite, and the model with them."""
+    """To float16. Raises if a value overflows, since infinities would break the model."""
     if np.abs(blocks).max(initial=0) > _HALF_MAX:
         raise ModelFormatError(
             "the model holds values beyond float16's 65,504; convert it to BF16 or F32 instead"
@@ -164,7 +170,7 @@ def _f16(blocks: Floats) -> Bytes:
 
 
 def _bf16(blocks: Floats) -> Bytes:
-    """Rounded to the nearest value, ties to the even one."""
+    """To bfloat16, rounding to nearest even."""
     bits = blocks.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return rounded.astype("<u2").view(np.uint8)
@@ -181,9 +187,9 @@ def _inverse(scales: Floats) -> Floats:
 
 
 def _levels(blocks: Floats, half: int) -> tuple[Floats, Bytes]:
-    """Scales, and levels 0 .. 2 * half - 1 of which `half` is zero.
+    """The scales, and levels 0 .. 2 * half - 1, where level `half` is zero.
 
-    The value farthest from zero, sign included, becomes level 0: one more level on its side.
+    The value of largest magnitude, with its sign, becomes level 0: that side has one level more.
     """
     farthest = np.abs(blocks).argmax(axis=1, keepdims=True)
     scales = np.take_along_axis(blocks, farthest, axis=1) / np.float32(-half)
@@ -192,7 +198,9 @@ def _levels(blocks: Floats, half: int) -> tuple[Floats, Bytes]:
 
 
 def _nibbles(levels: Bytes) -> Bytes:
-    """Low halves of 16 bytes hold the first 16 levels, high halves the others."""
+    """Pack 32 levels into 16 bytes: the first 16 in the low nibbles, the others in the high
+    nibbles.
+    """
     fours = levels & np.uint8(0x0F)
     return fours[:, :16] | (fours[:, 16:] << np.uint8(4))
 
@@ -211,7 +219,7 @@ def _q5_0(blocks: Floats) -> Bytes:
 def _q8_0(blocks: Floats) -> Bytes:
     scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     scaled = blocks * _inverse(scales)
-    # Halves round away from zero; numpy's own rounding takes them to the even side.
+    # Ties round away from zero here; numpy would round them to even.
     whole = np.floor(np.abs(scaled))
     rounded = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled)
     return np.concatenate((_halves(scales), rounded.astype(np.int8).view(np.uint8)), axis=1)

@@ -1,8 +1,8 @@
-"""GGUF storage types: how many values a block holds, in how many bytes, and what they are.
+"""GGUF storage types: values per block, bytes per block, and how to dequantize them.
 
-The table is the one place that knows a type. A decoder fills (n, block_elems) floats from
-(n, block_bytes) bytes; `dequantize` feeds it chunks that stay in the processor's cache. Results are
-the same to the last bit as the reference formulas in float32, in their order of operations.
+The table below is the only place that lists the types. A dequantizer fills (n, block_elems) floats
+from (n, block_bytes) bytes; `dequantize` calls it on chunks that fit the L2 cache. Results are
+bit-identical to the reference formulas in float32, in their order of operations.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from engine.core.errors import ModelFormatError
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-# Values decoded at a time: half a megabyte of output, inside a second-level cache.
+# Values dequantized at a time: half a megabyte of output, which fits the L2 cache.
 _CHUNK_VALUES = 128 * 1024
 
 
@@ -50,7 +50,7 @@ def traits_of(name: str) -> QuantTraits:
 
 
 def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
-    """Decode the flat bytes of a whole tensor into a fresh, writable array of `shape`."""
+    """Dequantize the flat bytes of a whole tensor into a new, writable array of `shape`."""
     traits = traits_of(name)
     num_values = prod(shape)
     if num_values % traits.block_elems or raw.size != traits.num_bytes(num_values):
@@ -60,7 +60,7 @@ def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
     out = np.empty((num_values // traits.block_elems, traits.block_elems), np.float32)
     blocks = raw.reshape(len(out), traits.block_bytes)
     step = max(1, _CHUNK_VALUES // traits.block_elems)
-    # Hostile scales may be infinite; the caller checks for that, numpy need not warn.
+    # A hostile file may have infinite scales. The caller checks for that, so numpy need not warn.
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(out), step):
             traits.decode(blocks[start : start + step], out[start : start + step])
@@ -68,12 +68,12 @@ def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
 
 
 def _half(blocks: Bytes, offset: int) -> Floats:
-    """The float16 at `offset` of every block, as a column."""
+    """The float16 at byte `offset` of every block, as a column."""
     return blocks[:, offset : offset + 2].view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: Bytes, out: Floats) -> None:
-    """Low halves of the bytes first, then the high halves."""
+    """Unpack the low nibbles of all bytes first, then the high nibbles."""
     half = packed.shape[1]
     out[:, :half] = packed & 0x0F
     out[:, half:] = packed >> 4
@@ -88,7 +88,7 @@ def _f16(blocks: Bytes, out: Floats) -> None:
 
 
 def _bf16(blocks: Bytes, out: Floats) -> None:
-    """The upper half of a float32."""
+    """bfloat16 is the upper half of a float32."""
     np.left_shift(blocks.view("<u2"), 16, out=out.view(np.uint32), dtype=np.uint32)
 
 
@@ -105,7 +105,7 @@ def _q4_1(blocks: Bytes, out: Floats) -> None:
 
 
 def _fifth_bits(packed: Bytes) -> Bytes:
-    """32 bits per block, each moved to where it extends a nibble."""
+    """Unpack 32 bits per block and shift each to bit 4, to extend a nibble."""
     bits = np.unpackbits(np.ascontiguousarray(packed), axis=1, bitorder="little")
     bits <<= 4
     return bits

@@ -1,8 +1,8 @@
-"""A model of random weights, from nothing but its config: what a shape costs can be measured before
-there is a checkpoint, since speed does not depend on values.
+"""A model with random weights, made from a config alone, to measure the speed of a shape without a
+checkpoint. Speed does not depend on the values.
 
-Weights are ordinary ones whose bytes are drawn when they are asked for. A framework may draw them
-on its own device instead, which saves a large model most of its start: `RandomWeight` says how.
+The weights are ordinary ones whose bytes are sampled on first use. To load large models quickly, a
+framework may sample them on its own device instead; `RandomWeight` says from which distribution.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ from engine.core.registry.model_registry import architecture_for_hf
 
 STORED = "BF16"
 _STORED_BYTES = 2
-# Of matrices, times what keeps a product of unit values at unit values. Attention is to be peaked
-# and logits are to differ, so that what a broken kernel computes is seen in what comes out.
+# Factors on the standard deviation that keeps the matmul output of unit-variance inputs at unit
+# variance. Peaked attention and spread-out logits make a kernel bug visible in the output.
 _GAINS = {"attn.q": 1.3, "attn.k": 1.3, "embed": 1.5, "head": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """How values are drawn."""
+    """The normal distribution that a weight's values are sampled from."""
 
     mean: float
     std: float
@@ -48,7 +48,7 @@ class RandomWeight(Weight):
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """No file, and tensors under the names that a file would have."""
+    """A checkpoint without files. Its tensors have the names that they would have in a file."""
 
     tensors: dict[str, LazyTensor]
     format: str = "safetensors"
@@ -62,12 +62,14 @@ class RandomCheckpoint:
 
 
 def open_random(folder: Path) -> ModelSource:
-    """A model of the shape that the folder's config.json describes; it needs no other file."""
+    """A random model with the shape in the folder's config.json. No other file is needed."""
     return random_model(read_json(folder, CONFIG_NAME), folder)
 
 
 def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
-    """A model of the shape that the content of a config.json describes, under any path."""
+    """A random model with the shape in `metadata`, the content of a config.json. `path` may be
+    any.
+    """
     family: Architecture = architecture_for_hf(
         Reader(metadata, CONFIG_NAME).read(list, "architectures")
     )
@@ -81,7 +83,7 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
             shape=spec.shape,
             dtype=STORED,
             nbytes=_STORED_BYTES * prod(spec.shape),
-            _view=partial(_draw, spec),
+            _view=partial(_sample, spec),
             _decode=partial(dequantize, STORED),
         )
         weights[spec.name] = RandomWeight(spec, tensor, "none", config.head_dim)
@@ -92,7 +94,7 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
 
 
 def _values(spec: TensorSpec) -> Normal:
-    """Matrices around zero, gains of norms all one, biases all zero."""
+    """Matrices have mean zero; norm weights are all one; biases are all zero."""
     seed = crc32(spec.name.encode())
     path, _, kind = spec.name.rpartition(".")
     if len(spec.shape) == 1:
@@ -101,9 +103,9 @@ def _values(spec: TensorSpec) -> Normal:
     return Normal(0.0, gain / sqrt(spec.shape[1]), seed)
 
 
-def _draw(spec: TensorSpec) -> NDArray[np.uint8]:
-    """The bytes of bfloat16 values, rounded towards zero."""
+def _sample(spec: TensorSpec) -> NDArray[np.uint8]:
+    """Sample the values as bytes of bfloat16, rounded towards zero."""
     normal = _values(spec)
-    drawn = np.random.default_rng(normal.seed).standard_normal(prod(spec.shape), np.float32)
-    values = drawn * np.float32(normal.std) + np.float32(normal.mean)
+    samples = np.random.default_rng(normal.seed).standard_normal(prod(spec.shape), np.float32)
+    values = samples * np.float32(normal.std) + np.float32(normal.mean)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

@@ -1,8 +1,8 @@
-"""Safetensors checkpoints: one file, or shards listed by an index.
+"""Safetensors checkpoints: a single file, or shards listed by an index.
 
-The header is parsed here rather than by the `safetensors` library, which takes the last of two
-equal keys, allows headers of 100 MB, sets no limit on tensors, and gives numpy neither views of the
-mapping nor BF16. Layout: 8 bytes of header length, a JSON header, then data without gaps.
+The header is parsed here and not by the `safetensors` library: that accepts duplicate keys and
+headers of 100 MB, has no limit on tensors, and gives numpy neither views of the mapping nor BF16.
+Layout: 8 bytes of header length, a JSON header, then the tensors' data without gaps.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
-MAX_TENSOR = 2**48  # values
-# A bound on what parsing can allocate, known before it starts.
+MAX_TENSOR = 2**48  # elements
+# Bounds what parsing the JSON can allocate.
 _MAX_COMMAS = 16 * MAX_TENSORS
 
 _BITS = {
@@ -48,7 +48,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor's place; offsets count from the end of the header."""
+    """A tensor's dtype, shape and byte range; offsets count from the end of the header."""
 
     name: str
     dtype: str
@@ -145,7 +145,7 @@ def _read_header(file: FileBytes) -> tuple[int, dict[str, Any]]:
     text = file.buffer[8 : 8 + length]
     if not text.startswith(b"{"):
         _fail(where, "the header is not a JSON object")
-    # Each tensor opens one object; counting first keeps a hostile header from being built at all.
+    # Each tensor is one JSON object. Counting braces first avoids parsing a hostile header.
     if text.count(b"{") > MAX_TENSORS + 2 or text.count(b",") > _MAX_COMMAS:
         _fail(where, f"the header lists more than {MAX_TENSORS} tensors")
     header = parse_json(text, f"{where} header")
@@ -181,7 +181,7 @@ def _read_entry(where: str, name: str, entry: Any) -> _Entry:
 
 
 def _check_layout(where: str, entries: list[_Entry], data_size: int) -> None:
-    """Tensors follow each other without overlap or gap, from the header's end to the file's end."""
+    """Check that the tensors fill the file after the header, without overlap or gap."""
     position = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > data_size:

@@ -1,1 +1,1 @@
-"""Engine process: its entry point, the plan of its memory, and the loop of sentence encoders."""
+"""The engine process: its entry point, its memory plan, and the loop for text encoders."""

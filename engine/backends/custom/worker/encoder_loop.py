@@ -1,7 +1,9 @@
-"""The loop of an engine whose model is a text encoder: the same messages, vectors for answers.
+"""The loop of an engine whose model is a text encoder: the same messages, but the answers are
+vectors.
 
-There is no cache and no step to share: whoever waits is computed in batches, most urgent first. A
-batch that raises is repeated row by row, so that only the request that fails alone is lost.
+There is no KV cache and no continuous batching: waiting requests are computed in batches, most
+urgent first. If a batch raises, its rows are repeated one by one, and only those that fail alone
+are lost.
 """
 
 import heapq
@@ -48,10 +50,10 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """What a loaded encoder takes and gives."""
+    """Sizes and limits of a loaded encoder."""
 
     vocab_size: int
-    max_seq_len: int  # tokens of one text
+    max_seq_len: int  # max tokens of one text
     num_dimensions: int
 
 
@@ -62,7 +64,7 @@ class Encoder(Protocol):
     def spec(self) -> EncoderSpec: ...
 
     def encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        """One vector for each prompt, (S, D), in their order."""
+        """One vector for each prompt, (S, D), in the same order."""
         ...
 
     def close(self) -> None: ...
@@ -70,7 +72,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
-    """A request in the queue; whoever is more urgent, then older, goes first."""
+    """A queued request; ordered by urgency, then by age."""
 
     priority: int
     arrival: int
@@ -91,12 +93,12 @@ def is_encoder(config: ModelConfig) -> bool:
 
 
 def warm_up(encoder: Encoder) -> None:
-    """Compute something that belongs to nobody; raises when the encoder can't compute at all."""
+    """Encode a dummy prompt. Raises when the encoder can't compute at all."""
     encoder.encode([(0,) * min(8, encoder.spec.max_seq_len)])
 
 
 class EncoderLoop:
-    """Owns an encoder; everything happens in the thread that calls `run`."""
+    """Owns an encoder. Everything happens in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class EncoderLoop:
         self._steps = StepCounter()
         self._stats_sent_at = 0.0
         self._stats_step = 0  # the last step that was reported
-        self.is_computing = False  # a batch, which may be interrupted
+        self.is_computing = False  # inside a batch, which the watchdog may interrupt
         self._pulse.watch(self)
 
     def run(self) -> None:
@@ -134,18 +136,18 @@ class EncoderLoop:
         self._encoder.close()
 
     def turn(self, idle_timeout_s: float) -> None:
-        """One iteration. Blocks up to `idle_timeout_s` when there is nothing to do."""
+        """Run one iteration. Blocks for up to `idle_timeout_s` when there is no work."""
         is_idle = not self._queue
         self._beat(not is_idle)
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
         if self._queue:
-            self._beat(True)  # a batch that hangs must be seen as well
+            self._beat(True)  # so that a hung batch is noticed
             self._expire(time.monotonic())
             self._step(self._next_batch())
         self._send_stats()
 
     def describe(self) -> str:
-        """Called by another thread, while this one is stuck."""
+        """The loop's state for the log. The watchdog thread calls this while the loop is stuck."""
         return str(self.stats())
 
     def _beat(self, busy: bool) -> None:
@@ -222,7 +224,7 @@ class EncoderLoop:
         )
 
     def _next_batch(self) -> list[Waiting]:
-        """Take the first in line, up to a number of tokens."""
+        """Take requests from the front of the queue, up to a number of tokens."""
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
@@ -242,7 +244,7 @@ class EncoderLoop:
         except Exception as error:
             log.exception("a batch failed; repeating it row by row", exc_info=error)
             self._step_by_row(batch)
-            # When this raises too, the fault is in no request: the engine is lost.
+            # If even a warm-up raises, no request is at fault: the engine ends.
             warm_up(self._encoder)
         else:
             self._answer(batch, vectors, started_at)

@@ -1,8 +1,7 @@
-"""The engine process: options in, a loaded model behind a socket out.
+"""Entry point of the engine process.
 
-It reads its options from the socket it was given, plans memory, loads the model, says that it is
-ready, and serves until its frontend stops it or is gone. `run_engine` is also what an embedded
-engine runs in a thread.
+It reads its options from the inherited socket, plans memory, loads the model, sends `Ready`, and
+serves until its frontend stops it or disappears. An embedded engine calls `run_engine` in a thread.
 """
 
 import faulthandler
@@ -48,15 +47,15 @@ from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import read_in_fork
 from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 
-log = logging.getLogger("engine.backends.custom.worker.main")  # run as a module, it is __main__
+log = logging.getLogger("engine.backends.custom.worker.main")  # the module itself runs as __main__
 
 ENCODER_FRAMEWORK = "torch"
 OPTIONS_TIMEOUT_S = 30.0
-GARBAGE_OBJECTS = 50_000  # new ones before a collection
+GARBAGE_OBJECTS = 50_000  # new objects before the garbage collector runs
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
-    """A text encoder. PyTorch has one, and runs it for whichever framework was asked for."""
+    """Load a text encoder. Only PyTorch has one, so it is used whatever framework was requested."""
     if find_spec(ENCODER_FRAMEWORK) is None:
         raise ConfigError(
             f"{source.path.name} is a text encoder, which runs on PyTorch: "
@@ -71,7 +70,9 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
 def load_runner(
     source: ModelSource, options: EngineOptions
 ) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
-    """Plan the memory, then load the weights. The plan is logged, with whatever it had to cut."""
+    """Plan the memory, then load the weights. The plan is logged, with everything that was
+    reduced.
+    """
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
     needs = framework.memory_needs(source, options, device)
@@ -128,14 +129,15 @@ def build_loop(
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> EngineLoop:
-    """The loop of a loaded model: its scheduler, cache, step budget and grammars, which ask for the
-    `vocabulary` when there is a first one.
+    """The loop of a loaded model: scheduler, cache, step budget and grammars.
+
+    `vocabulary` is called when the first grammar is compiled.
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
-    most = min(options.max_batch_tokens, spec.most_step_tokens or options.max_batch_tokens)
+    max_tokens = min(options.max_batch_tokens, spec.max_step_tokens or options.max_batch_tokens)
     target_s = spec.target_step_s or TARGET_STEP_S
-    budget = StepBudget(most, spec.max_slots, target_s, spec.least_prompt_tokens)
+    budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
 
@@ -154,7 +156,7 @@ def run_engine(
     pulse: Pulse,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
+    """Load the model, announce it, serve. Returns when told to stop; raises on a fatal error."""
     started_at = time.monotonic()
     faults.hit("load")
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
@@ -176,7 +178,7 @@ def serve_runner(
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> None:
-    """Warm up what has been loaded, announce it, and run its loop until it is told to stop."""
+    """Warm up the loaded runner, announce it, and run its loop until told to stop."""
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
@@ -222,7 +224,7 @@ def _run_encoder(
 
 
 class RunEngine(Protocol):
-    """What an engine's process does with its options: see `run_engine`."""
+    """The signature of `run_engine`."""
 
     def __call__(
         self,
@@ -236,11 +238,11 @@ class RunEngine(Protocol):
 def main(
     socket_fd: int, heartbeat_fd: int, parent_pid: int, *, run: RunEngine | None = None
 ) -> int:
-    """The engine process. Its exit status is 0 only when it was asked to stop."""
+    """Run the engine process. The exit status is 0 only when it was asked to stop."""
     die_with_parent(parent_pid)
     offer_to_be_killed()
-    gc.disable()  # until the model is loaded: next to nothing of it will be garbage
-    # The frontend decides when we end; a Ctrl-C in the terminal reaches it as well.
+    gc.disable()  # until the model is loaded: loading creates almost no garbage
+    # The frontend decides when the engine ends; Ctrl-C reaches the frontend as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
@@ -251,7 +253,7 @@ def main(
         faults.arm()
         (run or run_engine)(options, channel, Watchdog(Heartbeat(heartbeat_fd)), keep_all)
     except ConnectionClosedError:
-        return 0  # the frontend is gone, and so is our purpose
+        return 0  # the frontend is gone
     except EngineError as error:
         channel.send(Fatal(error.error_code, error.message))
         return 1
@@ -263,8 +265,10 @@ def main(
 
 
 def keep_all() -> None:
-    """What was loaded stays, so that no collection has to look at it, least of all in a step; and a
-    step's many small objects, which need none, do not call for one each time.
+    """Exempt all loaded objects from garbage collection, and collect less often.
+
+    Loaded objects live until the end, so scanning them is wasted time, above all during a step. The
+    many small objects of a step are freed by reference counting and should not trigger collections.
     """
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
@@ -272,7 +276,9 @@ def keep_all() -> None:
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:
-    """The frontend may ask for an examination first. Before `Ready` only a `Stop` can follow."""
+    """Read the options. An examination request may come before them; only a `Stop` can follow
+    before `Ready`.
+    """
     channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
         sock, EngineOptions | Examine | Stop
     )

@@ -1,7 +1,7 @@
 """Plans an engine's memory before anything is loaded: weights, KV blocks, batch and context.
 
-Too little memory shrinks the cache, then the batch, then the context, each with a line that says
-so. When not even a short context fits, loading is refused with what would fit.
+If memory is short, the cache shrinks first, then the batch, then the context; each reduction is
+logged. If not even a short context fits, loading is refused with a message that says what would.
 """
 
 from dataclasses import dataclass, replace
@@ -13,11 +13,12 @@ from engine.core.errors import ResourceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIB = 1024 * 1024
-# Of the memory that is left beside the weights, what the KV pool takes when nobody says.
+# Default KV pool, as a share of the memory left after the weights.
 POOL_SHARE = 0.5
-# Activations, logits and the interpreter.
+# For activations, logits and the interpreter.
 WORKSPACE_BYTES = 256 * MIB
-# A KV pool for tens of a small model's conversations, where all of it is written at the start.
+# Default KV pool where the whole pool is written at start: enough for tens of
+# conversations with a small model.
 USUAL_POOL_BYTES = 512 * MIB
 MIN_CONTEXT = 128
 MIN_TOKENS_PER_SLOT = 128
@@ -25,11 +26,11 @@ MIN_TOKENS_PER_SLOT = 128
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the memory is spent; `notes` are sentences for the user about what was cut."""
+    """How the memory is divided. `notes` tell the user what was reduced."""
 
     weight_bytes: int
     pool_bytes: int
-    num_blocks: int  # counts the null block
+    num_blocks: int  # including the null block
     max_slots: int
     max_seq_len: int
     bytes_per_token: int
@@ -50,17 +51,18 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What a framework takes for a model, whatever the batch."""
+    """A framework's memory needs for a model, independent of the batch."""
 
     weight_bytes: int
-    token_bytes: int  # of keys and values, for one token
-    usual_pool_bytes: int | None = None  # a KV pool that is enough for most; None: as memory allows
-    workspace_bytes: int = WORKSPACE_BYTES  # beside weights and pool
+    token_bytes: int  # bytes of keys and values per token
+    # A KV pool size that suffices for most; None: as memory allows.
+    usual_pool_bytes: int | None = None
+    workspace_bytes: int = WORKSPACE_BYTES  # besides weights and pool
     pool_share: float = POOL_SHARE
 
 
 def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
-    """Of a framework that turns every weight, key and value into the device's type."""
+    """Needs of a framework that stores all weights, keys and values in the device's dtype."""
     value_bytes = DTYPE_BYTES[device.dtype]
     num_values = config.num_params
     if device.copies_tied_head and config.tie_embeddings:
@@ -71,8 +73,8 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
 def on_gpu(
     needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
 ) -> MemoryNeeds:
-    """On a GPU the cache gets what is left of the share that the engine may use, after the largest
-    step's activations and the logits that are kept.
+    """GPU needs: the cache gets the rest of the engine's memory share, after the weights, the
+    largest step's activations and the retained logits.
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
@@ -85,7 +87,7 @@ def on_gpu(
 def plan_memory(
     max_position: int, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
 ) -> MemoryPlan:
-    """Divide the device's free memory; the model was made for `max_position` tokens. Raises
+    """Divide the device's free memory. `max_position` is the model's own context length. Raises
     `ResourceError` if nothing useful fits.
     """
     weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
@@ -93,10 +95,10 @@ def plan_memory(
     block_bytes = token_bytes * options.block_size
     notes: list[str] = []
     max_seq_len = min(options.max_seq_len or max_position, max_position)
-    least = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
+    min_bytes = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
     room = available_bytes - weight_bytes - needs.workspace_bytes
-    if room < least:
-        raise ResourceError(_refusal(weight_bytes, least, available_bytes, device.dtype))
+    if room < min_bytes:
+        raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
         notes.append(
             f"context is {max_position:,}, the model's own: "
@@ -107,9 +109,9 @@ def plan_memory(
         if needs.usual_pool_bytes is not None:
             one = _pool_bytes(max_seq_len, options.block_size, block_bytes)
             wanted = min(wanted, max(one, needs.usual_pool_bytes))
-        pool_bytes = max(least, min(wanted, int(room * needs.pool_share)))
+        pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
     else:
-        pool_bytes = _asked_pool(options.pool_bytes, least, room, notes)
+        pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
     num_blocks = pool_bytes // block_bytes
     capacity = (num_blocks - 1) * options.block_size
     max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
@@ -135,15 +137,15 @@ def plan_memory(
 
 
 def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:
-    """Memory for so many tokens in whole blocks, and the null block."""
+    """Bytes of the blocks for `num_tokens` tokens, plus the null block."""
     return (-(-num_tokens // block_size) + 1) * block_bytes
 
 
-def _asked_pool(asked: int, least: int, room: int, notes: list[str]) -> int:
-    if asked < least:
+def _asked_pool(asked: int, min_bytes: int, room: int, notes: list[str]) -> int:
+    if asked < min_bytes:
         raise ResourceError(
             f"a KV cache of {asked / MIB:,.1f} MiB is too small to be of use; "
-            f"give it at least {-(-least // MIB):,} MiB (performance.memory_pool_size_mb)"
+            f"give it at least {-(-min_bytes // MIB):,} MiB (performance.memory_pool_size_mb)"
         )
     if asked > room:
         notes.append(

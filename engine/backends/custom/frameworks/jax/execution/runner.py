@@ -84,7 +84,7 @@ class JAXRunner:
             config,
             model.config.vocab_size,
             depth=1,
-            most_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
+            max_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
         self._params, tree = jax.tree.flatten(params)  # once, not with every step

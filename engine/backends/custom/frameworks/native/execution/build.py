@@ -169,8 +169,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         config,
         model_config.vocab_size,
         depth=0,
-        most_step_tokens=STEP_TOKENS,
-        least_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        max_step_tokens=STEP_TOKENS,
+        min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
     )
     layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
     isa = machine.instruction_set

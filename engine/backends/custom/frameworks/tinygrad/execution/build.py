@@ -114,7 +114,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
         config,
         source.config.vocab_size,
         depth=0,
-        most_step_tokens=MOST_STEP_TOKENS,
+        max_step_tokens=MOST_STEP_TOKENS,
     )
     return TinygradRunner(model, cache, spec)
 
