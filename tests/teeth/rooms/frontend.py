@@ -87,8 +87,8 @@ MUTATIONS = [
     Mutation(
         "frontend: a failing sink breaks the link's call",
         "engine.backends.custom.frontend.generation",
-        "        except Exception as error:  # the link",
-        "        except EngineError as error:  # the link",
+        "        except Exception as error:\n",
+        "        except EngineError as error:\n",
         f"{GENERATION_TESTS}::test_a_sink_that_fails_ends_its_own_request_and_is_told",
     ),
     Mutation(
@@ -185,8 +185,8 @@ MUTATIONS = [
     Mutation(
         "frontend: an encoder's cut text loses its end",
         "engine.backends.custom.frontend.text_model",
-        "        return (*prompt[: most - 1], prompt[-1])\n",
-        "        return prompt[:most]\n",
+        "        return (*prompt[: max_tokens - 1], prompt[-1])\n",
+        "        return prompt[:max_tokens]\n",
         f"{REQUEST_TESTS}::test_what_a_cut_keeps_of_an_encoders_text_is_its_beginning_and_its_end",
     ),
     Mutation(

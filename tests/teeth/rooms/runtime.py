@@ -75,15 +75,15 @@ MUTATIONS = [
     Mutation(
         "runtime: who is preempted while scored is scored twice",
         "engine.backends.custom.runtime.scheduler",
-        "            seq.prompt_scores.clear()  # those",
-        "            pass  # those",
+        "            seq.prompt_scores.clear()",
+        "            pass",
         f"{SCORE_TESTS}::test_who_is_preempted_while_scored_begins_anew",
     ),
     Mutation(
         "runtime: scored rows are counted from the row behind them",
         "engine.backends.custom.runtime.scheduler",
-        "scores(seq, output, draw - num_scored, draw)",
-        "scores(seq, output, draw - num_scored + 1, draw + 1)",
+        "scores(seq, output, sample_row - num_scored, sample_row)",
+        "scores(seq, output, sample_row - num_scored + 1, sample_row + 1)",
         f"{SCORE_TESTS}::test_scores_are_the_oracles_however_the_prompt_is_cut",
     ),
     Mutation(
@@ -110,14 +110,14 @@ MUTATIONS = [
     Mutation(
         "runtime: mates' biases go to rows of forced tokens",
         "engine.backends.custom.runtime.prompt_logprobs",
-        "        bias_rows=where[drawn.bias_rows],\n",
+        "        bias_rows=where[sampling.bias_rows],\n",
         "",
         f"{SCORE_TESTS}::test_mates_draw_as_if_nobody_was_scored_beside_them",
     ),
     Mutation(
         "runtime: a vector is another row's",
         "engine.backends.custom.runtime.prompt_logprobs",
-        "        hidden_rows=where[drawn.hidden_rows],\n",
+        "        hidden_rows=where[sampling.hidden_rows],\n",
         "",
         f"{SCORE_TESTS}::test_a_vector_is_its_own_row_behind_scored_ones",
     ),
