@@ -163,7 +163,6 @@ def run_engine(
 ) -> None:
     """Load, announce, serve. Returns when told to stop; raises what kept it from going on."""
     started_at = time.monotonic()
-    faults.hit("load")
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
     if is_encoder(source.config):
         encoder, device = load_encoder(source, options)
