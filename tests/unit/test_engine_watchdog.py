@@ -90,7 +90,7 @@ async def test_a_wait_that_never_ends_is_interrupted_and_repeated(plan, capfd):
     assert [inbox.tokens for inbox in inboxes] == [expected(n, 30) for n in range(4)]
     assert link.num_restarts == 0
     written = capfd.readouterr().err
-    assert "num_running" in written and "watchdog.py" in written, "stacks and state in the log"
+    assert "num_running" in written and "heartbeat.py" in written, "stacks and state in the log"
     await link.stop()
 
 
