@@ -183,6 +183,7 @@ class EngineLoop:
         return Forwarded(self._compute(self._run_forward, inputs), masks)
 
     def _run_forward(self, inputs: BatchInputs) -> Any:
+        """Whichever runner it is: what surrounds every forward pass can be put here."""
         return self._runner.forward(inputs)
 
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
