@@ -1,18 +1,25 @@
 """Fault injection points: a test can make one fail, sleep or end the process.
 
-`hit("forward")` costs one comparison and does nothing unless faults are armed: by a test in its own
-process (`planned`), or by an environment variable read once at process start. That variable alone
-is refused; a second one must confirm that this server may be broken.
+No other module knows of them: `PLACES` names functions and methods, and while a plan is armed those
+that it means are exchanged for wrappers that strike first. A plan is armed by a test in its own
+process (`planned`), or by an environment variable that a process reads once when it starts. That
+variable alone is refused; a second one must confirm that this server may be broken.
 """
 
 import errno
+import functools
+import inspect
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from operator import attrgetter
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 from engine.core.errors import ConfigError
 
@@ -21,34 +28,98 @@ GUARD_VARIABLE = "ENGINE_FAULTS_GUARD"
 GUARD = "this server is here to be broken"
 EXIT_STATUS = 70
 
-# In the order in which a request passes them.
-POINTS = (
-    "validate",  # a body was decoded
-    "template",  # a chat is rendered to a prompt
-    "tokenize",  # subject: the text
-    "check_grammar",  # a grammar is test-compiled outside the engine; subject: its text
-    "submit",  # a request leaves the frontend; subject: token ids
-    "load",  # the engine process loads a model
-    "intake",  # a request reaches the engine loop; subject: token ids
-    "compile",  # a grammar is compiled; subject: its text
-    "schedule",
-    "allocate",  # blocks for one sequence; subject: its token ids
-    "forward",  # subject: the step's token ids
-    "sample",
-    "wait",
-    "update",  # a row's result is processed; subject: its sequence's token ids
-    "nonfinite",  # "mark": treat the row as non-finite; subject: its sequence's token ids
-    "publish",  # blocks enter the prefix cache; subject: their token ids
-    "detokenize",
-    "parse",
-    "format",
-    "database",
-    "upload",
-    "keep_file",  # a file cached for the next start
-)
 Action = Literal["raise", "memory", "disk", "sleep", "exit", "mark"]
-P = ParamSpec("P")
-T = TypeVar("T")
+Subject = Container[Any] | None
+Strike = Callable[[Subject], bool]
+
+
+@dataclass(frozen=True)
+class Place:
+    """`where` is module:function or module:Class.method. A function is named in the module that
+    calls it: what has been imported by name is not found again at its home. `subject` is said in
+    the words of its parameters; `mark` is for what concerns a part of its arguments.
+    """
+
+    where: str
+    subject: str | None = None
+    mark: Callable[[Strike, dict[str, Any]], None] | None = None
+
+    @property
+    def module(self) -> str:
+        return self.where.partition(":")[0]
+
+    def find(self, module: ModuleType) -> tuple[Any, str]:
+        """What has the attribute, and its name."""
+        *owners, name = self.where.partition(":")[2].split(".")
+        return functools.reduce(getattr, owners, module), name
+
+    def strike(self, strike: Strike, arguments: dict[str, Any]) -> None:
+        if self.mark is not None:
+            self.mark(strike, arguments)
+        elif self.subject is None:
+            strike(None)
+        else:
+            strike(attrgetter(self.subject)(SimpleNamespace(**arguments)))
+
+
+def _mark_rows(strike: Strike, arguments: dict[str, Any]) -> None:
+    """The rows of a step that it strikes count as not finite."""
+    output = arguments["output"]
+    finite = output.finite.copy()
+    for index, row in enumerate(arguments["batch"].rows):
+        if finite[index] and row.seq.finish_reason is None:
+            finite[index] = not strike(row.seq.tokens)
+    arguments["output"] = replace(output, finite=finite)
+
+
+_CUSTOM = "engine.backends.custom"
+_RUNTIME = f"{_CUSTOM}.runtime"
+_SERVERS = "engine.servers"
+
+# In the order in which a request meets them.
+PLACES = {
+    "validate": (Place(f"{_SERVERS}.serving.services:parse_body"),),
+    "template": (Place("engine.core.text.chat_template:ChatTemplate.render"),),
+    "tokenize": (
+        Place("engine.core.text.tokenizer:Tokenizer.encode_prompt", "text"),
+        Place("engine.core.text.tokenizer:Tokenizer.encode_rendered"),
+    ),
+    "check_grammar": (Place("engine.core.grammar.checker:GrammarChecker.check", "grammar"),),
+    "submit": (Place(f"{_CUSTOM}.frontend.engine_link:EngineLink.submit", "request.prompt"),),
+    "load": (Place(f"{_CUSTOM}.worker.main:open_model"),),
+    "intake": (Place(f"{_RUNTIME}.intake:Intake.submit", "request.prompt"),),
+    "compile": (Place(f"{_RUNTIME}.grammar:Grammars._new_matcher", "grammar"),),
+    "schedule": (Place(f"{_RUNTIME}.scheduler:Scheduler.schedule"),),
+    "allocate": (
+        Place(f"{_RUNTIME}.kv_cache:KVCache.admit", "seq.tokens"),
+        Place(f"{_RUNTIME}.kv_cache:KVCache.extend", "seq.tokens"),
+    ),
+    "forward": (
+        Place(f"{_RUNTIME}.loop:EngineLoop._run_forward", "inputs.token_ids"),
+        Place(f"{_CUSTOM}.worker.encoder_loop:EncoderLoop._encode"),
+    ),
+    "sample": (Place(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
+    "wait": (Place(f"{_RUNTIME}.loop:EngineLoop._wait"),),
+    "update": (
+        Place(f"{_RUNTIME}.scheduler:Scheduler._confirm_prompt", "seq.tokens"),
+        Place(f"{_RUNTIME}.scheduler:Scheduler._take", "seq.tokens"),
+    ),
+    "nonfinite": (Place(f"{_RUNTIME}.scheduler:Scheduler.update", mark=_mark_rows),),
+    "publish": (Place(f"{_RUNTIME}.radix_cache:RadixCache.insert", "tokens"),),
+    "detokenize": (Place("engine.core.text.detokenizer:Detokenizer.push"),),
+    "parse": (Place("engine.core.parsing.output:OutputParser.push"),),
+    "format": (
+        Place(f"{_SERVERS}.openai.format:ChatStream.chunk"),
+        Place(f"{_SERVERS}.openai.format:CompletionStream.chunk"),
+        Place(f"{_SERVERS}.openai.generate:GenerateStream.chunk"),
+        Place(f"{_SERVERS}.responses.stream:ResponseStream.chunk"),
+        Place(f"{_SERVERS}.anthropic.format:MessageStream.chunk"),
+    ),
+    "database": (Place(f"{_SERVERS}.serving.storage:Database._transact"),),
+    "upload": (Place(f"{_SERVERS}.files.draft:Draft._write_buffer"),),
+    "keep_file": (Place("engine.core.sandbox.private_files:_open_part"),),
+}
+POINTS = tuple(PLACES)
 
 
 class FaultError(RuntimeError):
@@ -76,11 +147,16 @@ class _Plan:
         for fault in faults:
             if fault.point not in POINTS:
                 raise ConfigError(f"{PLAN_VARIABLE}: there is no point {fault.point!r}")
+        self.points = {fault.point for fault in faults}
+        self.is_over = False
         self._counts = [(fault, [0]) for fault in faults]
         self._lock = threading.Lock()
         self.num_strikes = 0
 
-    def strike(self, point: str, subject: Container[Any] | None) -> bool:
+    def strike(self, point: str, subject: Subject) -> bool:
+        """True where a "mark" strikes; the other actions speak for themselves."""
+        if self.is_over:
+            return False  # a bound method that somebody kept
         due: list[Fault] = []
         with self._lock:
             for fault, count in self._counts:
@@ -97,46 +173,98 @@ class _Plan:
         return bool(due)
 
 
-_plan: _Plan | None = None
+class _Wrapping:
+    """The wrappers of a plan: on modules that are loaded, and on each that is imported later, which
+    this sees as the first of the finders.
+    """
 
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._originals: dict[tuple[Any, str], Callable[..., Any]] = {}
+        self._places: dict[str, list[tuple[str, Place]]] = {}
+        for point in plan.points:
+            for place in PLACES[point]:
+                self._places.setdefault(place.module, []).append((point, place))
 
-def hit(point: str, subject: Container[Any] | None = None) -> bool:
-    """True if a "mark" fault fires; other actions fail, sleep or exit here."""
-    return _plan is not None and _plan.strike(point, subject)
+    def begin(self) -> None:
+        sys.meta_path.insert(0, self)
+        main = sys.modules["__main__"]
+        loaded = {name: sys.modules[name] for name in self._places if name in sys.modules}
+        for name, module in loaded.items():
+            self._wrap(name, module)
+        if main.__spec__ is not None and main.__spec__.name in self._places:
+            self._wrap(main.__spec__.name, main)  # run as a module, it has another name
 
+    def end(self) -> None:
+        sys.meta_path.remove(self)
+        for (owner, name), original in self._originals.items():
+            setattr(owner, name, original)
 
-def is_armed() -> bool:
-    """Asked once by per-token code, instead of a `hit` per token."""
-    return _plan is not None
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._places:
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, found), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
 
+        def execute_and_wrap(module: ModuleType) -> None:
+            execute(module)
+            self._wrap(fullname, module)
 
-def wrap(point: str, function: Callable[P, T]) -> Callable[P, T]:
-    """A function that hits the point first; `function` itself when nothing is armed."""
-    if _plan is None:
-        return function
+        spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
+        return spec
 
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        hit(point)
-        return function(*args, **kwargs)
+    def _wrap(self, name: str, module: ModuleType) -> None:
+        for point, place in self._places[name]:
+            key = owner, attribute = place.find(module)
+            if key not in self._originals:
+                original = self._originals[key] = getattr(owner, attribute)
+                setattr(owner, attribute, self._wrapped(point, place, original))
 
-    return wrapped
+    def _wrapped(
+        self, point: str, place: Place, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+        strike = functools.partial(self._plan.strike, point)
+
+        def struck(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
+            call = signature.bind(*args, **kwargs)
+            place.strike(strike, call.arguments)
+            return call
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = struck(*args, **kwargs)
+            return original(*call.args, **call.kwargs)
+
+        @functools.wraps(original)
+        async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = struck(*args, **kwargs)
+            return await original(*call.args, **call.kwargs)
+
+        return async_wrapper if inspect.iscoroutinefunction(original) else wrapper
 
 
 @contextmanager
 def planned(*faults: Fault) -> Iterator[_Plan]:
-    """Arm faults in this process until the block ends."""
-    global _plan
-    before, plan = _plan, _Plan(faults)
-    _plan = plan
+    """Armed in this process until the block ends."""
+    plan = _Plan(faults)
+    wrapping = _Wrapping(plan)
+    wrapping.begin()
     try:
         yield plan
     finally:
-        _plan = before
+        plan.is_over = True
+        wrapping.end()
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
-    """Arm what the environment asks for. Called once at process start."""
-    global _plan
+    """What the environment plans for this process, to its end. Called once, when it starts."""
     text = environ.get(PLAN_VARIABLE)
     if text is None:
         return
@@ -148,9 +276,10 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
     import msgspec
 
     try:
-        _plan = _Plan(msgspec.json.decode(text, type=list[Fault]))
+        plan = _Plan(msgspec.json.decode(text, type=list[Fault]))
     except msgspec.DecodeError as error:
         raise ConfigError(f"{PLAN_VARIABLE}: {error}") from error
+    _Wrapping(plan).begin()
 
 
 def environment(*faults: Fault) -> dict[str, str]:

@@ -382,6 +382,20 @@ GUARDS = [
         "    if environ.get(GUARD_VARIABLE) == 'x':\n",
         f"{FAULTS}::test_the_environment_arms_nothing_without_its_guard",
     ),
+    Mutation(
+        "a plan ends and its wrappers stay",
+        "engine.core.faults",
+        "            setattr(owner, name, original)\n",
+        "            pass\n",
+        f"{FAULTS}::test_what_was_wrapped_is_itself_again_when_the_plan_ends",
+    ),
+    Mutation(
+        "what is imported later is not wrapped",
+        "engine.core.faults",
+        "            execute(module)\n            self._wrap(fullname, module)\n",
+        "            execute(module)\n",
+        f"{FAULTS}::test_arming_loads_nothing_and_strikes_in_what_is_imported_later",
+    ),
 ]
 
 MUTATIONS = {each.name: each for each in INVARIANTS + GUARDS + EDGE + all_rooms()}

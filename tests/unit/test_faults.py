@@ -1,35 +1,93 @@
 """Fault points, and what is left when each stage of the engine's loop fails: everybody else."""
 
 import asyncio
+import importlib
+import inspect
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
 from engine.core import faults
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ResourceError, UnavailableError
 from engine.core.faults import Fault, FaultError
+from engine.core.parsing.output import OutputParser
+from engine.core.sandbox.private_files import write_private
+from engine.servers.files.draft import Draft
+from engine.servers.serving.storage import Database
 from tests.live_server import chat, events_of, live_server
 from tests.toy_engine import ToyEngine
 from tests.toy_grammar import END, Grammars, lark, vocabulary
 from tests.unit.test_engine_link import ask, expected, make_link
 
+ENGINE = Path(faults.__file__).parents[1]
 PROMPTS = [(n, 1, 2, 3) for n in range(8)]
 
 
-def test_off_a_point_does_nothing_and_costs_next_to_nothing():
-    function = str.upper
-    assert faults.wrap("parse", function) is function and not faults.is_armed()
-    began = time.process_time()
-    for _ in range(100_000):
-        faults.hit("forward")
-    assert time.process_time() - began < 1.0  # 10 µs each would be
+def found(place: faults.Place) -> Callable:
+    """As it stands in its module or class, and not in one that this inherits from."""
+    owner, name = place.find(importlib.import_module(place.module))
+    return vars(owner)[name]
+
+
+def test_every_place_is_there_and_is_no_other():
+    functions = {place: found(place) for places in faults.PLACES.values() for place in places}
+    assert len(set(functions.values())) == len(functions), "one call would strike twice"
+    for place, function in functions.items():
+        first = (place.subject or "").partition(".")[0]
+        assert not first or first in inspect.signature(function).parameters, place
+
+
+def test_only_those_who_compose_a_process_know_of_faults():
+    used = {}
+    for path in ENGINE.rglob("*.py"):
+        words = re.findall(r"^from engine\.core.* faults$|\bfaults\.\w+", path.read_text(), re.M)
+        if words and path != ENGINE / "core/faults.py":
+            used[str(path.relative_to(ENGINE))] = words
+    armed = ["from engine.core import faults", "faults.arm"]
+    assert used == {"cli/serve.py": armed, "backends/custom/worker/main.py": armed}
+
+
+def test_what_was_wrapped_is_itself_again_when_the_plan_ends():
+    places = [place for point in faults.POINTS for place in faults.PLACES[point]]
+    before, finders = {place: found(place) for place in places}, list(sys.meta_path)
+    with faults.planned(Fault("forward"), Fault("check_grammar")):
+        wrapped = {place for place in places if found(place) != before[place]}
+    assert wrapped == {*faults.PLACES["forward"], *faults.PLACES["check_grammar"]}
+    assert {place: found(place) for place in places} == before and sys.meta_path == finders
+
+
+def test_arming_loads_nothing_and_strikes_in_what_is_imported_later():
+    code = """
+import sys
+from engine.core import faults
+loaded = set(sys.modules)
+faults.arm()
+assert not [name for name in set(sys.modules) - loaded if name.startswith("engine")]
+import asyncio
+from engine.core.grammar.checker import GrammarChecker
+from engine.core.sandbox.private_files import write_private
+struck = 0
+for call in (lambda: write_private(None, b""), lambda: asyncio.run(GrammarChecker().check("", ""))):
+    try:
+        call()
+    except faults.FaultError:
+        struck += 1
+sys.exit(struck != 2)
+"""
+    planned = faults.environment(Fault("keep_file"), Fault("check_grammar"))
+    env = {**os.environ, **planned}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_a_plan_strikes_where_and_as_often_as_it_says():
@@ -37,22 +95,44 @@ def test_a_plan_strikes_where_and_as_often_as_it_says():
         struck = []
         for tokens in ([7], [1], [7], [7], [7], None):
             try:
-                faults.hit("forward", tokens)
+                plan.strike("forward", tokens)
                 struck.append(False)
             except FaultError:
                 struck.append(True)
     assert struck == [False, False, True, True, False, False] and plan.num_strikes == 2
-    assert not faults.hit("forward", [7])
+
+
+def test_a_wrapper_that_somebody_kept_does_nothing_when_the_plan_is_over():
+    with faults.planned(Fault("parse", times=2)) as plan:
+        push = OutputParser(None, frozenset()).push
+        with pytest.raises(FaultError):
+            push("text")
+    assert push("text") and plan.num_strikes == 1
+
+
+async def test_a_full_disk_costs_a_call_and_leaves_nothing_behind(tmp_path):
+    database, draft = Database(tmp_path / "rows", ""), Draft(tmp_path / "upload")
+    points = ("database", "upload", "keep_file")
+    with faults.planned(*(Fault(point, "disk") for point in points)) as plan:
+        with pytest.raises(UnavailableError):
+            await database.run(lambda connection: None)
+        with pytest.raises(ResourceError):
+            async with draft:
+                await draft.publish()
+        with pytest.raises(OSError, match="No space"):
+            write_private(tmp_path / "kept", b"content")
+    assert plan.num_strikes == len(points) and not list(tmp_path.iterdir())
+    await database.close()
 
 
 def test_the_environment_arms_nothing_without_its_guard():
-    planned = faults.environment(Fault("forward"))
+    planned, finders = faults.environment(Fault("forward")), list(sys.meta_path)
     with pytest.raises(ConfigError, match="tests alone"):
         faults.arm({faults.PLAN_VARIABLE: planned[faults.PLAN_VARIABLE]})
     for text in ("[{]", '[{"point": "nowhere"}]', '[{"point": "forward", "action": "laugh"}]'):
         with pytest.raises(ConfigError, match=faults.PLAN_VARIABLE):
             faults.arm({**planned, faults.PLAN_VARIABLE: text})
-    assert not faults.is_armed()
+    assert sys.meta_path == finders
 
 
 def test_a_server_with_a_plan_and_no_guard_does_not_start():

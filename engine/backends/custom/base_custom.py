@@ -169,7 +169,8 @@ class CustomBackend(InferenceBackend):
 
     @property
     def is_ready(self) -> bool:
-        return self._text is not None and self._link.is_up
+        # The watch may lag behind an engine that runs again, so a bad state is looked at once more.
+        return self._text is not None and (self._link.is_up or self.health().ready)
 
     def memory_bytes(self) -> int:
         import psutil  # imported late, because a start does not need it

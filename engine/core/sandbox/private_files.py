@@ -3,13 +3,14 @@ no other user can have written it.
 """
 
 import errno
+import io
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
-
-from engine.core import faults
 
 PART_SUFFIX = ".part"
 
@@ -44,12 +45,29 @@ def append_whole(handle: int, line: bytes) -> None:
 
 def write_private(path: Path, content: bytes) -> None:
     """Write to a temporary file and rename it to `path`, so that no partial file is ever seen."""
-    faults.hit("keep_file")
-    handle, name = tempfile.mkstemp(PART_SUFFIX, f"{path.name}.", path.parent)
+    with new_version(path) as file:
+        write_all(file, memoryview(content))
+
+
+def write_all(file: io.FileIO, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[file.write(chunk) :]
+
+
+@contextmanager
+def new_version(path: Path) -> Iterator[io.FileIO]:
+    """A file beside `path` that is renamed to it at the end of the block, or removed if that
+    fails.
+    """
+    handle, name = _open_part(path)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            yield file
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _open_part(path: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(PART_SUFFIX, f"{path.name}.", path.parent)

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.core import faults
 from engine.core.errors import ResourceError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -79,13 +78,15 @@ class Draft:
             self._fd = os.open(self._draft_path, flags, 0o600)
 
     def _flush(self) -> None:
-        assert self._fd is not None
         with storage_errors():
-            faults.hit("upload")
-            view = memoryview(self._buffer)
-            while view:
-                view = view[os.write(self._fd, view) :]
+            self._write_buffer()
         self._buffer = bytearray()
+
+    def _write_buffer(self) -> None:
+        assert self._fd is not None
+        view = memoryview(self._buffer)
+        while view:
+            view = view[os.write(self._fd, view) :]
 
     def _publish(self) -> None:
         self._flush()

@@ -15,7 +15,6 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.core import faults
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
@@ -125,7 +124,7 @@ class EventStream(Response):
 
     async def _stream(self, writer: "_Writer") -> None:
         pump, format = self._pump, self._format
-        chunk = faults.wrap("format", format.chunk)
+        chunk = format.chunk
         head = format.opening()
         if not pump.has_pending:
             await writer.write(head)

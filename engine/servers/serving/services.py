@@ -1,5 +1,6 @@
 """State and helpers that all generating routes share: the backend, admission, model lookup."""
 
+import functools
 import hashlib
 import re
 import secrets
@@ -12,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.backends.base import BackendHolder, InferenceBackend, Resolved
-from engine.core import faults
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -97,12 +97,7 @@ class Services:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         max_bytes = self.settings.server.body_limit_mb * 2**20
-
-        def parse(raw: dict[str, Any]) -> Body:
-            faults.hit("validate")
-            return parse_body(kind, raw)
-
-        return await read_parsed(request, max_bytes, parse)
+        return await read_parsed(request, max_bytes, functools.partial(parse_body, kind))
 
     def find_model(self, name: str | None) -> ModelCard:
         return self._resolve(name).card

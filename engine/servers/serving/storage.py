@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from engine.core import faults
 from engine.core.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -50,14 +49,7 @@ class Database:
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
-            faults.hit("database")
-            if self._connection is not None and self._identity != _identity(self._path):
-                logger.error("the database %s is gone; a new one is begun", self._path)
-                self._close()
-            connection = self._connection = self._connection or self._connect()
-            with connection:
-                connection.execute("BEGIN IMMEDIATE")
-                return work(connection)
+            return self._transact(work)
         except (sqlite3.Error, OSError) as error:
             # An OSError's text is clear to the operator. A failing SQL statement may be our own
             # bug.
@@ -68,6 +60,15 @@ class Database:
             if _is_damage(error):
                 self._set_aside()
             raise UnavailableError("The server's storage failed; its log says why.") from error
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        if self._connection is not None and self._identity != _identity(self._path):
+            logger.error("the database %s is gone; a new one is begun", self._path)
+            self._close()
+        connection = self._connection = self._connection or self._connect()
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            return work(connection)
 
     def _connect(self) -> sqlite3.Connection:
         try:

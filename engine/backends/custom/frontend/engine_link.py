@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.backends.process import RestartPolicy
-from engine.core import faults
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
 from engine.core.interfaces.request import (
     Abort,
@@ -104,7 +103,6 @@ class EngineLink:
     def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
-        faults.hit("submit", request.prompt)
         assert request.request_id not in self._receivers, "two requests have one id"
         self._client.send(request)
         self._receivers[request.request_id] = receiver

@@ -16,7 +16,6 @@ from typing import Protocol
 from engine.backends.base import EventFeed, EventSink
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.text_model import TextModel
-from engine.core import faults
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
     Event,
@@ -94,11 +93,11 @@ class _Reader:
         self._detokenizer = Detokenizer(
             text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
         )
-        self._decode = faults.wrap("detokenize", self._detokenizer.push)
+        self._decode = self._detokenizer.push
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
-        self._parse = None if self._parser is None else faults.wrap("parse", self._parser.push)
+        self._parse = None if self._parser is None else self._parser.push
         self.is_plain = self._parser is None  # all pieces are plain text
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:

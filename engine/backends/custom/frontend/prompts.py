@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from engine.backends.custom.frontend.text_model import TextModel
-from engine.core import faults
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, GenerationContext
@@ -75,7 +74,6 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
 def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     """The token ids of a conversation, rendered by the model's chat template."""
     tools = () if request.tool_choice.mode == "none" else request.tools
-    faults.hit("template")
     messages, template_tools = text.output.prepare(request.messages, tools)
     rendered = text.template.render(
         messages,
@@ -86,7 +84,6 @@ def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     )
     if request.continue_final_message:
         rendered = _unfinished(rendered, messages[-1]["content"])
-    faults.hit("tokenize")
     return tuple(text.tokenizer.encode_rendered(rendered))
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
-from engine.core import faults
 from engine.core.errors import ModelFormatError
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
@@ -129,7 +128,6 @@ class TextModel:
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
-        faults.hit("tokenize", prompt)
         return tuple(self.tokenizer.encode_prompt(prompt))
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import U32
-from engine.core import faults
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.grammar.limits import parser_limits
 
@@ -112,13 +111,8 @@ class Grammars:
             return self._compile_once(grammar)
 
     def _compile_once(self, grammar: str) -> "LLMatcher":
-        from llguidance import LLMatcher
-
         try:
-            faults.hit("compile", grammar)
-            if self._tokenizer is None:
-                self._tokenizer = _tokenizer(self._load_vocabulary())
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+            matcher = self._new_matcher(grammar)
         except EngineError:
             raise
         except BaseException as error:  # a panic in the Rust library is a BaseException
@@ -127,6 +121,13 @@ class Grammars:
         if matcher.is_error():
             raise InvalidRequestError(f"The grammar can't be compiled: {matcher.get_error()}")
         return matcher
+
+    def _new_matcher(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._load_vocabulary())
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
 
 
 def _may_succeed_next_time(compiled: "Future[LLMatcher]") -> bool:

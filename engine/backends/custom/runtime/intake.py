@@ -20,7 +20,6 @@ from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import Sequence, Tokens, packed
-from engine.core import faults
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -77,7 +76,6 @@ class Intake:
         """Queue every choice of a request. A refusal is returned as the final delta of each
         choice.
         """
-        faults.hit("intake", request.prompt)
         prompt = self._packed(request.prompt)
         error = self._find_fault(request, prompt)
         choices = list(range(request.params.n))

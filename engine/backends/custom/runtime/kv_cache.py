@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
-from engine.core import faults
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class KVCache:
         nothing allocated, if fewer than `spare` blocks would remain.
         """
         assert not seq.blocks and reserve >= len(seq.tokens), (seq.blocks, reserve)
-        faults.hit("allocate", seq.tokens)
         needed = self._blocks_for(reserve) - len(matched)
         evictable = self.pool.num_evictable - self.pool.count_evictable(matched)
         if needed + spare > self.pool.num_free + evictable:
@@ -76,7 +74,6 @@ class KVCache:
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
         if needed <= 0:
             return True
-        faults.hit("allocate", seq.tokens)
         if needed > self.pool.num_free + self.pool.num_evictable:
             return False
         self._make_room(needed)
@@ -137,7 +134,6 @@ class KVCache:
         count = num_tokens // self.block_size
         tokens = seq.tokens[: count * self.block_size]
         try:
-            faults.hit("publish", tokens)
             self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own, seq.tenant)
         except Exception:
             self.num_unpublished += 1

@@ -27,7 +27,6 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
 from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
 from engine.backends.custom.runtime.sequence import ScheduledBatch
-from engine.core import faults
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
     Abort,
@@ -184,7 +183,7 @@ class EngineLoop:
         return Forwarded(self._compute(self._run_forward, inputs), masks)
 
     def _run_forward(self, inputs: BatchInputs) -> Any:
-        faults.hit("forward", inputs.token_ids)
+        """Whichever runner it is: what surrounds every forward pass can be put here."""
         return self._runner.forward(inputs)
 
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
@@ -192,12 +191,10 @@ class EngineLoop:
         if forwarded.masks is not None:
             rows = constrained_rows(batch, only_known=False)
             mask = self._compute(forwarded.masks.finish, rows)
-        faults.hit("sample")
         sampling = self._builder.sampling(batch, mask)
         return self._compute(self._runner.sample, forwarded.handle, sampling)
 
     def _wait(self, pending: PendingTokens) -> StepOutput:
-        faults.hit("wait")
         return self._compute(pending.wait)
 
     def _begin_masks(self, batch: ScheduledBatch) -> MaskJob | None:

@@ -15,7 +15,6 @@ from engine.backends.custom.runtime.model_runner import MAX_SCORED, StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
 from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
-from engine.core import faults
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
 
@@ -109,7 +108,6 @@ class Scheduler:
         """The rows of the next step, with at most `budget` tokens in total; None when nothing can
         run.
         """
-        faults.hit("schedule")
         self._step += 1
         budget, kept = self._newcomers.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
@@ -123,7 +121,6 @@ class Scheduler:
         fails only its sequence.
         """
         deltas, next_row, pooled = [], 0, 0
-        is_armed = faults.is_armed()
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
@@ -134,16 +131,12 @@ class Scheduler:
             if seq.finish_reason is not None:
                 continue
             seq.num_sampling -= samples
-            if is_armed:
-                finite[index] = finite[index] and not faults.hit("nonfinite", seq.tokens)
             if not finite[index]:
                 self.num_nonfinite += 1
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
                 continue
             try:
-                if is_armed:
-                    faults.hit("update", seq.tokens)
                 if num_scored and seq.life in (life, 0):  # 0: preempted since
                     seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
                 # After a preemption, the computed blocks no longer belong to the sequence.

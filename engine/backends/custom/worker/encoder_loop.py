@@ -23,7 +23,6 @@ from engine.backends.custom.runtime.budget import StepCounter
 from engine.backends.custom.runtime.intake import too_late
 from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
 from engine.backends.custom.runtime.outputs import refusal
-from engine.core import faults
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -250,7 +249,6 @@ class EncoderLoop:
             self._answer(batch, vectors, started_at)
 
     def _encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        faults.hit("forward")
         self.is_computing = True
         try:
             return self._encoder.encode(prompts)

@@ -158,7 +158,6 @@ def run_engine(
 ) -> None:
     """Load the model, announce it, serve. Returns when told to stop; raises on a fatal error."""
     started_at = time.monotonic()
-    faults.hit("load")
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
     if is_encoder(source.config):
         encoder, device = load_encoder(source, options)

@@ -6,11 +6,9 @@ to it later changes that. The digest of the data is there for `verify`, which re
 """
 
 import hashlib
-import io
 import mmap
 import os
 import struct
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,8 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core import faults
-from engine.core.sandbox.private_files import PART_SUFFIX, open_private
+from engine.core.sandbox.private_files import new_version, open_private, write_all
 
 HEADER_BYTES = 4096
 _MAGIC = b"ENGPACK2"
@@ -68,31 +65,19 @@ def verify(path: Path) -> None:
 
 def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
     """Write beside `path` and rename when the data is safely on disk; no half file is ever seen."""
-    handle, name = tempfile.mkstemp(PART_SUFFIX, f"{path.name}.", path.parent)
-    try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
-            digest = hashlib.sha256()
-            file.seek(HEADER_BYTES)
-            faults.hit("keep_file")
-            for start in range(0, arena.size, _CHUNK_BYTES):
-                chunk = arena[start : start + _CHUNK_BYTES].data
-                digest.update(chunk)
-                _write_all(file, chunk)
-            file.seek(0)
-            sealed_s = int(os.fstat(file.fileno()).st_mtime) & ~1
-            header = Header(key, arena.size, digest.digest(), sealed_s)
-            _write_all(file, memoryview(header.encode()))
-            os.fsync(file.fileno())
-            os.utime(file.fileno(), (sealed_s, sealed_s))
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _write_all(file: io.FileIO, chunk: memoryview) -> None:
-    while chunk:
-        chunk = chunk[file.write(chunk) :]
+    with new_version(path) as file:
+        digest = hashlib.sha256()
+        file.seek(HEADER_BYTES)
+        for start in range(0, arena.size, _CHUNK_BYTES):
+            chunk = arena[start : start + _CHUNK_BYTES].data
+            digest.update(chunk)
+            write_all(file, chunk)
+        file.seek(0)
+        sealed_s = int(os.fstat(file.fileno()).st_mtime) & ~1
+        header = Header(key, arena.size, digest.digest(), sealed_s)
+        write_all(file, memoryview(header.encode()))
+        os.fsync(file.fileno())
+        os.utime(file.fileno(), (sealed_s, sealed_s))
 
 
 def _read_header(file: BinaryIO) -> Header:
