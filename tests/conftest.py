@@ -1,6 +1,8 @@
 """Fixtures that several kinds of tests share: the default model, and a live server around it."""
 
+import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +16,24 @@ from tests.served import ServedEngine, serve
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Read once, when JAX first compiles: tests compile much and run little of it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# jsonschema would make a parser of IRIs on import, which takes seconds; no test has that format.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 # What servers store by default goes here, not to the data of whoever runs the tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
 
+# Frameworks and test modules are a million objects, which every full collection would walk through.
+gc.disable()
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now stays to the end: garbage is looked for among what comes after."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
