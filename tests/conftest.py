@@ -45,5 +45,5 @@ def default_model() -> Path:
 @pytest.fixture(scope="session")
 def server(default_model: Path) -> Iterator[ServedEngine]:
     """`engine serve` on the default model, as a user starts it. Shared: tests leave it idle."""
-    with serve(DEFAULT_MODEL, "--dtype", "float32") as served:
+    with serve(DEFAULT_MODEL) as served:
         yield served

@@ -109,7 +109,7 @@ def live_server(
         server.stop()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Fails only when something never happens, so the limit is generous."""
     deadline = time.monotonic() + seconds
     while not condition():

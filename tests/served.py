@@ -47,7 +47,7 @@ class ServedEngine:
             (pid,) = map(int, file.read().split())
         return pid
 
-    def wait_until(self, condition, seconds: float = 30.0) -> None:
+    def wait_until(self, condition, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"it never became true: {condition}"

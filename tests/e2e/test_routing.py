@@ -111,7 +111,7 @@ def test_a_killed_server_leaves_no_child(routed: ServedEngine) -> None:
     assert len(children) >= 2
     routed.process.send_signal(signal.SIGKILL)
     routed.process.wait()
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 
