@@ -36,6 +36,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else bindings report what is left at the end as leaks
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's file; fetched on first use, as `engine pull` does."""
