@@ -7,13 +7,16 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-LEVELS := unit native kernels property security parity e2e scoreboard
+PYTEST := $(BIN)/python -m pytest
+LEVELS := scoreboard e2e parity security native property unit
+QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
+SLOW := slow or gpu or network or vllm
 CODE := engine tests benchmarks examples
 CPP := csrc/*/*.cpp csrc/*/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench lock sbom clean
+.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,19 +27,22 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	$(call step,Serving $(MODEL))
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
-test: $(VENV)/.dev clang ## Run every test that is quick
+# Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
+test: $(VENV)/.dev clang ## Run every test but the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
-	@failed=; again=; for level in $(LEVELS); do \
-		printf '\n==> tests/%s\n' "$$level"; \
-		case $$level in kernels) jobs='-n 2';; native) jobs=;; *) jobs='-n 2 --dist loadfile';; esac; \
-		$(BIN)/python -m pytest $$jobs "tests/$$level" && continue; \
-		printf '\n==> tests/%s: what failed, once more and alone\n' "$$level"; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none "tests/$$level" \
-			&& again="$$again $$level" || failed="$$failed $$level"; \
-	done; \
-	if [ -n "$$again" ]; then printf '\npassed only when run alone, so look for a race:%s\n' "$$again"; fi; \
-	if [ -n "$$failed" ]; then printf '\nfailed:%s\n' "$$failed"; exit 1; fi
+	@failed=; again=; \
+	run() { printf '\n==> %s\n' "$$*"; \
+		$(PYTEST) -n 2 "$$@" && return; \
+		printf '\n==> what failed, once more and alone\n'; \
+		$(PYTEST) -n 0 -v --last-failed --last-failed-no-failures none "$$@" && again=yes || failed=yes; }; \
+	run --dist loadfile --no-loadscope-reorder $(LEVELS:%=tests/%); \
+	run tests/kernels; \
+	if [ -n "$$again" ]; then printf '\npassed only when run alone, so look for a race: see above\n'; fi; \
+	if [ -n "$$failed" ]; then printf '\nfailed: see above\n'; exit 1; fi
+
+test-quick: $(VENV)/.dev ## Run the quickest tests, for the time between two edits
+	@$(PYTEST) -n 2 --dist loadfile -m 'not ($(SLOW) or seconds)' $(QUICK)
 
 clang: ## Install clang, with which tinygrad compiles for a CPU
 	@has() { command -v "$${CC:-clang}" >/dev/null; }; has || { \

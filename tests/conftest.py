@@ -2,7 +2,9 @@
 it.
 """
 
+import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +18,29 @@ from tests.served import ServedEngine, serve
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Read when JAX first compiles: tests compile much code and run each piece only briefly.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# jsonschema would make a parser of IRIs on import, which takes seconds; no test has that format.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 # Servers store their data here by default, and not in the data folder of the user who runs the
 # tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
 
+# Frameworks and test modules are a million objects, which every full collection would walk through.
+gc.disable()
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now stays to the end: garbage is looked for among what comes after."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else bindings report what is left at the end as leaks
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +54,5 @@ def server(default_model: Path) -> Iterator[ServedEngine]:
     """`engine serve` on the default model, started as a user would. It is shared: tests leave it
     idle.
     """
-    with serve(DEFAULT_MODEL, "--dtype", "float32") as served:
+    with serve(DEFAULT_MODEL) as served:
         yield served

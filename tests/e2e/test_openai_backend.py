@@ -14,7 +14,7 @@ from tests.live_server import events_of, live_server, wait_until
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 TOOL = {
     "type": "function",
     "function": {

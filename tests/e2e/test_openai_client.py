@@ -20,7 +20,7 @@ def model(client):
     return client.models.list().data[0].id
 
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 WEATHER_QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 PLACE = {
     "type": "object",
@@ -248,7 +248,7 @@ def test_embeddings_are_the_same_in_both_encodings(client, model):
 
 def test_responses_are_stored_continued_and_deleted(client, model):
     first = client.responses.create(
-        model=model, input="What is the capital of France?", temperature=0, max_output_tokens=32
+        model=model, input="Name the capital of France.", temperature=0, max_output_tokens=32
     )
     assert "Paris" in first.output_text and first.status == "completed"
     assert client.responses.retrieve(first.id).output_text == first.output_text
@@ -267,7 +267,7 @@ def test_responses_are_stored_continued_and_deleted(client, model):
 
 
 def test_responses_stream_and_parse(client, model):
-    question = "What is the capital of France?"
+    question = "Name the capital of France."
     with client.responses.stream(
         model=model, input=question, temperature=0, max_output_tokens=32
     ) as stream:

@@ -88,6 +88,9 @@ def no_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         # A single row has products of its own, which take ten seconds a step.
         for module in (base, skinny):
             monkeypatch.setattr(module, "is_few", lambda x: False)
+        # Two layers: one has the cache of another beside its own.
+        monkeypatch.setattr(tiny_models, "NUM_LAYERS", 2)
+        monkeypatch.setitem(tiny_models.COMMON, "num_hidden_layers", 2)
     # Interpreted programs that find nothing to do take time as well.
     monkeypatch.setattr(attention_triton, "SPARE_SPANS", 4)
     monkeypatch.setattr(cuda_runner, "TOKEN_SIZES", (4, 16))

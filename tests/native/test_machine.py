@@ -11,9 +11,9 @@ from engine.backends.custom.frameworks.native.machine import measure
 
 
 def test_speeds_are_plausible(native):
-    start = time.perf_counter()
+    start = time.process_time()
     speed = measure(native, 2)
-    assert time.perf_counter() - start < 10  # well below 1 s on an idle machine
+    assert time.process_time() - start < 10  # of both threads; well below 2 s
     isa = native.instruction_sets()[-1]
     assert (speed.instruction_sets[-1], speed.threads) == (isa, 2)
     assert 1e8 < speed.read_bytes_per_s < 1e12

@@ -22,7 +22,7 @@ AS_GOOD_AS_GREEDY = {
 
 @pytest.mark.parametrize("framework", ["native", "torch", "jax", "tinygrad"])
 def test_next_to_nothing_is_the_likeliest_token(framework: str, tmp_path: Path) -> None:
-    tiny_models.make("llama").save_pretrained(tmp_path)
+    tiny_models.make("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     options = EngineOptions(
         model_path=str(tmp_path), framework=framework, dtype="float32", max_slots=8, max_seq_len=64
     )

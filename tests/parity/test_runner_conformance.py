@@ -20,7 +20,8 @@ NAN_TOKEN = 50  # not among the values that opening a model looks at
 
 @cache
 def reference() -> PreTrainedModel:
-    model = tiny_models.make("llama")
+    # Two layers, so that one has the cache of another beside its own.
+    model = tiny_models.make("llama", num_hidden_layers=2)
     with torch.no_grad():
         model.get_input_embeddings().weight[NAN_TOKEN] = torch.nan
     return model

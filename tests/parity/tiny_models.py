@@ -72,7 +72,7 @@ def _gpt2(**changes: Any) -> PreTrainedModel:
     return GPT2LMHeadModel(config)
 
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": _gpt2,
     "gpt2-untied": lambda: _gpt2(tie_word_embeddings=False),
     "llama": _llama,
@@ -113,10 +113,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def make(name: str) -> PreTrainedModel:
+def make(name: str, **changes: Any) -> PreTrainedModel:
     """The model in float32, the same weights every time; norms and biases are random as well."""
     torch.manual_seed(sum(map(ord, name)))
-    model = MODELS[name]().float().eval()
+    model = MODELS[name](**changes).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -156,6 +156,7 @@ def check_refusals(schemas: list[NamedSchema]) -> None:
             assert REFUSAL.match(error.message), f"{name}: {error}"
 
 
+@pytest.mark.seconds
 def test_real_schemas(walker: Walker) -> None:
     schemas = real_schemas()
     check_refusals(schemas)
@@ -250,6 +251,7 @@ class RandomSchemas:
         return rng.choice([number, string, *others, {"type": types}])
 
 
+@pytest.mark.seconds
 def test_random_schemas() -> None:
     def encode(text: str) -> list[int]:
         return [ALPHABET.index(char.encode()) for char in text]

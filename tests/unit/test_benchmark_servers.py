@@ -37,7 +37,7 @@ async def test_a_server_is_started_until_it_answers_and_stopped_whole(tmp_path: 
     process.stop()
     assert running.target.model == "tiny"
     assert 0 < running.ready_s <= running.first_completion_s
-    gone, alive = psutil.wait_procs(tree, timeout=5)
+    gone, alive = psutil.wait_procs(tree, timeout=30)
     assert len(gone) == 1 and not alive
 
 

@@ -99,6 +99,7 @@ def test_better_is_above_one_for_rates_and_for_times() -> None:
     assert results_table("tiny", [rate, time]).row_count == 2
 
 
+@pytest.mark.seconds
 def test_the_command_prints_a_table_and_writes_every_repeat(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--model", "tiny", "--device", "cpu"]

@@ -82,7 +82,7 @@ async def test_a_feed_hands_on_in_the_call_that_delivers():
     generation.deliver(TokenDelta("r", 0, (2,)))
     assert [event.text for event in fed] == ["b", "c"]
     generation.deliver(TokenDelta("r", 0, (3,), finish_reason="length"))
-    await asyncio.wait_for(feeding, 5)
+    await asyncio.wait_for(feeding, 30)
     assert [type(event).__name__ for event in fed[2:]] == [
         *("TextEvent", "FinishEvent", "UsageEvent"),
     ]

@@ -188,13 +188,13 @@ async def test_leaving_closes_the_connection_at_once(reply: Reply) -> None:
         feeding = asyncio.create_task(backend.chat(a_chat()).feed(lambda event: None))
         await until(lambda: server.posts)
         feeding.cancel()
-        await asyncio.wait_for(server.cut.wait(), 5)
+        await asyncio.wait_for(server.cut.wait(), 30)
         server.cut.clear()
         answer = backend.chat(a_chat())
         if len(reply.pieces):
             assert isinstance(await anext(answer), TextEvent)
             await answer.aclose()  # type: ignore[attr-defined]
-            await asyncio.wait_for(server.cut.wait(), 5)
+            await asyncio.wait_for(server.cut.wait(), 30)
 
 
 async def test_a_stop_string_found_here_ends_the_work_there() -> None:
@@ -205,7 +205,7 @@ async def test_a_stop_string_found_here_ends_the_work_there() -> None:
         assert text_of(events) == "Hello! "
         assert finishes_of(events) == [FinishEvent(0, "stop", "STOP")]
         assert usage_of(events).completion_tokens == 3
-        await asyncio.wait_for(server.cut.wait(), 5)
+        await asyncio.wait_for(server.cut.wait(), 30)
         assert server.posts[0].body["stop"] == ["1", "2", "3", "4"]
 
 
@@ -221,7 +221,7 @@ async def test_a_request_has_its_own_deadline() -> None:
     async with scripted_server(reply) as server, started(server.url) as backend:
         with pytest.raises(RequestTimeoutError, match="0.05 seconds"):
             await events_of(backend.chat(a_chat(timeout_s=0.05)))
-        await asyncio.wait_for(server.cut.wait(), 5)
+        await asyncio.wait_for(server.cut.wait(), 30)
 
 
 async def test_stopping_ends_every_stream() -> None:
@@ -265,7 +265,7 @@ async def test_one_of_several_choices_fails_for_all() -> None:
     async with scripted_server(script) as server, started(server.url, lacks=("n",)) as backend:
         with pytest.raises(UnavailableError):
             await events_of(backend.chat(a_chat(params={"n": 2, "seed": 0})))
-        await asyncio.wait_for(server.cut.wait(), 5)
+        await asyncio.wait_for(server.cut.wait(), 30)
 
 
 async def test_echo_needs_no_server() -> None:

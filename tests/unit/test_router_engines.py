@@ -80,13 +80,14 @@ class Load:
             del self.open_since[name]
 
 
-async def until(condition, seconds: float = 20.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.slow)])
 async def test_kills_under_32_streams_end_every_request_properly(num_kills: int) -> None:
     router = toy_router(3, "least_loaded", in_process=False)
@@ -101,7 +102,7 @@ async def test_kills_under_32_streams_end_every_request_properly(num_kills: int)
             before, restarts = set(load.open_since), victim.health().num_restarts
             assert victim.backend.engine_pid is not None
             os.kill(victim.backend.engine_pid, signal.SIGKILL)
-            await until(lambda: not before & set(load.open_since), 5.0)  # noqa: B023
+            await until(lambda: not before & set(load.open_since))  # noqa: B023
             done = load.num_done
             await until(lambda: load.num_done > done + 8)  # noqa: B023
             await until(lambda: victim.health().num_restarts == restarts + 1)  # noqa: B023
@@ -109,7 +110,7 @@ async def test_kills_under_32_streams_end_every_request_properly(num_kills: int)
         served = router.replicas[0].num_requests
         await until(lambda: router.replicas[0].num_requests > served)
         load.is_over = True
-        await asyncio.wait_for(asyncio.gather(*streams), 20)
+        await asyncio.wait_for(asyncio.gather(*streams), 60)
     finally:
         for stream in streams:
             stream.cancel()

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,7 @@ def test_draining_lets_streams_finish() -> None:
             backend.token_s = 0
             text += "".join(pieces)
         assert events_of(text)[-1] == "[DONE]"
-        server.thread.join(10)
+        server.thread.join(60)
         assert not server.thread.is_alive()
         assert backend.is_stopped
 
@@ -201,7 +200,7 @@ def test_streams_that_outlive_the_drain_get_an_error_event(ending: str) -> None:
                 server.signal()
             text += "".join(pieces)
         assert events_of(text)[-1]["error"]["code"] == "SERVICE_UNAVAILABLE"
-        server.thread.join(10)
+        server.thread.join(60)
         assert not server.thread.is_alive()
 
 
@@ -307,13 +306,11 @@ def test_openai_client_meets_the_limits() -> None:
         with pytest.raises(openai.AuthenticationError):
             client_of(server).models.list()
         client = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
-        backend.token_s = 60
+        backend.token_s = 3600  # who waits for its end has waited for the test's
         running = client.chat.completions.create(model=MODEL, messages=messages, stream=True)
         next(iter(running))
-        begun = time.monotonic()
         with pytest.raises(openai.RateLimitError) as limited:
             client.chat.completions.create(model=MODEL, messages=messages)
-        assert time.monotonic() - begun < 10
         assert limited.value.response.headers["retry-after"] == "1"
         running.close()
         wait_until(lambda: backend.num_open == 0)
