@@ -6,8 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.core.config_tables import ShadowTable
+from engine.core.interfaces.backend import ModelCard
 from engine.routing.decisions import Candidate
 from engine.routing.policies import Asked, Policy, Ranked
 from engine.routing.replica import Member, State
@@ -170,3 +172,38 @@ def _candidate(looked: _Looked, ranked: Ranked | None, chosen: Ranked | None) ->
         first += f", {chosen.score:g} against {ranked.score:g}"
     why_not = f"{first} ({ranked.why})"
     return Candidate(name, looked.state, ranked.score, why_not, ranked.why)
+
+
+T = TypeVar("T")
+
+
+def combined_card(model_id: str, cards: Sequence[ModelCard]) -> ModelCard:
+    """A request that this card allows can go to any of the backends. `lacks` is their union."""
+    lacks = tuple(dict.fromkeys(name for card in cards for name in card.lacks))
+    emulated = dict.fromkeys(name for card in cards for name in card.emulated)
+    trained = [card.trained_context for card in cards if card.trained_context is not None]
+    return ModelCard(
+        id=model_id,
+        created=min(card.created for card in cards),
+        owned_by=_same([card.owned_by for card in cards]) or "engine",
+        max_model_len=min(card.max_model_len for card in cards),
+        backend="+".join(dict.fromkeys(card.backend for card in cards)),
+        quantization=_same([card.quantization for card in cards]),
+        num_params=_same([card.num_params for card in cards]),
+        size_bytes=_same([card.size_bytes for card in cards]),
+        capabilities=_in_all([card.capabilities for card in cards]),
+        emulated=tuple(name for name in emulated if name not in lacks),
+        lacks=lacks,
+        template_options=_in_all([card.template_options for card in cards]),
+        trained_context=min(trained, default=None),
+        num_dimensions=_same([card.num_dimensions for card in cards]),
+    )
+
+
+def _in_all(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for name in names[0] if all(name in each for each in names))
+
+
+def _same(values: Sequence[T | None]) -> T | None:
+    """The value, if all are equal, else None."""
+    return values[0] if all(value == values[0] for value in values) else None

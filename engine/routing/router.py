@@ -30,13 +30,12 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.logging import current_request_id
 from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed
-from engine.routing.cards import combined_card
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
 from engine.routing.on_demand import Residency
 from engine.routing.prefixes import Request
 from engine.routing.replica import Replica, sum_stats
-from engine.routing.route import Route
+from engine.routing.route import Route, combined_card
 
 log = logging.getLogger(__name__)
 

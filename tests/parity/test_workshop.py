@@ -24,7 +24,7 @@ from engine.scripts.dev import (
     single_file_llama,
     test_gpt2_equivalence,
 )
-from engine.scripts.dev.tiny_checkpoints import FAMILIES, save_tiny
+from engine.scripts.dev.test_gpt2_equivalence import FAMILIES, save_tiny
 from engine.scripts.reference import monolithic_gpt2
 from tests import tokenizer_files
 from tests.checkpoint_folders import write_hf, write_llama2c

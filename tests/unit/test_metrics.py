@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.backends.custom.runtime.budget import StepCounter
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import EngineStats
-from engine.core.observability.bulk_histogram import MAX_NOTED
+from engine.core.observability.collectors import MAX_NOTED
 from engine.core.observability.metrics import FinishedRequest, Metrics
 
 LABELS = {"model_name": "m", "engine": "0"}

@@ -16,7 +16,6 @@ from engine.core.errors import InvalidRequestError
 from engine.core.grammar import schema_values as values
 from engine.core.grammar.regex_dialect import RegexError, admits_long_text, translate
 from engine.core.grammar.schema_drafts import Draft, Resolver, draft_of
-from engine.core.grammar.schema_formats import FREE_FORMATS, INTEGER_FORMATS, STRING_FORMATS
 from engine.core.grammar.schema_logic import (
     ALL_TYPES,
     REF_PREFIX,
@@ -30,8 +29,11 @@ from engine.core.grammar.schema_logic import (
 from engine.core.grammar.schema_values import (
     ANNOTATION_PREFIXES,
     ANNOTATIONS,
+    FREE_FORMATS,
+    INTEGER_FORMATS,
     JSON_STYLE,
     REFUSED,
+    STRING_FORMATS,
     WITHOUT_EFFECT,
 )
 

@@ -20,8 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, EngineStats, FinishReason
-from engine.core.observability.bulk_histogram import BulkHistogram
-from engine.core.observability.process import ProcessTreeCollector
+from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector
 
 Outcome = Literal["ok", "abort", "error", "refused"]
 

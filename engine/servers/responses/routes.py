@@ -13,6 +13,7 @@ from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import problem
 from engine.servers.http.listing import list_body, parse_query
 from engine.servers.responses.create import ResponseMaker
+from engine.servers.responses.format import ResponseStream
 from engine.servers.responses.items import Item
 from engine.servers.responses.schema import (
     ItemsQuery,
@@ -21,7 +22,6 @@ from engine.servers.responses.schema import (
     TokenCountBody,
 )
 from engine.servers.responses.store import ResponseStore
-from engine.servers.responses.stream import ResponseStream
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import chat_model, chat_request
 from engine.servers.serving.services import (

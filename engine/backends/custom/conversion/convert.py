@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
 from engine.backends.custom.architectures.family import FLOATS
-from engine.backends.custom.conversion.llama2c import llama2c_bytes, llama2c_size, open_llama2c
+from engine.backends.custom.conversion.llama2c import (
+    llama2c_bytes,
+    llama2c_size,
+    open_llama2c,
+    read_tokenizer,
+    tokenizer_bytes,
+)
 from engine.backends.custom.conversion.stored import (
     PLAIN_TYPES,
     Bytes,
@@ -30,7 +36,6 @@ from engine.backends.custom.conversion.stored import (
     stored_array,
     stored_weight,
 )
-from engine.backends.custom.conversion.tokenizer_bin import read_tokenizer, tokenizer_bytes
 from engine.backends.custom.conversion.writers import gguf_bytes, gguf_size, safetensors_bytes
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
