@@ -8,8 +8,14 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.observability.metrics import Metrics
-from engine.servers.anthropic.convert import AnthropicPrompt, parse
-from engine.servers.anthropic.schema import KEEP_ALL_THINKING, NO_EFFECT, MessagesBody, PromptBody
+from engine.servers.anthropic.schema import (
+    KEEP_ALL_THINKING,
+    NO_EFFECT,
+    AnthropicPrompt,
+    MessagesBody,
+    PromptBody,
+    parse,
+)
 from engine.servers.app import create_app
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings

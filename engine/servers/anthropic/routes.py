@@ -14,9 +14,15 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import GenerationContext, ModelCard
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.anthropic.convert import AnthropicPrompt, parse, sampling_body, template_options
 from engine.servers.anthropic.format import MessageAnswer, MessageEnvelope, MessageStream
-from engine.servers.anthropic.schema import MessagesBody, PromptBody
+from engine.servers.anthropic.schema import (
+    AnthropicPrompt,
+    MessagesBody,
+    PromptBody,
+    parse,
+    sampling_body,
+    template_options,
+)
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.serving.admission import Ticket
