@@ -73,7 +73,7 @@ SHARED_ROOMS = {
         "engine.backends.custom.runtime.grammar",  # a vocabulary's type, for an engine in a thread
         "engine.backends.custom.weights.model",
     ),
-    "engine.backends.custom.worker.main": (
+    "engine.backends.custom.worker": (
         "engine.core",
         "engine.backends.custom.architectures",
         "engine.backends.custom.frameworks.entry",
@@ -82,7 +82,7 @@ SHARED_ROOMS = {
         "engine.backends.custom.options",
         "engine.backends.custom.runtime",
         "engine.backends.custom.weights",
-        "engine.backends.custom.worker.main",
+        "engine.backends.custom.worker",
     ),
     "engine.backends.custom.architectures": (
         "engine.core",
