@@ -1,7 +1,7 @@
 """Runs plans and graphs in numpy over a paged cache: the oracle for every other executor.
 
-The plan's executor keeps buffers in the places that the plan gave them and fills what is free with
-NaN, so a buffer that is read before it is written, or written while it is needed, shows.
+The plan executor keeps buffers at the arena places that the plan assigned and fills free places
+with NaN. A buffer that is read before it is written, or overwritten too early, thus shows.
 """
 
 from collections.abc import Mapping
@@ -30,19 +30,19 @@ Weights = Mapping[str, F32]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens, in any order; those of a sequence may be a chunk of its prompt."""
+    """One step's tokens in any order; a sequence's tokens may be a chunk of its prompt."""
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
-    write_slots: Integers  # (T,) block * tokens of a block + offset
-    row_of: I32  # (T,) which sequence
-    tables: I32  # (S, B) blocks of each sequence
+    write_slots: Integers  # (T,) block * block_size + offset
+    row_of: I32  # (T,) index of the token's sequence
+    tables: I32  # (S, B) block table of each sequence
     logit_tokens: I32  # (R,) tokens whose logits are wanted
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What outlives a step."""
+    """State that outlives a step: the KV cache and the rotary tables."""
 
     caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
     turns: tuple[F32, F32] | None  # cosines and sines, (positions, dim / 2) each
@@ -54,12 +54,12 @@ class State:
 
 
 def run_graph(graph: Graph, weights: Weights, batch: Batch, state: State) -> F32:
-    """Evaluates node after node by the table's references; gives the first output."""
+    """Evaluates the nodes in order with the op table's references; returns the first output."""
     return graph_values(graph, weights, batch, state)[graph.outputs[0]]
 
 
 def graph_values(graph: Graph, weights: Weights, batch: Batch, state: State) -> dict[str, Array]:
-    """Every node's value, by its name."""
+    """The value of every node, by name."""
     values: dict[str, Array] = {
         decoder.TOKEN_IDS: batch.token_ids,
         decoder.POSITIONS: batch.positions,
@@ -82,7 +82,7 @@ def graph_values(graph: Graph, weights: Weights, batch: Batch, state: State) -> 
 
 
 def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> F32:
-    """Executes step after step; gives a copy of the output's rows."""
+    """Executes the plan steps in order; returns a copy of the output's rows."""
     run = _Run(plan, weights, batch, state)
     for step in plan.steps:
         match step:
@@ -102,7 +102,7 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) 
 
 
 class _Run:
-    """One execution: the arena, and a method for each kind of step."""
+    """One execution: the arena, and a method for each kind of plan step."""
 
     def __init__(self, plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> None:
         counts = {"token": len(batch.token_ids), "logit": len(batch.logit_tokens)}

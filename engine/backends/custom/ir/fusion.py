@@ -1,4 +1,4 @@
-"""Fusions: each pass turns a pattern of nodes into fewer nodes that compute the same."""
+"""Fusion passes: each replaces a pattern of nodes by fewer nodes with the same result."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from engine.backends.custom.ir.plan import Activation
 
 _PRODUCTS = ("linear", "projection")
 _NORMS = ("rms_norm", "layer_norm")
-_HEAD_NORMS = ("head_norm", "rms_norm")  # of each head of q and k, or of all together
+_HEAD_NORMS = ("head_norm", "rms_norm")  # one norm per head of q and k, or one over all heads
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -54,7 +54,7 @@ def fuse_positions(graph: Graph) -> Graph:
 
 
 def fuse_norms(graph: Graph) -> Graph:
-    """linear(norm(x)) -> projection(x), where nothing but products reads the norm"""
+    """linear(norm(x)) -> projection(x), if only matmuls read the norm"""
     edit = Rewrite(graph)
     for norm in graph.nodes:
         if norm.op not in _NORMS or norm.name in graph.outputs:
@@ -80,7 +80,7 @@ def fuse_norms(graph: Graph) -> Graph:
 
 
 def fuse_qkv(graph: Graph) -> Graph:
-    """Products that become the queries, keys and values of one attention -> one product"""
+    """The matmuls for q, k and v of one attention -> one matmul"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "attention":
@@ -107,7 +107,7 @@ def fuse_qkv(graph: Graph) -> Graph:
 
 
 def fuse_activations(graph: Graph) -> Graph:
-    """activation(product) -> product"""
+    """activation(matmul) -> matmul with an activation epilogue"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op not in _ACTIVATIONS:
@@ -125,7 +125,7 @@ def fuse_activations(graph: Graph) -> Graph:
 
 
 def fuse_gates(graph: Graph) -> Graph:
-    """activation(x @ gate) * (x @ up) -> one gated product"""
+    """activation(x @ gate) * (x @ up) -> one gated matmul"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "mul":
@@ -145,7 +145,7 @@ def fuse_gates(graph: Graph) -> Graph:
 
 
 def fuse_scales(graph: Graph) -> Graph:
-    """product * factor -> product"""
+    """matmul * factor -> matmul with a scale epilogue"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "scale":
@@ -191,7 +191,7 @@ def fuse_rope_writes(graph: Graph) -> Graph:
 
 
 def fuse_residuals(graph: Graph) -> Graph:
-    """x + product -> a product that is added to x in place, where nothing reads x afterwards"""
+    """x + matmul -> a matmul that adds to x in place, if nothing reads x afterwards"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -214,7 +214,7 @@ def fuse_residuals(graph: Graph) -> Graph:
 
 
 def fuse_output_norms(graph: Graph) -> Graph:
-    """x + norm(y) -> a norm that is added to x in place, where nothing reads x afterwards"""
+    """x + norm(y) -> a norm that adds to x in place, if nothing reads x afterwards"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -258,14 +258,14 @@ def joined_name(names: Sequence[str]) -> str:
 
 
 def as_projection(node: Node) -> Projection:
-    """The attributes of a product, whichever of the two ops it is."""
+    """The attributes of a matmul node, whether its op is `linear` or `projection`."""
     if isinstance(node.attributes, Projection):
         return node.attributes
     return Projection(has_bias=len(node.weights) > 1)
 
 
 def _is_bare(product: Node) -> bool:
-    """Whether nothing follows the product inside its node."""
+    """Whether the node is a matmul without an epilogue."""
     attributes = as_projection(product)
     return not (attributes.gated or attributes.residual or attributes.activation != "none")
 
@@ -277,7 +277,7 @@ def _width(product: Node) -> int:
 
 
 def _stackable(edit: Rewrite, products: Sequence[Node], like: Node | None = None) -> bool:
-    """Whether the products read the same rows in the same way, each for one user."""
+    """Whether the matmuls read the same input with the same norm, and each has one user."""
     model = like or products[0]
     kind = replace(as_projection(model), parts=1, activation="none")
     norms = kind.norm_weights
@@ -297,7 +297,7 @@ def _stack(
     replaces: Sequence[Node],
     gated: bool = False,
 ) -> Node:
-    """One product of the rows of all their matrices, with the activation of the first."""
+    """One matmul over the stacked rows of all matrices, with the first one's activation."""
     first = products[0]
     norms = as_projection(first).norm_weights
     matrices = tuple(product.weights[norms] for product in products)
@@ -308,7 +308,7 @@ def _stack(
 
 
 def _chain(edit: Rewrite, name: str) -> list[Node]:
-    """The nodes that make a head's value, last first, down to a product or a part of one."""
+    """The nodes that compute q, k or v, last first, down to a matmul or a slice of one."""
     chain: list[Node] = []
     ops = ("rope", *_HEAD_NORMS, "columns", *_PRODUCTS)
     while (node := edit.maker(name, *ops)) is not None:
@@ -322,7 +322,7 @@ def _chain(edit: Rewrite, name: str) -> list[Node]:
 
 
 def _rope_write(attend: Attention, chains: Sequence[list[Node]]) -> RopeWrite | None:
-    """The attributes of the fused node, or None where the chains are not of its form."""
+    """The fused node's attributes, or None if the chains do not match."""
     q_size, kv_size = attend.heads * attend.head_dim, attend.kv_heads * attend.head_dim
     wanted = (0, q_size, q_size + kv_size, q_size + 2 * kv_size)
     if any(not chain or chain[-1].op != "columns" for chain in chains):

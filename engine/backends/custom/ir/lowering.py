@@ -1,4 +1,4 @@
-"""From a fused graph to steps: a step or a few for each node, over buffers not yet placed."""
+"""Lowers a fused graph to plan steps over buffers that are not yet placed in the arena."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ from engine.backends.custom.ir.plan import (
     Step,
 )
 
-LayoutOf = Callable[[str], str]  # how kernels read a weight, by its name
+LayoutOf = Callable[[str], str]  # a weight's name -> the packed layout that kernels read
 
 _KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
 
 
 @dataclass
 class Lowering:
-    """Steps under construction."""
+    """Plan steps under construction."""
 
     graph: Graph
     capacity: Capacity
@@ -40,9 +40,9 @@ class Lowering:
     precision: Precision
     layout_of: LayoutOf
     steps: list[Step] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of the buffers
+    names: list[str] = field(default_factory=list)  # buffer names
     rooms: list[Room] = field(default_factory=list)
-    buffer_of: dict[str, int] = field(default_factory=dict)  # by the value that it holds
+    buffer_of: dict[str, int] = field(default_factory=dict)  # value name -> buffer
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)
     vectors: dict[str, None] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class Lowering:
     def _split_gate(
         self, node: Node, source: int, out: int, norm: Norm | None, attributes: Projection
     ) -> None:
-        """Gate and up are stored in different forms, so each has a step of its own."""
+        """Gate and up have different layouts, so each gets its own plan step."""
         norms = attributes.norm_weights
         for index, activation in enumerate((attributes.activation, "none")):
             bias = norms + 2 + index
@@ -187,7 +187,7 @@ class Lowering:
         )
 
     def _runs(self, parts: Sequence[str]) -> list[range]:
-        """Neighbours of one layout, which can be one matrix."""
+        """Neighbouring parts with the same layout, which can form one matrix."""
         found = []
         for _, group in groupby(range(len(parts)), key=lambda each: self.layout_of(parts[each])):
             indices = list(group)

@@ -1,4 +1,4 @@
-"""The op table. A row is an op's specification, its reference and its test generator at once."""
+"""The op table. Each entry has an op's shape inference, reference, tolerances and examples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,19 +25,19 @@ from engine.backends.custom.ir.types import (
 Arrays = Sequence[Array]
 Values = Sequence[Value]
 
-# Float arithmetic whatever the weights and the cache are stored in.
+# Float arithmetic, whatever the storage type of weights and cache.
 _FLOAT: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(2e-5),
     "int8": Tolerance(2e-5),
     "bf16": Tolerance(2e-5),
 }
-# Products: 8 bits with one scale for 32 activations; 8 significant bits of both factors.
+# Matmuls. int8: one scale per 32 activations. bf16: 8 significant bits in both factors.
 _PRODUCT: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(5e-5),
     "int8": Tolerance(5e-2),
     "bf16": Tolerance(2e-2),
 }
-# Stored keys and values: each is off by half a step, 1/254 of the largest or 2 ** -9 of itself.
+# Stored keys and values: int8 is off by at most 1/254 of the absmax, bfloat16 by 2 ** -9 relative.
 _STORED: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(0.0),
     "int8": Tolerance(2e-2),
@@ -51,12 +51,12 @@ _ATTENDED: Mapping[Numerics, Tolerance] = {
 
 
 def _moved(inputs: Values, weights: Values, out: Value, counts: Counts) -> int:
-    """Bytes of everything that is read and written, in float32."""
+    """Bytes of all tensors that are read and written, as float32."""
     return 4 * sum(map(counts.size, (*inputs, *weights, out)))
 
 
 def _per_value(infer: Infer, flops: int) -> Price:
-    """Cost of an op that does the same to each element of its first input."""
+    """Cost of an op with a fixed number of FLOPs per element of its first input."""
 
     def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
         out = infer(attributes, inputs, weights)
@@ -66,7 +66,7 @@ def _per_value(infer: Infer, flops: int) -> Price:
 
 
 def _lookup(infer: Infer) -> Price:
-    """Cost of copying rows of tables: only the rows that are asked for are read."""
+    """Cost of a table lookup: only the requested rows are read."""
 
     def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
         out = infer(attributes, inputs, weights)
@@ -204,7 +204,7 @@ _ROWS = (
          attrs.Attention),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
-    # Made by fusion alone; see fusion.py.
+    # Only fusion creates these ops; see fusion.py.
     _row("embed_positions", shapes.embed_positions, _embedded, examples.embed_positions,
          _lookup(shapes.embed_positions), kind=attrs.Lookup),
     _row("projection", shapes.projection, _projected, examples.projection,

@@ -1,4 +1,4 @@
-"""Shape inference: the value that an op makes of its inputs and weights, or why it cannot."""
+"""Shape inference: an op's output value from its inputs and weights, or a `ShapeError`."""
 
 from collections.abc import Sequence
 
@@ -60,7 +60,7 @@ def linear(_: NoAttributes, inputs: Values, weights: Values) -> Value:
 
 
 def normalize(_: Normalize, inputs: Values, weights: Values) -> Value:
-    """RMS norms have one weight, layer norms may have a bias as well."""
+    """RMS norms have one weight; layer norms may have a bias too."""
     (source,) = _take(inputs, 1)
     if len(weights) not in (1, 2):
         raise ShapeError(f"takes a weight and perhaps a bias, found {len(weights)} weights")
@@ -115,7 +115,7 @@ def kv_write(attributes: KvWrite, inputs: Values, weights: Values) -> Value:
 
 
 def attention(attributes: Attention, inputs: Values, weights: Values) -> Value:
-    """Queries are the first columns of their input, which may have more."""
+    """Queries are the first columns of their input, which may have more columns."""
     queries, cache, positions, row_of, tables = _take(inputs, 5)
     _take(weights, 0, "weights")
     rows, width = _rows(queries)
@@ -183,7 +183,7 @@ def _take(values: Values, count: int, what: str = "inputs") -> Values:
 
 
 def _rows(value: Value) -> tuple[Dim, int]:
-    """Rows and width of float rows."""
+    """Number of rows and width of a float matrix."""
     if len(value.shape) == 2 and value.dtype == "f32":
         rows, width = value.shape
         if isinstance(width, int):
@@ -229,7 +229,7 @@ def _need_slots(slots: Value, rows: Value) -> None:
 
 
 def _need_cache(cache: Value, kv_heads: int, head_dim: int) -> None:
-    """(blocks, tokens of a block, keys and values, kv heads, head size)"""
+    """The cache is (blocks, block size, 2 for key and value, KV heads, head size)."""
     if len(cache.shape) != 5 or cache.shape[2:] != (2, kv_heads, head_dim) or cache.dtype != "f32":
         raise ShapeError(f"the cache {cache} does not hold {kv_heads} kv heads of {head_dim}")
 
