@@ -1,4 +1,4 @@
-"""What of a step's way to choose has to be compiled, and where its settings lie."""
+"""The compile-time kind of a step's sampling, and the layout of its settings."""
 
 from functools import cache
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.model_runner import F32, I32, SamplingInputs
 
-# Alternatives beside a drawn token are computed in one of these numbers and cut on the host.
+# Top alternatives are computed in one of these counts and trimmed on the host.
 NUM_TOPS = (0, 5, 20)
 
 
 class Traits(NamedTuple):
-    """What the second half of a step was compiled for."""
+    """What `sample_step` is compiled for."""
 
     num_rows: int  # padded
     num_biases: int  # padded
@@ -25,8 +25,8 @@ class Traits(NamedTuple):
     keeps_hidden: bool
 
 
-# How the rows of a step choose: their temperatures (the array itself, which steps share that only
-# continue), and on the device all of it.
+# The rows' temperatures (decode-only steps share the array object, so its identity tells whether
+# settings changed), the traits, and the packed settings on the device.
 Settings = tuple[F32, Traits, Array]
 
 
@@ -52,7 +52,7 @@ def _num_top(wanted: int, vocab_size: int) -> int | None:
 
 @cache
 def settings_layout(traits: Traits, max_slots: int) -> Layout:
-    """Of the settings of `frameworks/settings.py`; a slot beyond the last is nobody's."""
+    """The layout of `frameworks/settings.py`; the slot after the last is the spare one."""
     sizes = settings.settings_sizes(traits.num_rows, traits.num_biases)
     return Layout(sizes, settings.PADS | {settings.KEEPS: max_slots})
 

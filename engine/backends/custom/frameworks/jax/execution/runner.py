@@ -1,7 +1,7 @@
-"""`JAXRunner`: the seam's two calls, each of them one compiled function over donated state.
+"""`JAXRunner`: `forward` and `sample` are each one compiled function over donated state.
 
-Nothing here waits for the device but `JAXPendingTokens.wait`. A call returns as soon as its work is
-queued; the cache and the slots' state that it gave are the next call's input, in the same memory.
+Only `JAXPendingTokens.wait` waits for the device. A call returns as soon as its work is queued. The
+cache and slot state that it returns are the next call's input, in the same memory.
 """
 
 from dataclasses import dataclass
@@ -42,22 +42,22 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 
-# Where a step's activations leave the second-level cache, a larger one gains nothing.
+# In a larger step, activations do not fit the second-level cache, and it gains nothing.
 MOST_CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `sample` needs of a `forward`."""
+    """What `forward` passes on to `sample`."""
 
-    states: Array  # (T, D), those that logits are made of first
-    finite: Array  # (T,) of tokens
+    states: Array  # (T, D), tokens with logits first
+    finite: Array  # (T,) per token
     query_start: I32
 
 
 @dataclass(frozen=True, slots=True)
 class JAXPendingTokens:
-    """A step's results on their way to the host."""
+    """A step's results while they are copied to the host."""
 
     sampled: Sampled | None  # None: no row samples
     hidden: Array | None  # (R, D)
@@ -87,20 +87,20 @@ class JAXRunner:
             most_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
-        self._params, tree = jax.tree.flatten(params)  # once, not with every step
-        # What `sample` needs of them: every array of a call costs the host time.
+        self._params, tree = jax.tree.flatten(params)  # once, not in every step
+        # The part that `sample` needs: every array argument of a call costs host time.
         self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
         shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
-        # A layer's keys and values: zeros, since NaN would show through a mask.
+        # Keys and values per layer. Zeros, because NaN would leak through a mask.
         self._caches = [
             jnp.zeros(shape, dtype, device=pages) for _ in range(model.config.num_layers)
         ]
         self._last_token = jnp.zeros(config.max_slots, jnp.int32, device=self._home)
-        self._counts: Array | None = None  # (max_slots, V), made for the first row with penalties
+        self._counts: Array | None = None  # (max_slots, V), allocated for the first penalties
         self._words = jax.device_put(token_words(model.config.vocab_size), self._home)
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, tree, attention, config.block_size, mesh)
@@ -145,15 +145,15 @@ class JAXRunner:
         return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Waits until the device is idle."""
         jax.block_until_ready((self._caches, self._last_token))
 
     def close(self) -> None:
-        """Free the model and the cache; the runner cannot be used again."""
+        """Frees the model and the cache; the runner cannot be used again."""
         del self._params, self._ends, self._caches, self._last_token, self._counts, self._words
 
     def _settings_of(self, sampling: SamplingInputs) -> Settings:
-        """Those of greedy rows that only continue, with the same arrays, are there already."""
+        """The settings on the device. Greedy decode steps with the same arrays reuse the last."""
         last = self._settings
         if last is None or last[0] is not sampling.temperature or last[1].draws:
             traits = traits_of(sampling, self._spec.vocab_size)
@@ -163,7 +163,7 @@ class JAXRunner:
         return last
 
     def _histories(self, sampling: SamplingInputs) -> Array:
-        """The slots' counts, with the histories that came with the step."""
+        """The slots' token counts, updated with the histories that came with this step."""
         counts, size = self._counts, self._spec.vocab_size
         if counts is None:
             counts = jnp.zeros((self._spec.max_slots, size), jnp.int32, device=self._home)
@@ -185,7 +185,7 @@ def sample_step(
     packed: Array,
     mask: Array | None,
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
-    """The second half of a step: the slots' state after it, the tokens, hidden states."""
+    """Samples: gives the new slot state, the sampled tokens and the hidden states."""
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)
     hidden = final_norm(model, params, states)

@@ -1,5 +1,5 @@
-"""The first half of a step: one pure function from parameters, cache and a step's arrays to the
-cache after it and the states that logits are made of.
+"""The forward pass as one pure function: from parameters, cache and a step's arrays to the new
+cache and the states that logits are computed from.
 """
 
 from functools import partial
@@ -19,10 +19,10 @@ from engine.backends.custom.frameworks.jax.models.base import Model, decode
 
 
 class StepProgram(NamedTuple):
-    """What is known when the function is traced, but for a step's bucket."""
+    """What is known at trace time, besides a step's bucket."""
 
     model: Model
-    tree: jax.tree_util.PyTreeDef  # of the parameters
+    tree: jax.tree_util.PyTreeDef  # structure of the parameters
     attention: AttentionBackend
     block_size: int
     mesh: Mesh | None
@@ -37,10 +37,10 @@ def forward(
     last_token: Array,
     packed: Array,
 ) -> tuple[list[Array], Array, Array]:
-    """`leaves` are the parameters', `last_token` (max_slots,) what was drawn last for each slot.
-    The layers' caches (slots, 2, K, H), a key before its value, are donated: written in place.
-    Gives them, the residual stream (T, D) of the tokens that `logit_rows` names, and of each token
-    whether its state, which every layer adds to, was finite to the end.
+    """`leaves` are the parameters' leaves; `last_token` (max_slots,) has each slot's last sample.
+    The layers' caches (slots, 2, K, H), key before value, are donated: they are written in place.
+    Returns them, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
+    whether its residual stream is finite after the last layer.
     """
     model, tree, attention, block_size, mesh = program
     params = jax.tree.unflatten(tree, leaves)
@@ -75,6 +75,6 @@ def write_and_attend(
     write_slots: Array,
     work: Work,
 ) -> tuple[Array, Array]:
-    """One layer, on the heads that a device holds."""
+    """Writes and attends in one layer, over the heads that a device holds."""
     cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
     return attention(q, cache, work, shape), cache

@@ -1,4 +1,4 @@
-"""Self-attention but for attending over a cache, which is the step's own affair."""
+"""Self-attention's projections and norms; attending over the cache is passed in by the step."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 def heads(
     params: Params, config: ModelConfig, x: Array, turn: Rotation | None
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
+    """Queries (T, N, H), keys and values (T, K, H), normed and rotated (RoPE)."""
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q, config.norm_eps)

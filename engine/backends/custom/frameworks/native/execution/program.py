@@ -1,4 +1,4 @@
-"""Hands an execution plan to the compiled executor: names become numbers, types become codes."""
+"""Gives an execution plan to the compiled executor, with names as numbers and types as codes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ NORMS = ("none", "rms", "layer")
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Weights that a model has been given, by name."""
+    """The numbers of weights that were given to the executor, by name."""
 
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
-    biases: Mapping[str, int]  # by matrix
-    per_channel: Mapping[str, int]  # int8 copies of matrices, for steps of many rows
+    biases: Mapping[str, int]  # by the name of their matrix
+    per_channel: Mapping[str, int]  # per-channel int8 weights, for steps of many rows
 
     def vector(self, name: str | None) -> int:
         return -1 if name is None else self.vectors[name]

@@ -1,4 +1,4 @@
-"""`TinygradRunner`: the seam's two calls. Logits come to the host, which draws from them."""
+"""`TinygradRunner`: logits are copied to the host, which samples from them."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from engine.backends.custom.runtime.outputs import step_output
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `sample` needs of a `forward`."""
+    """What `forward` passes on to `sample`."""
 
     size: int
     forwarded: Forwarded
@@ -36,7 +36,7 @@ class StepHandle:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A step that is done."""
+    """The results of a finished step; `wait` returns at once."""
 
     output: StepOutput
 
@@ -78,7 +78,7 @@ class TinygradRunner:
         return Finished(step_output(sampled, states, finite, handle.query_start, sampling))
 
     def close(self) -> None:
-        """Free the model and the cache; the runner cannot be used again."""
+        """Frees the model and the cache; the runner cannot be used again."""
         del self._model, self._cache, self._forwards, self._heads
 
     def _head(self, size: int, count: int) -> HeadStep:

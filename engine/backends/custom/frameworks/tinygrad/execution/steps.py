@@ -1,5 +1,5 @@
-"""Steps of one size. tinygrad compiles a program for each shape, so sizes are few and a step is
-padded to the next; how far its attention reads is a variable of the program, not a shape.
+"""Steps by size. tinygrad compiles a program per shape, so sizes are few and steps are padded to
+them. The context length that attention reads is a variable of the program, not a shape.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from engine.backends.custom.frameworks.tinygrad.models.base import (
 )
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-MIN_SIZE, GROWTH = 8, 4  # but for a lone token, which has a program of its own
+MIN_SIZE, GROWTH = 8, 4  # except a single token, which has its own program
 
 
 def padded_size(count: int) -> int:
@@ -40,11 +40,11 @@ def padded_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What steps of every size share."""
+    """State and limits that steps of every size share."""
 
-    pages: tuple[Pages, ...]  # of each layer
+    pages: tuple[Pages, ...]  # per layer
     block_size: int
-    max_blocks: int  # of one sequence
+    max_blocks: int  # per sequence
     max_rows: int
     device: str
 
@@ -58,7 +58,7 @@ def make_cache(
     dtype: DType,
     device: str,
 ) -> Cache:
-    """Zeros, since NaN would show through a weight of 0."""
+    """Filled with zeros, because 0 * NaN is NaN under a mask."""
     config = model.config
 
     def room(*shape: int) -> Tensor:
@@ -71,13 +71,13 @@ def make_cache(
         )
         for _ in range(config.num_layers)
     ]
-    # Of a variable that can have one value only tinygrad makes a constant, which is no argument.
+    # tinygrad folds a variable with only one possible value to a constant, not an argument.
     max_blocks = max(2, -(-max_seq_len // block_size))
     return Cache(tuple(pages), block_size, max_blocks, max_rows, device)
 
 
 class Input:
-    """An array of a step at a fixed place on the device."""
+    """A step's input array at a fixed device address."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, device: str) -> None:
         self.tensor = Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
@@ -87,7 +87,7 @@ class Input:
         self._source = Buffer("PYTHON", self._host.size, dtype, opaque=memory)
 
     def put(self, values: NDArray[np.generic]) -> None:
-        """The values and zeros behind them; none is left of the step before."""
+        """Copies the values and zero-fills the rest, so nothing remains of earlier steps."""
         self._host.fill(0)
         self._host[tuple(slice(size) for size in values.shape)] = values
         self._buffer.copy_from(self._source)
@@ -95,14 +95,14 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """On the device, until the next step of the same size."""
+    """Results on the device, valid until the next step of the same size."""
 
-    states: Tensor  # (T, D) the residual stream of the tokens that logits are made of
-    sums: Tensor  # (T,) of each token's state, which every layer adds to
+    states: Tensor  # (T, D) the residual stream, tokens with logits first
+    sums: Tensor  # (T,) each token's summed residual stream, to detect NaN and infinity
 
 
 class ForwardStep:
-    """The first half of steps of one size: its inputs, and the captured program that reads them."""
+    """The forward pass of steps of one size: its inputs, and the captured program."""
 
     def __init__(self, model: Model, cache: Cache, size: int) -> None:
         self._model, self._cache = model, cache
@@ -112,8 +112,8 @@ class ForwardStep:
 
         self._token_ids, self._positions, self._write_slots = (numbers(size) for _ in range(3))
         self._rows, self._logit_rows = numbers(size), numbers(size)
-        # Of a lone table a kernel would not need the row's number, and tinygrad would number the
-        # kernel's arguments wrongly.
+        # At least two tables: with one, a kernel would not need the row index, and tinygrad would
+        # then number the kernel's arguments wrongly.
         self._tables = numbers(max(2, min(size, cache.max_rows)), cache.max_blocks)
         self._turn: tuple[Input, ...] = ()
         if model.rotary is not None:
@@ -122,7 +122,7 @@ class ForwardStep:
         self._program = TinyJit(self._forward)
 
     def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
-        """`token_ids` are all known."""
+        """`token_ids` has no FROM_DEVICE left."""
         counts = np.diff(inputs.query_start)
         self._token_ids.put(token_ids)
         self._positions.put(inputs.positions)
@@ -158,7 +158,7 @@ class ForwardStep:
 
 
 class HeadStep:
-    """From the first states of a step to logits, for one number of rows."""
+    """From a step's first states to logits, for one number of rows."""
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self._model, self._num_rows = model, num_rows
