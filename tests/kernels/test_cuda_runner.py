@@ -1,4 +1,4 @@
-"""The CUDA runner's own logic, its kernels interpreted and its graphs replaced by plain calls."""
+"""The CUDA runner's logic, with interpreted kernels and plain calls instead of CUDA graphs."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which tiles the CUDA code for gated products takes, and that its source is whole."""
+"""The gated GEMM in CUDA C++: which tiles it chooses, and that its source is complete."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""What can be known of the CUDA code for prompts without a Hopper card, and how its work is listed.
+"""The Hopper prefill kernel, as far as it can be tested without a GPU, and its work lists.
 
-On such a card the examples of `attention_prompts` run it.
+On a Hopper GPU the examples of `attention_prompts` run it.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The device's sampling beside the sampler that it stands for, on whole steps of mixed rows."""
+"""The GPU sampler against the reference sampler, on whole steps of mixed rows."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""The native sampler against the torch one: the same logits and parameters, the same tokens.
+"""The native sampler against the torch one: equal logits and parameters give equal tokens.
 
-Noise is equal to the last bits of a logarithm, so tokens may differ where two scores, or a token's
-probability and a filter's floor, agree to about one part in a million; such rows must be rare.
+Noise agrees up to the last bits of a logarithm. So tokens may differ where two scores, or a token's
+probability and a filter's threshold, agree to about one part in a million; such rows must be rare.
 """
 
 from collections.abc import Sequence

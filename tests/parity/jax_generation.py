@@ -1,5 +1,5 @@
-"""Greedy tokens on JAX, in mixed batches of chunked prompts; as a program, for a process that must
-say how many devices it has before JAX begins. Reads prompts and writes tokens as JSON.
+"""Greedy generation on JAX in mixed batches with chunked prefill. It runs as a program, because the
+number of devices must be set before JAX starts. Reads prompts and writes tokens as JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Drives a `ModelRunner` through the seam without the runtime: the test decides each step."""
+"""Drives a `ModelRunner` without the runtime: the test decides each step."""
 
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field

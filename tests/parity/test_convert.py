@@ -1,6 +1,4 @@
-"""Converted models beside the ones they were made from: Transformers' logits, greedy tokens,
-perplexity.
-"""
+"""Converted models against their originals: Transformers' logits, greedy tokens, perplexity."""
 
 from contextlib import closing
 from pathlib import Path

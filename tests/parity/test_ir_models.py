@@ -1,4 +1,4 @@
-"""The plan and the graph in numpy against Hugging Face in float32, on tiny random weights."""
+"""Plan and graph, run in numpy, against Transformers in float32 on tiny random weights."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 """JAX over its paged cache: attention kernels against a plain sequence, generation against
-Transformers, and one model shared by four devices.
+Transformers, and tensor parallelism over four devices.
 """
 
 import json

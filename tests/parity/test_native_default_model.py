@@ -1,7 +1,7 @@
-"""The native runner on the default model: beside the oracle, and beside itself.
+"""The native runner on the default model, against the oracle and against itself.
 
-With float activations its logits are the oracle's. With the numerics that it has by default, a
-request's tokens and logits are the same to the last bit whatever shares its steps.
+With float activations its logits equal the oracle's. With the default numerics, a request's tokens
+and logits are bit-identical in any batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence

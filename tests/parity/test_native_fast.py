@@ -1,4 +1,4 @@
-"""`--numerics fast` on the default model: per-channel int8 for many rows, few as ever."""
+"""`--numerics fast` on the default model: per-channel int8 for many rows, unchanged for few."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

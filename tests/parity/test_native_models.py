@@ -1,5 +1,5 @@
-"""The native runner with float activations beside Transformers, and beside itself: the tokens and
-logits of a sequence are the same to the last bit whatever shares its steps.
+"""The native runner with float activations against Transformers, and against itself: a sequence's
+tokens and logits are bit-identical in any batch.
 """
 
 from collections.abc import Iterator

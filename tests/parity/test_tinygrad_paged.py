@@ -1,5 +1,5 @@
 """tinygrad over its paged cache: attention against a plain sequence, generation against
-Transformers, and settings that it cannot have.
+Transformers, and settings that it rejects.
 """
 
 from pathlib import Path

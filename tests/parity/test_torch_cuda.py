@@ -1,4 +1,4 @@
-"""The same runner on a CUDA device: equal to the CPU, and never waiting before `wait`."""
+"""The runner on a CUDA device equals the runner on a CPU, and waits only in `wait`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The runner over its paged cache against the whole-sequence forward, however steps are cut."""
+"""The torch runner over its paged cache against the whole-sequence forward, for any step cuts."""
 
 from collections.abc import Iterator
 

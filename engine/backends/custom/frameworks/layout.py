@@ -1,5 +1,4 @@
-"""Packs many small arrays into one vector of 32-bit words, so that one copy moves them to a device.
-"""
+"""Packs many small arrays into one vector of 32-bit words, to copy them to a device at once."""
 
 from collections.abc import Mapping
 from typing import Any

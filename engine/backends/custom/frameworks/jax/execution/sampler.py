@@ -1,5 +1,4 @@
-"""Samples tokens from logits as traced pure functions; same semantics as `runtime/host_sampler.py`.
-"""
+"""Samples tokens in traced pure functions, with `runtime/host_sampler.py`'s semantics."""
 
 from collections.abc import Mapping
 

@@ -1,8 +1,8 @@
 """`CudaRunner`: steps as CUDA graphs over static buffers, with one copy in and one out.
 
-A step that only continues its rows, and a small one that also computes prompts, is padded to a size
-that has a graph; a larger one launches its kernels one by one, which takes less time than they run.
-All of them read their arrays from one buffer on the device, so a graph serves any lengths.
+Decode-only steps and small steps with prefill are padded to a size that has a graph. A larger step
+launches its kernels one by one, which takes less time than they run. All steps read their arrays
+from one device buffer, so a graph serves any sequence lengths.
 """
 
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ Arrays = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a step's buffers have room for."""
+    """The padded size of a step's buffers."""
 
     tokens: int
     rows: int
@@ -66,7 +66,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CachedStep:
-    """A forward pass whose keys and values go to the cache before anything attends to them."""
+    """A forward pass that writes keys and values to the cache before any query attends to them."""
 
     positions: Tensor  # (T,) int32
     write_slots: Tensor  # (T,) int32
@@ -99,14 +99,14 @@ class CachedStep:
 
 
 class BufferedStep:
-    """One size of step: its part of the device's buffer, its outputs, and its graphs if any."""
+    """One size of step: its part of the device buffer, its outputs, and its graphs if any."""
 
     def __init__(self, runner: "CudaRunner", size: Size, room: Room) -> None:
         self.size, self.room = size, room
         self.layout = runner.layout(size, room)
         self.num_uses = 0
         self.views: dict[str, Tensor] = {}
-        self.results = torch.empty(0)  # (draws + rows + 1,) int32: tokens, whether finite
+        self.results = torch.empty(0)  # (draws + rows + 1,) int32: tokens, then finite flags
         self.logits: Tensor | None = None  # (draws, V)
         self.stream: Tensor | None = None  # (draws, D) before the last norm
         self.forward: torch.cuda.CUDAGraph | None = None
@@ -130,7 +130,7 @@ class CudaHandle:
 
 @dataclass(frozen=True, slots=True)
 class CudaPendingTokens:
-    """Tokens on their way to the host, without anything beside them."""
+    """Sampled tokens while they are copied to the host, without logprobs or hidden states."""
 
     pinned: Pinned
     ring: PinnedRing
@@ -158,8 +158,8 @@ class CudaRunner(TorchRunner):
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         if device.type == "cuda":
-            # On an H200, for matrices of Llama models, never more than a tenth slower than cuBLAS,
-            # and up to a third faster.
+            # On an H200 with matrices of Llama models, it is at most a tenth slower than cuBLAS and
+            # up to a third faster.
             torch.backends.cuda.preferred_blas_library("cublaslt")
         self._angles = None
         if model.rotary is not None:
@@ -238,7 +238,7 @@ class CudaRunner(TorchRunner):
         return Layout(sizes, pads, last="tables")
 
     def _size(self, inputs: BatchInputs) -> Size | None:
-        """The padded size of a step that has a graph, or None."""
+        """The padded size if the step has a graph, else None."""
         tokens, rows, draws = len(inputs.token_ids), len(inputs.slots), len(inputs.logit_rows)
         if tokens == rows == draws:
             bucket = at_least(self._row_sizes, rows)
@@ -251,7 +251,7 @@ class CudaRunner(TorchRunner):
         return Size(padded, most, most, False, False)
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
-        """The graph's static buffers, with this step's arrays on their way into them."""
+        """The graph's static buffers; the copy of this step's arrays into them is queued."""
         step = self._steps.get(size)
         if step is None:
             step = self._steps[size] = BufferedStep(self, size, self._room_for(size))
@@ -306,7 +306,7 @@ class CudaRunner(TorchRunner):
         self._inbound.give_back(pinned)
 
     def _largest_buffer(self, config: RunnerConfig) -> int:
-        """Values that the arrays of any step with a graph can have. Graphs keep the address."""
+        """Max number of values in a graph step's arrays. Graphs keep the buffer's address."""
         slots, tokens = config.max_slots, TOKEN_SIZES[-1]
         tables = np.empty(slots * -(-config.max_seq_len // config.block_size), np.bool_)
         sizes = (
@@ -354,7 +354,7 @@ class CudaRunner(TorchRunner):
             x = model(token_ids, cached)  # (T, D)
             guard(x, token_rows, write_slots, self._cache.slots, finite)
             x = x if size.only_decodes else x.index_select(0, views["logit_rows"])
-        else:  # a prompt's tokens but for its last are only remembered
+        else:  # of a prompt, the last layer's MLP and the head run for the last token only
             rows = views["logit_rows"]
             x, attended = model.forward_rows(token_ids, cached, rows)
             guard(attended, token_rows, write_slots, self._cache.slots, finite)
@@ -363,7 +363,7 @@ class CudaRunner(TorchRunner):
             step.stream, step.logits = x, model.stream_logits(x)
 
     def _capture(self, step: BufferedStep) -> None:
-        """Record both halves. The recording's outputs are new ones, which only a replay fills."""
+        """Captures forward and sampling. Capture allocates new outputs, which only replay fills."""
         step.forward = self._capturer.capture(lambda: self._compute(step))
         if step.size.draws:
             self._drawer.capture(step, PLAIN)

@@ -1,8 +1,8 @@
-"""`sampler.sample` as kernels over settings that lie on the device, one value per row.
+"""`sampler.sample` as GPU kernels over settings on the device, one value per row.
 
-What the settings mean is the sampler's, to which tests hold this. They travel in one copy. Nothing
-here depends on their values but which kernels run, which `Kind` says: `choose` over buffers that
-stay where they are can be captured once for each kind.
+Tests compare it with `sampler.py`, which defines the settings. All settings travel in one copy.
+Their values select only which kernels run, which is the `Kind`. So `choose` over static buffers can
+be captured once per kind.
 """
 
 from collections.abc import Mapping
@@ -33,11 +33,11 @@ PADS = settings.PADS | {"position": 0, "num_prompt": 0}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What some row of a step asks for, and thus which kernels run."""
+    """What at least one row of a step asks for, and thus which kernels run."""
 
     adjusts: bool  # penalties or biases
     masks: bool
-    draws: bool  # at random
+    draws: bool  # some row's temperature is above 0
 
 
 def kind_of(sampling: SamplingInputs) -> Kind:
@@ -55,7 +55,7 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
 def settings_arrays(
     sampling: SamplingInputs, history: TokenHistory
 ) -> dict[str, NDArray[np.generic]]:
-    """All of them int32."""
+    """All arrays are int32."""
     mask = np.zeros(0, np.uint32) if sampling.mask is None else sampling.mask
     return settings.settings_arrays(sampling, history.nobody) | {
         "position": sampling.position,
@@ -71,9 +71,9 @@ def settings_views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
 def choose(
     logits: Tensor, given: Mapping[str, Tensor], kind: Kind, history: Tensor, words: Tensor
 ) -> Tensor:
-    """(R,) int64 from logits (R, V), which are left as they are, and the first R of the settings.
+    """Tokens (R,) int64 from logits (R, V), which are not modified, and the first R settings.
 
-    `history` is the slots' tokens, `words` the vocabulary's `token_words`.
+    `history` has the slots' tokens, `words` are the vocabulary's `token_words`.
     """
     rows, vocabulary = logits.shape
     of_rows = {name: given[name][:rows] for name in PADS if not name.startswith("bias")}
@@ -103,7 +103,7 @@ def choose(
 def _adjusted(
     logits: Tensor, given: Mapping[str, Tensor], of_rows: Mapping[str, Tensor], history: Tensor
 ) -> Tensor:
-    """A copy with penalties and biases."""
+    """A copy of the logits with penalties and biases applied."""
     adjusted = penalize(
         logits,
         history,
@@ -123,7 +123,7 @@ def _adjusted(
 def sample(
     logits: Tensor, sampling: SamplingInputs, history: TokenHistory, words: Tensor
 ) -> Sampled:
-    """logits (R, V) float32 are left as they are; `words` are the vocabulary's `token_words`."""
+    """logits (R, V) float32 are not modified; `words` are the vocabulary's `token_words`."""
     sizes = settings_sizes(len(logits), len(sampling.bias_rows))
     layout = Layout(sizes, PADS, last=MASK)
     packed = layout.packed(settings_arrays(sampling, history))

@@ -1,8 +1,7 @@
-"""The drawing half of a step as CUDA graphs: settings in one copy, then one launch.
+"""Sampling as CUDA graphs: one copy for the settings, then one launch.
 
-The settings of every step lie at the same place, so a graph of a step's logits, one for each `Kind`
-that it has met, serves any mix of requests. A grammar's mask arrives with them, when the forward
-pass has long been launched.
+Every step's settings lie at the same address, so one graph per step size and `Kind` serves any mix
+of requests. A grammar's mask travels with the settings, after the forward pass was launched.
 """
 
 from typing import Protocol
@@ -29,11 +28,11 @@ from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
 
 PLAIN = Kind(adjusts=False, masks=False, draws=False)
-MAX_BIASES = 1024  # of a step; with more it is drawn outside a graph
+MAX_BIASES = 1024  # per step; a step with more is sampled without a graph
 
 
 class DrawnStep(Protocol):
-    """What is drawn from, and where to. Places stay the same once `forward` is there."""
+    """The logits to sample from and the outputs. Addresses are fixed once `forward` is set."""
 
     logits: Tensor | None  # (R, V)
     forward: torch.cuda.CUDAGraph | None
@@ -69,10 +68,10 @@ class Drawer:
         self._last: tuple[SamplingInputs, Kind | None] | None = None
 
     def kind_of(self, sampling: SamplingInputs) -> Kind | None:
-        """None: it asks for more than a token of each row, or for more than there is room for."""
+        """None: the step needs more than tokens (logprobs, hidden states) or exceeds a buffer."""
         if self._last is not None and sampling.mask is None:
             last, kind = self._last
-            # Only positions are renewed in a step that continues the last one.
+            # Decode-only steps share their arrays with the last step; only positions change.
             if last.temperature is sampling.temperature and last.mask is None:
                 return kind
         kind = self._find_kind(sampling)
@@ -80,7 +79,7 @@ class Drawer:
         return kind
 
     def draw(self, step: DrawnStep, kind: Kind, sampling: SamplingInputs) -> None:
-        """The first tokens of the step's are those asked for."""
+        """Writes the sampled tokens to the start of the step's tokens."""
         self._history.begin(sampling)
         if kind != PLAIN:
             self._send(sampling)
@@ -104,7 +103,7 @@ class Drawer:
         ):
             return None
         kind = kind_of(sampling)
-        # A token that is given is one of the settings, which a plain step has none of.
+        # A forced token is one of the settings, which a plain step does not copy.
         return None if kind == PLAIN and (sampling.forced != DRAW).any() else kind
 
     def _send(self, sampling: SamplingInputs) -> None:

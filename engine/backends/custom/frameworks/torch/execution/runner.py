@@ -1,4 +1,4 @@
-"""`TorchRunner`: the seam's two calls over a model and its paged cache."""
+"""`TorchRunner`: `forward` and `sample` over a model and its paged cache."""
 
 from dataclasses import dataclass
 
@@ -74,6 +74,6 @@ class TorchRunner(DrawingRunner):
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
 
     def close(self) -> None:
-        """Free the model and the cache; the runner cannot be used again."""
+        """Frees the model and the cache; the runner cannot be used again."""
         del self._model, self._cache
         super().close()

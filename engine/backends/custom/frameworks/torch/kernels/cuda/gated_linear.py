@@ -1,4 +1,4 @@
-"""Launches `gated_linear.cu`: which tiles for which sizes, and its code with those sizes in it."""
+"""Launches `gated_linear.cu`: chooses tile sizes and compiles the kernel for them."""
 
 import ctypes
 from functools import cache
@@ -21,13 +21,13 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
 )
 
 ROWS, THREADS = 128, 384
-_STAGES = {256: 4, 224: 4, 128: 6}  # what a multiprocessor's memory holds, by columns
-_TILE_COST = 28  # columns' worth of time that a tile takes whatever its width
+_STAGES = {256: 4, 224: 4, 128: 6}  # tile columns -> stages that fit in shared memory
+_TILE_COST = 28  # fixed time per tile, in columns' worth of time
 
 
 class Config(NamedTuple):
-    columns: int  # of a tile of the product
-    cluster: int  # blocks that share the tiles of the weight
+    columns: int  # of an output tile, gate and up together
+    cluster: int  # thread blocks that share the weight's tiles
 
     @property
     def shared_bytes(self) -> int:
@@ -35,7 +35,7 @@ class Config(NamedTuple):
 
 
 def choose(rows: int, outputs: int, num_multiprocessors: int) -> Config:
-    """The tiles whose last round leaves the fewest multiprocessors idle."""
+    """The tiles whose last wave leaves the fewest multiprocessors idle."""
     cluster = 1 if rows <= ROWS else 2
     at_once = num_multiprocessors // cluster
 
@@ -76,7 +76,7 @@ def _function(config: Config, dtype: torch.dtype) -> Function:
 
 
 def source(config: Config, dtype: torch.dtype) -> str:
-    """The file with its sizes, and the instruction for a tile of so many columns."""
+    """The source with its sizes, and the WGMMA instruction for that many columns."""
     sizes = {
         "COLUMNS": config.columns,
         "STAGES": _STAGES[config.columns],

@@ -1,8 +1,8 @@
-"""Products with weights of 4 or 8 bits, and their unfolding.
+"""Matmul with weights of 4 or 8 bits, and their dequantization.
 
 Tiles have three dimensions, (rows, groups, bytes of a group), so that scales and minima apply by
-broadcasting. Of a 4-bit byte the two halves meet different parts of the input: each has its own
-product, and no value is ever moved. One row of input sums its groups before it scales them.
+broadcasting. The two nibbles of a 4-bit byte multiply different parts of the input: each nibble has
+its own dot product, so no value is shuffled. With one input row, groups are summed before scaling.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 @dataclass(frozen=True, slots=True)
 class Config:
     rows: int
-    groups: int  # at a time
+    groups: int  # per iteration
     warps: int
     tokens: int = 1
     stages: int = 3
@@ -42,7 +42,7 @@ def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptr, norm_ptr, column, inside, NORMS: tl.constexpr):
-    """Some of a row of input, times the norm's weight; and the squares of what it was."""
+    """Part of an input row times the norm's weight; and the squares of the raw values."""
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     squares = x * x
     if NORMS:
@@ -122,7 +122,7 @@ def _vector_kernel(
 
 @triton.jit
 def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
-    """(ROWS, GROUPS, BYTES) of values as weights, float32."""
+    """Dequantized weights (ROWS, GROUPS, BYTES), float32."""
     if MINIMA:
         weight = value.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     else:
@@ -134,7 +134,7 @@ def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
 def _load_inputs(
     x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE: tl.constexpr, NORMS: tl.constexpr
 ):
-    """(columns, tokens), times the norm's weight; and each token's squares."""
+    """Inputs (columns, tokens) times the norm's weight; and each token's sum of squares."""
     inside = (column < SIZE)[:, None] & (token < num_tokens)[None, :]
     places = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     x = tl.load(places, mask=inside, other=0.0)
