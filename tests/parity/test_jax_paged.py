@@ -22,7 +22,7 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     packed_step,
 )
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
-from engine.backends.custom.frameworks.jax.execution.step import forward
+from engine.backends.custom.frameworks.jax.execution.runner import forward
 from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
 from engine.backends.custom.runtime.model_runner import RunnerConfig

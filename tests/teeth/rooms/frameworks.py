@@ -45,14 +45,14 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: native reads the norm of keys for queries",
-        "engine.backends.custom.frameworks.native.execution.program",
+        "engine.backends.custom.frameworks.native.execution.build",
         "query_norm=weights.vector(step.q_norm),",
         "query_norm=weights.vector(step.k_norm),",
         "tests/parity/test_native_models.py::test_logits_equal_hugging_face[qwen3]",
     ),
     Mutation(
         "frameworks: native attends without a window",
-        "engine.backends.custom.frameworks.native.execution.program",
+        "engine.backends.custom.frameworks.native.execution.build",
         "                window=step.window or 0,\n",
         "                window=0,\n",
         "tests/parity/test_native_models.py::test_logits_equal_hugging_face[mistral-window]",

@@ -6,6 +6,7 @@ cache and slot state that it returns are the next call's input, in the same memo
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,12 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from engine.backends.custom.frameworks.jax.execution.buckets import Buckets, packed_step
+from engine.backends.custom.frameworks.jax.execution.buckets import (
+    Bucket,
+    Buckets,
+    packed_step,
+    step_layout,
+)
 from engine.backends.custom.frameworks.jax.execution.draws import (
     Settings,
     Traits,
@@ -23,12 +29,20 @@ from engine.backends.custom.frameworks.jax.execution.draws import (
     traits_of,
 )
 from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
-from engine.backends.custom.frameworks.jax.execution.sharding import CACHE_SPEC, home
-from engine.backends.custom.frameworks.jax.execution.step import StepProgram, forward
-from engine.backends.custom.frameworks.jax.kernels.attention import attention_backend
+from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC, home
+from engine.backends.custom.frameworks.jax.kernels.attention import (
+    AttentionBackend,
+    attention_backend,
+)
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
 from engine.backends.custom.frameworks.jax.layers.linear import Params
-from engine.backends.custom.frameworks.jax.models.base import Model, final_norm, head_logits
+from engine.backends.custom.frameworks.jax.models.base import (
+    Model,
+    decode,
+    final_norm,
+    head_logits,
+)
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
@@ -68,6 +82,16 @@ class JAXPendingTokens:
     def wait(self) -> StepOutput:
         sampled, hidden, finite = jax.tree.map(np.asarray, (self.sampled, self.hidden, self.finite))
         return step_output(sampled, hidden, finite, self.query_start, self.sampling)
+
+
+class StepProgram(NamedTuple):
+    """What is known at trace time, besides a step's bucket."""
+
+    model: Model
+    tree: jax.tree_util.PyTreeDef  # structure of the parameters
+    attention: AttentionBackend
+    block_size: int
+    mesh: Mesh | None
 
 
 class JAXRunner:
@@ -171,6 +195,58 @@ class JAXRunner:
             row = IN_PROMPT * in_prompt + PER_OUTPUT * in_output
             counts = set_row(counts, np.int32(slot), row)
         return counts
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def forward(
+    program: StepProgram,
+    bucket: Bucket,
+    leaves: list[Array],
+    caches: list[Array],
+    last_token: Array,
+    packed: Array,
+) -> tuple[list[Array], Array, Array]:
+    """The forward pass. `leaves` are the parameters; `last_token` (max_slots,) has each slot's last
+    sampled token. The layers' caches (slots, 2, K, H), key before value, are donated and written in
+    place. Returns them, the residual stream (T, D) of the tokens in `logit_rows`, and for each
+    token whether its residual stream is finite after the last layer.
+    """
+    model, tree, attention, block_size, mesh = program
+    params = jax.tree.unflatten(tree, leaves)
+    step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
+    token_ids, positions = step["token_ids"], step["positions"]
+    token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
+    window, scale = model.config.sliding_window, model.config.attention_scale
+    shape = AttentionShape(bucket.tile, block_size, window, scale)
+    items = (step[name] for name in ("token", "length", "row"))
+    work = Work(positions, step["tables"], *items, *step["num_items"])
+    write = partial(write_and_attend, attention, shape)
+    if mesh is not None:
+        heads, pages = P(None, AXIS), CACHE_SPEC
+        given, made = (heads, heads, heads, pages, P(), P()), (heads, pages)
+        write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+
+    def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
+        return write(q, k, v, cache, step["write_slots"], work)
+
+    states, caches = decode(model, params, token_ids, positions, attend, caches)
+    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
+    return caches, states[-1][step["logit_rows"]], finite
+
+
+def write_and_attend(
+    attention: AttentionBackend,
+    shape: AttentionShape,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Array,
+    write_slots: Array,
+    work: Work,
+) -> tuple[Array, Array]:
+    """Writes and attends in one layer, over the heads that a device holds."""
+    cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
+    return attention(q, cache, work, shape), cache
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))

@@ -10,8 +10,11 @@ from tinygrad.helpers import PARALLEL
 
 from engine.backends.custom.frameworks.refusals import check_plain
 from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
-from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
-from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cache, padded_size
+from engine.backends.custom.frameworks.tinygrad.execution.runner import (
+    TinygradRunner,
+    make_cache,
+    padded_size,
+)
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
