@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.host_sampler import row_keys
-from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
+from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
 KEEPS = "keeps"  # the slot that stores a row's token; a forced token goes to the spare slot
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
@@ -27,7 +27,7 @@ PADS = {
     "repetition": _ONE,
     "presence": 0,
     "frequency": 0,
-    "forced": DRAW,
+    "forced": SAMPLE,
     "keys": 0,
     **dict.fromkeys(_BIASES, 0),
 }
@@ -51,7 +51,7 @@ def settings_arrays(sampling: SamplingInputs, nobody: int) -> dict[str, NDArray[
         "keys": keys,
         "bias_rows": sampling.bias_rows,
         "bias_ids": sampling.bias_ids,
-        KEEPS: np.where(sampling.forced == DRAW, sampling.slots, np.int32(nobody)),
+        KEEPS: np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(nobody)),
     }
     return stated | {name: getattr(sampling, name).view(np.int32) for name in _FLOATS}
 

@@ -56,7 +56,7 @@ class KvWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionAttributes:
     layer: int
     heads: int
     kv_heads: int

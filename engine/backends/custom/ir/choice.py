@@ -24,7 +24,7 @@ _HALVES = ("F16", "BF16")
 _TILED_ATTENTION = ("amx",)  # instruction sets that have tiled attention kernels
 
 
-def product_kernel(
+def matmul_kernel(
     layout: str, machine: Machine, precision: Precision, few_rows: bool = False
 ) -> Kernel:
     """Every layout that is not a float layout is quantized.

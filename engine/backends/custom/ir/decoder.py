@@ -2,7 +2,7 @@
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import (
-    Attention,
+    AttentionAttributes,
     Columns,
     HeadNorm,
     KvWrite,
@@ -117,7 +117,7 @@ class DecoderBuilder:
             f"{name}.heads",
             [q, written, POSITIONS, ROW_OF, TABLES],
             (),
-            Attention(
+            AttentionAttributes(
                 layer,
                 config.num_heads,
                 kv_heads,
@@ -139,8 +139,8 @@ class DecoderBuilder:
             attributes = HeadNorm(heads, config.head_dim, config.norm_eps)
             x = self.graph.add("head_norm", f"{name}_norm", [x], [weight], attributes)
         if config.rope is not None:
-            turn = Rope(heads, config.head_dim, config.rope.dim)
-            x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), turn)
+            rotation = Rope(heads, config.head_dim, config.rope.dim)
+            x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), rotation)
         return x
 
     def mlp(self, x: str, layer: int) -> str:

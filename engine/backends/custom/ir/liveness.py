@@ -28,7 +28,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ArenaPlace:
     """What a buffer needs of its place in the arena."""
 
     width: int
@@ -60,7 +60,7 @@ def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, .
 
 
 def assign_places(
-    rooms: Sequence[Room], spans: Sequence[Life]
+    rooms: Sequence[ArenaPlace], spans: Sequence[Life]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A place for each buffer, and the width of each place.
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from engine.backends.custom.ir.attributes import Attention, Projection, RopeWrite
-from engine.backends.custom.ir.choice import attention_kernel, product_kernel, split
+from engine.backends.custom.ir.attributes import AttentionAttributes, Projection, RopeWrite
+from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel, split
 from engine.backends.custom.ir.fusion import as_projection, joined_name
 from engine.backends.custom.ir.graph import Graph, GraphError, Node
-from engine.backends.custom.ir.liveness import Room
+from engine.backends.custom.ir.liveness import ArenaPlace
 from engine.backends.custom.ir.plan import (
     AddNormStep,
     AttentionStep,
@@ -41,7 +41,7 @@ class Lowering:
     layout_of: LayoutOf
     steps: list[Step] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # buffer names
-    rooms: list[Room] = field(default_factory=list)
+    rooms: list[ArenaPlace] = field(default_factory=list)
     buffer_of: dict[str, int] = field(default_factory=dict)  # value name -> buffer
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)
     vectors: dict[str, None] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class Lowering:
         lower = {
             "embed": self._embed,
             "embed_positions": self._embed,
-            "linear": self._product,
-            "projection": self._product,
+            "linear": self._matmul,
+            "projection": self._matmul,
             "rope_write": self._rope_write,
             "attention": self._attention,
             "add_norm": self._add_norm,
@@ -100,7 +100,7 @@ class Lowering:
         )
 
     def _attention(self, node: Node) -> None:
-        attributes: Attention = node.attributes
+        attributes: AttentionAttributes = node.attributes
         self.steps.append(
             AttentionStep(
                 node.origin,
@@ -116,7 +116,7 @@ class Lowering:
             )
         )
 
-    def _product(self, node: Node) -> None:
+    def _matmul(self, node: Node) -> None:
         attributes = as_projection(node)
         source = self._buffer(node, 0)
         if attributes.residual:
@@ -178,7 +178,7 @@ class Lowering:
                 attributes.gated,
                 attributes.residual,
                 attributes.has_bias,
-                product_kernel(matrix.layout, self.machine, self.precision, per == "logit"),
+                matmul_kernel(matrix.layout, self.machine, self.precision, per == "logit"),
                 split(matrix, attributes.gated, rows, self.machine),
                 column,
                 multiply,
@@ -238,5 +238,5 @@ class Lowering:
         assert isinstance(rows, str) and isinstance(width, int), node
         self.buffer_of[node.name] = len(self.names)
         self.names.append(node.name)
-        self.rooms.append(Room(width, _KINDS[rows]))
+        self.rooms.append(ArenaPlace(width, _KINDS[rows]))
         return self.buffer_of[node.name]

@@ -27,8 +27,8 @@ def embed(table: F32, token_ids: I32) -> F32:
 
 def linear(x: F32, weight: F32, bias: F32 | None = None) -> F32:
     """(T, in), (out, in), (out,) -> (T, out)"""
-    product: F32 = x @ weight.T
-    return product if bias is None else product + bias
+    matmul: F32 = x @ weight.T
+    return matmul if bias is None else matmul + bias
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -147,13 +147,13 @@ def projection(
     x: F32, parts: Sequence[F32], biases: Sequence[F32], activation: str, gated: bool
 ) -> F32:
     """Matmuls with several matrices, concatenated; gated: activation(first) * second."""
-    products = [
+    matmuls = [
         linear(x, part, biases[index] if biases else None) for index, part in enumerate(parts)
     ]
     if gated:
-        gate, up = products
+        gate, up = matmuls
         return ACTIVATIONS[activation](gate) * up
-    return ACTIVATIONS[activation](np.concatenate(products, axis=1))
+    return ACTIVATIONS[activation](np.concatenate(matmuls, axis=1))
 
 
 def rope_write(
@@ -161,7 +161,7 @@ def rope_write(
     heads: int,
     cache: F32,
     slots: Integers,
-    turns: tuple[F32, F32] | None,
+    rotations: tuple[F32, F32] | None,
     norms: tuple[F32 | None, F32 | None],
     eps: float,
 ) -> F32:
@@ -172,6 +172,6 @@ def rope_write(
     for x, norm in zip((qkv[:, :middle], qkv[:, middle:last]), norms, strict=True):
         if norm is not None:  # its length is one head, or all heads
             x = head_norm(x, norm, eps, len(norm))
-        turned.append(x if turns is None else rope_rows(x, *turns, head_dim))
+        turned.append(x if rotations is None else rope_rows(x, *rotations, head_dim))
     kv_write(cache, turned[1], qkv[:, last:], slots)
     return np.concatenate((*turned, qkv[:, last:]), axis=1)

@@ -79,8 +79,8 @@ def _llama3(rope: RopeConfig) -> F32:
     low = _required(rope.low_freq_factor, "low_freq_factor", rope)
     high = _required(rope.high_freq_factor, "high_freq_factor", rope)
     frequencies = _plain(rope.theta, rope.dim)
-    turns = original * frequencies / (2 * math.pi)  # rotations within the original context
-    keep = np.clip((turns - low) / (high - low), 0, 1)
+    rotations = original * frequencies / (2 * math.pi)  # rotations within the original context
+    keep = np.clip((rotations - low) / (high - low), 0, 1)
     return _blend(frequencies, keep, rope.factor)
 
 
@@ -90,11 +90,13 @@ def _yarn(rope: RopeConfig) -> F32:
     beta_fast = YARN_BETA_FAST if rope.beta_fast is None else rope.beta_fast
     beta_slow = YARN_BETA_SLOW if rope.beta_slow is None else rope.beta_slow
 
-    def dimension_turning(turns: float) -> float:
-        return rope.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension_rotating(rotations: float) -> float:
+        return (
+            rope.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
-    low = max(math.floor(dimension_turning(beta_fast)), 0)
-    high = min(math.ceil(dimension_turning(beta_slow)), rope.dim - 1)
+    low = max(math.floor(dimension_rotating(beta_fast)), 0)
+    high = min(math.ceil(dimension_rotating(beta_slow)), rope.dim - 1)
     ramp = np.arange(rope.dim // 2, dtype=np.float32) - low
     stretched = np.clip(ramp / max(high - low, 0.001), 0, 1)
     return _blend(_plain(rope.theta, rope.dim), 1 - stretched, rope.factor)

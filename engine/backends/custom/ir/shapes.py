@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.backends.custom.ir.attributes import (
-    Attention,
+    AttentionAttributes,
     Columns,
     HeadNorm,
     KvWrite,
@@ -91,7 +91,7 @@ def rope(attributes: Rope, inputs: Values, weights: Values) -> Value:
     source, cosines, sines = _take(inputs, 3)
     _take(weights, 0, "weights")
     _need_width(source, attributes.heads * attributes.head_dim, "heads")
-    _need_turns(source, cosines, sines, attributes.dim, attributes.head_dim)
+    _need_rotations(source, cosines, sines, attributes.dim, attributes.head_dim)
     return source
 
 
@@ -114,7 +114,7 @@ def kv_write(attributes: KvWrite, inputs: Values, weights: Values) -> Value:
     return cache
 
 
-def attention(attributes: Attention, inputs: Values, weights: Values) -> Value:
+def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) -> Value:
     """Queries are the first columns of their input, which may have more columns."""
     queries, cache, positions, row_of, tables = _take(inputs, 5)
     _take(weights, 0, "weights")
@@ -168,7 +168,7 @@ def rope_write(attributes: RopeWrite, inputs: Values, weights: Values) -> Value:
     _need_cache(cache, attributes.kv_heads, attributes.head_dim)
     _need_slots(slots, qkv)
     if attributes.rope_dim:
-        _need_turns(qkv, inputs[1], inputs[2], attributes.rope_dim, attributes.head_dim)
+        _need_rotations(qkv, inputs[1], inputs[2], attributes.rope_dim, attributes.head_dim)
     counts = [attributes.heads] * attributes.q_norm + [attributes.kv_heads] * attributes.k_norm
     for weight, heads in zip(weights, counts, strict=True):
         together = heads if attributes.whole_norm else 1
@@ -234,7 +234,7 @@ def _need_cache(cache: Value, kv_heads: int, head_dim: int) -> None:
         raise ShapeError(f"the cache {cache} does not hold {kv_heads} kv heads of {head_dim}")
 
 
-def _need_turns(rows: Value, cosines: Value, sines: Value, dim: int, head_dim: int) -> None:
+def _need_rotations(rows: Value, cosines: Value, sines: Value, dim: int, head_dim: int) -> None:
     if dim % 2 or not 0 < dim <= head_dim:
         raise ShapeError(f"cannot turn {dim} values of heads of {head_dim}")
     _need_same(cosines, sines)

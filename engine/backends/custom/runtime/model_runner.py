@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FROM_DEVICE = -1  # in token_ids: the slot's last sampled token, which the host may not know yet
-DRAW = -1  # in forced: nothing is
+SAMPLE = -1  # in forced: nothing is
 NULL_BLOCK = 0  # never owned by a sequence; padding writes there
 # `target_step_s` on a GPU: large steps use it best, and it soon has no prompt left to compute.
 GPU_STEP_S = 0.2

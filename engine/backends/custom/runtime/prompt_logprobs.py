@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import DRAW, I32, SamplingInputs
+from engine.backends.custom.runtime.model_runner import I32, SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.sequence import ScheduledBatch
 
 # Value of each field for a forced row; fields that are not here keep their row's own.
@@ -19,7 +19,7 @@ _PER_ROW = ("top_k", "top_p", "min_p", "seed", "choice", "position", "num_logpro
 def with_scores(drawn: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
     """`drawn` has a row for each that draws; the result has those of `logit_rows`, in its order."""
     forced, owner, place = _layout(batch)
-    is_forced = forced != DRAW
+    is_forced = forced != SAMPLE
     # A sequence in the midst of its prompt has scored rows but draws nothing: any row's values do,
     # except for the facts that are its own.
     source = np.maximum(place, 0)
@@ -51,7 +51,7 @@ def with_scores(drawn: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
 
 
 def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
-    """For each row of logits: the forced token or DRAW, its row in the batch, and its row among
+    """For each row of logits: the forced token or SAMPLE, its row in the batch, and its row among
     those that draw (-1 where its sequence does not).
     """
     forced: list[int] = []
@@ -62,7 +62,7 @@ def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
         if row.num_scored:
             forced += row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
         if row.samples:
-            forced.append(DRAW)
+            forced.append(SAMPLE)
         count = row.num_scored + row.samples
         owner += [index] * count
         place += [num_drawn if row.samples else -1] * count

@@ -15,7 +15,7 @@ from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.execution.timing import runner_config, time_steps
 from engine.backends.custom.frameworks.native.machine import default_threads
 from engine.backends.custom.ir.decoder import build_graph
-from engine.backends.custom.ir.execute import Batch, State, graph_values
+from engine.backends.custom.ir.execute import ReferenceBatch, State, graph_values
 from engine.backends.custom.ir.plan import (
     AddNormStep,
     AttentionStep,
@@ -36,12 +36,12 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     weights = {name: weight.numpy() for name, weight in source.weights.items()}
     positions = np.arange(count, dtype=np.int32)
     cache = (1, count, 2, config.num_kv_heads, config.head_dim)
-    turns = None
+    rotations = None
     if config.rope is not None:
-        turns = rotary_tables(config.rope, config.max_position, weights.get("rope.factors"))
-    state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), turns)
+        rotations = rotary_tables(config.rope, config.max_position, weights.get("rope.factors"))
+    state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), rotations)
     zeros = np.zeros(count, np.int32)
-    batch = Batch(
+    batch = ReferenceBatch(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
         write_slots=positions.astype(np.int64),

@@ -140,11 +140,11 @@ def measure(native: Any, threads: int) -> Speed:
                 sum(1 / each for each in pool.map(time_one, range(threads))) for _ in range(2)
             )
 
-        int8 = together(lambda _: _product_time(native, _INT8, "Q8_0", quants)) * operations
+        int8 = together(lambda _: _matmul_time(native, _INT8, "Q8_0", quants)) * operations
         bf16 = None
         if native.has_bf16(isa):
             halves = floats.view(np.uint8)
-            bf16 = together(lambda _: _product_time(native, _BF16, "BF16", halves)) * operations
+            bf16 = together(lambda _: _matmul_time(native, _BF16, "BF16", halves)) * operations
         size = max(_READ_BYTES // threads, _READ_BYTES_PER_THREAD)
         room = list(pool.map(lambda _: _aligned(size, quants), range(threads)))
         panel = native.panel_bytes(native.layout_of("Q8_0"), _SIDE)
@@ -153,7 +153,7 @@ def measure(native: Any, threads: int) -> Speed:
     return Speed(tuple(native.instruction_sets()), threads, read, int8, bf16)
 
 
-def _product_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
+def _matmul_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
     """Seconds of the fastest matmul with a small matrix, on this thread."""
     layout, isa = native.layout_of(stored), native.instruction_sets()[-1]
     weights = _aligned(_SIDE // 16 * native.panel_bytes(layout, _SIDE), period)

@@ -21,14 +21,14 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     packed_step,
     step_layout,
 )
-from engine.backends.custom.frameworks.jax.execution.draws import (
+from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
+from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
     Settings,
     Traits,
     packed_settings,
     settings_layout,
     traits_of,
 )
-from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
 from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC, home
 from engine.backends.custom.frameworks.jax.kernels.attention import (
     AttentionBackend,
@@ -179,7 +179,7 @@ class JAXRunner:
     def _settings_of(self, sampling: SamplingInputs) -> Settings:
         """The settings on the device. Greedy decode steps with the same arrays reuse the last."""
         last = self._settings
-        if last is None or last[0] is not sampling.temperature or last[1].draws:
+        if last is None or last[0] is not sampling.temperature or last[1].samples:
             traits = traits_of(sampling, self._spec.vocab_size)
             packed = packed_settings(sampling, traits, self._spec.max_slots)
             last = (sampling.temperature, traits, jax.device_put(packed, self._home))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from engine.backends.custom.frameworks.jax.execution.draws import Traits
+from engine.backends.custom.frameworks.jax.execution.sampling_traits import Traits
 from engine.backends.custom.runtime.host_sampler import gumbel
-from engine.backends.custom.runtime.model_runner import DRAW
+from engine.backends.custom.runtime.model_runner import SAMPLE
 from engine.backends.custom.runtime.outputs import Sampled
 
 # A slot's count of a token: the lowest bit is set if the prompt has the token; the other bits count
@@ -39,11 +39,11 @@ def sample(
     if mask is not None:
         adjusted = apply_mask(adjusted, mask)
     tokens = adjusted.argmax(axis=-1)
-    if traits.draws:
+    if traits.samples:
         tokens = jnp.where(
-            settings["temperature"] > 0, draw(adjusted, settings, traits, words), tokens
+            settings["temperature"] > 0, random_sample(adjusted, settings, traits, words), tokens
         )
-    tokens = jnp.where(settings["forced"] == DRAW, tokens, settings["forced"]).astype(jnp.int32)
+    tokens = jnp.where(settings["forced"] == SAMPLE, tokens, settings["forced"]).astype(jnp.int32)
     return with_logprobs(logits, tokens, traits.num_top)
 
 
@@ -64,7 +64,7 @@ def apply_mask(logits: Array, mask: Array) -> Array:
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def draw(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
+def random_sample(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
     """Samples one token per row, (R,), as if every temperature were above 0."""
     temperature = jnp.where(settings["temperature"] > 0, settings["temperature"], 1)
     logits = logits / temperature[:, None]

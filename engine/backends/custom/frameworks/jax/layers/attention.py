@@ -12,7 +12,7 @@ from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 
 
 def heads(
-    params: Params, config: ModelConfig, x: Array, turn: Rotation | None
+    params: Params, config: ModelConfig, x: Array, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
     """Queries (T, N, H), keys and values (T, K, H), normed and rotated (RoPE)."""
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
@@ -23,8 +23,8 @@ def heads(
     if config.qk_norm == "head":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)
-    if turn is not None:
-        q, k = rotate(q, turn), rotate(k, turn)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
     return q, k, v
 
 

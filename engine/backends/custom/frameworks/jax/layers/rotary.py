@@ -18,12 +18,15 @@ def rotation(
 ) -> Rotation:
     """`frequencies` are radians per position, for half of the rotated dimensions."""
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.array(frequencies, jnp.float32)
-    return Rotation(*((turn(angles) * scale).astype(dtype) for turn in (jnp.cos, jnp.sin)))
+    return Rotation(*((rotation(angles) * scale).astype(dtype) for rotation in (jnp.cos, jnp.sin)))
 
 
-def rotate(x: Array, turn: Rotation) -> Array:
+def rotate(x: Array, rotation: Rotation) -> Array:
     """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
-    half = turn.cos.shape[-1]
+    half = rotation.cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = (first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin)
+    turned = (
+        first * rotation.cos - second * rotation.sin,
+        second * rotation.cos + first * rotation.sin,
+    )
     return jnp.concatenate((*turned, rest), axis=-1)

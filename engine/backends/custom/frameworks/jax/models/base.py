@@ -38,7 +38,7 @@ class Model:
     rotary_scale: float = 1.0
 
 
-def turn_of(model: Model, params: Params, positions: Array) -> Rotation | None:
+def rotation_of(model: Model, params: Params, positions: Array) -> Rotation | None:
     if model.frequencies is None:
         return None
     dtype = params["norm"]["weight"].dtype
@@ -50,13 +50,13 @@ def block(
     attend: Attend,
     params: Params,
     x: Array,
-    turn: Rotation | None,
+    rotation: Rotation | None,
     memory: Memory,
 ) -> tuple[Array, Memory]:
     """Attention, then MLP; each adds to the residual stream. `params` are the layer's."""
     config = model.config
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
-    attended, memory = attend(*heads(params["attn"], config, read, turn), memory)
+    attended, memory = attend(*heads(params["attn"], config, read, rotation), memory)
     half = linear(params["attn"]["o"], attended.reshape(len(x), -1))
     x = merged(config, params["attn_norm"], x, half)
     read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
@@ -94,11 +94,11 @@ def decode(
     memories: Sequence[Memory],
 ) -> tuple[list[Array], list[Memory]]:
     """The residual stream (T, D) before the first block and after each; each layer's KV state."""
-    turn = turn_of(model, params, positions)
+    rotation = rotation_of(model, params, positions)
     one_layer = jax.jit(partial(block, model, attend))  # traced once: all layers have equal shapes
     states, after = [embed(model.config, params, token_ids, positions)], []
     for own, memory in zip(params["layers"], memories, strict=True):
-        x, remembered = one_layer(own, states[-1], turn, memory)
+        x, remembered = one_layer(own, states[-1], rotation, memory)
         states.append(x)
         after.append(remembered)
     return states, after

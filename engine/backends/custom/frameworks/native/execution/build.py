@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.ir.choice import product_kernel
+from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
@@ -141,7 +141,7 @@ def _per_channel_bytes(source: ModelSource) -> int:
             continue
         rows, columns = weight.spec.shape
         layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
-        if product_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
+        if matmul_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
             total += -(-rows // PANEL_ROWS) * native.per_channel_panel_bytes(columns)
     return total
 
@@ -203,8 +203,8 @@ def _add_per_channel(
     """Adds per-channel int8 requantized weights, if the CPU has kernels for them."""
     if not kernels().has_per_channel(plan.machine.instruction_set):
         return {}
-    products = (step for step in plan.steps if isinstance(step, LinearStep))
-    names = dict.fromkeys(step.matrix for step in products if step.kernel.decode == "int8")
+    matmuls = (step for step in plan.steps if isinstance(step, LinearStep))
+    names = dict.fromkeys(step.matrix for step in matmuls if step.kernel.decode == "int8")
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
 
 

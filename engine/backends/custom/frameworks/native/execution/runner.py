@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     FROM_DEVICE,
     I32,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -25,7 +25,7 @@ class StepHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedTokens:
     """The results of a finished step; `wait` returns at once."""
 
     output: StepOutput
@@ -63,14 +63,16 @@ class NativeRunner:
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 
-    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> FinishedTokens:
         if not handle.num_logits:
-            return Finished(StepOutput(np.empty(0, np.int32), handle.finite))
+            return FinishedTokens(StepOutput(np.empty(0, np.int32), handle.finite))
         tokens, logprobs, top_ids, top_logprobs = self._model.sample(sampling)
-        drawn = sampling.forced == DRAW
-        self._last_token[sampling.slots[drawn]] = tokens[drawn]
+        sampled = sampling.forced == SAMPLE
+        self._last_token[sampling.slots[sampled]] = tokens[sampled]
         hidden = self._hidden(sampling)
-        return Finished(StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden))
+        return FinishedTokens(
+            StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden)
+        )
 
     def logits(self, handle: StepHandle) -> np.ndarray:
         """The last step's logits, (R, V), as a copy."""

@@ -28,9 +28,9 @@ from engine.backends.custom.frameworks.tinygrad.models.base import (
 )
 from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     FROM_DEVICE,
     I32,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -127,10 +127,10 @@ class ForwardStep:
         # At least two tables: with one, a kernel would not need the row index, and tinygrad would
         # then number the kernel's arguments wrongly.
         self._tables = numbers(max(2, min(size, cache.max_rows)), cache.max_blocks)
-        self._turn: tuple[Input, ...] = ()
+        self._rotation: tuple[Input, ...] = ()
         if model.rotary is not None:
             shape = (size, model.rotary[0].shape[1])
-            self._turn = tuple(Input(shape, dtypes.float32, cache.device) for _ in range(2))
+            self._rotation = tuple(Input(shape, dtypes.float32, cache.device) for _ in range(2))
         self._program = TinyJit(self._forward)
 
     def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
@@ -142,7 +142,7 @@ class ForwardStep:
         self._rows.put(np.repeat(np.arange(len(counts)), counts))
         self._logit_rows.put(inputs.logit_rows)
         self._tables.put(inputs.block_tables[:, : self._cache.max_blocks])
-        for place, table in zip(self._turn, self._model.rotary or (), strict=True):
+        for place, table in zip(self._rotation, self._model.rotary or (), strict=True):
             place.put(table[inputs.positions])
         num_blocks = -(-int(inputs.seq_lens.max()) // self._cache.block_size)
         variable = Variable("num_blocks", 1, self._cache.max_blocks)
@@ -162,9 +162,9 @@ class ForwardStep:
         def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, write(self._cache.pages[layer], k, v, work.write_slots), work)
 
-        turn = Rotation(*(place.tensor for place in self._turn)) if self._turn else None
+        rotation = Rotation(*(place.tensor for place in self._rotation)) if self._rotation else None
         ids, positions = self._token_ids.tensor, self._positions.tensor
-        state = decode(self._model, ids, positions, turn, write_and_attend)[-1]
+        state = decode(self._model, ids, positions, rotation, write_and_attend)[-1]
         states = take_rows(state, self._logit_rows.tensor)
         return states, state.float().sum(axis=-1)
 
@@ -196,7 +196,7 @@ class StepHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedTokens:
     """The results of a finished step; `wait` returns at once."""
 
     output: StepOutput
@@ -227,16 +227,16 @@ class TinygradRunner:
         token_ids = np.where(is_known, inputs.token_ids, self._last_token[slots])
         return StepHandle(size, self._forwards[size](inputs, token_ids), inputs.query_start)
 
-    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> FinishedTokens:
         finite = np.isfinite(handle.forwarded.sums.numpy())
         sampled, states, count = None, None, len(sampling.slots)
         if count:
             hidden, logits = self._head(handle.size, count)(handle.forwarded.states)
             sampled = self._sampler.sample(logits.numpy()[:count], sampling)
-            is_drawn = sampling.forced == DRAW
-            self._last_token[sampling.slots[is_drawn]] = sampled.tokens[is_drawn]
+            is_sampled = sampling.forced == SAMPLE
+            self._last_token[sampling.slots[is_sampled]] = sampled.tokens[is_sampled]
             states = hidden.numpy() if len(sampling.hidden_rows) else None
-        return Finished(step_output(sampled, states, finite, handle.query_start, sampling))
+        return FinishedTokens(step_output(sampled, states, finite, handle.query_start, sampling))
 
     def close(self) -> None:
         """Frees the model and the cache; the runner cannot be used again."""

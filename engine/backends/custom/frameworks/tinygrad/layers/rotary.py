@@ -12,9 +12,9 @@ class Rotation(NamedTuple):
     sin: Tensor  # (T, dim / 2) float32
 
 
-def rotate(x: Tensor, turn: Rotation) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
-    cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in turn)
+    cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in rotation)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = (first * cos - second * sin).cat(second * cos + first * sin, dim=-1)

@@ -32,11 +32,11 @@ class Model:
     rotary: tuple[F32, F32] | None
 
 
-def block(model: Model, layer: int, x: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+def block(model: Model, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
     """Attention, then MLP; each adds to the residual stream."""
     config, params = model.config, model.params["layers"][layer]
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
-    attended = attend(layer, *heads(params["attn"], config, read, turn))
+    attended = attend(layer, *heads(params["attn"], config, read, rotation))
     half = linear(params["attn"]["o"], attended.reshape(x.shape[0], -1))
     x = merged(config, params["attn_norm"], x, half)
     read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
@@ -70,13 +70,13 @@ def decode(
     model: Model,
     token_ids: Tensor,
     positions: Tensor,
-    turn: Rotation | None,
+    rotation: Rotation | None,
     attend: Attend,
 ) -> list[Tensor]:
     """The residual stream (T, D) before the first block and after each."""
     states = [embed(model, token_ids, positions)]
     for layer in range(model.config.num_layers):
-        states.append(block(model, layer, states[-1], turn, attend))
+        states.append(block(model, layer, states[-1], rotation, attend))
     return states
 
 
@@ -96,14 +96,14 @@ def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[T
     device = model.params["norm"]["weight"].device
     positions = np.arange(len(token_ids), dtype=np.int32)
     ids, places = (Tensor(x, device=device) for x in (np.array(token_ids, np.int32), positions))
-    turn = None
+    rotation = None
     if model.rotary is not None:
-        turn = Rotation(*(Tensor(table[positions], device=device) for table in model.rotary))
+        rotation = Rotation(*(Tensor(table[positions], device=device) for table in model.rotary))
 
     config = model.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, config.sliding_window, config.attention_scale)
 
-    states = decode(model, ids, places, turn, attend)
+    states = decode(model, ids, places, rotation, attend)
     return head_logits(model, final_norm(model, states[-1])), states

@@ -20,9 +20,9 @@ from engine.backends.custom.frameworks.torch.execution.sampler import with_logpr
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.sampling import (
     add_bias_,
-    draw,
     greedy,
     penalize,
+    random_sample,
 )
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
@@ -37,14 +37,14 @@ class Kind:
 
     adjusts: bool  # penalties or biases
     masks: bool
-    draws: bool  # some row's temperature is above 0
+    samples: bool  # some row's temperature is above 0
 
 
 def kind_of(sampling: SamplingInputs) -> Kind:
     return Kind(
         adjusts=sampling.has_penalties or len(sampling.bias_rows) > 0,
         masks=sampling.mask is not None,
-        draws=not sampling.all_greedy,
+        samples=not sampling.all_greedy,
     )
 
 
@@ -84,8 +84,8 @@ def choose(
     if kind.masks:
         width = -(-vocabulary // 32)
         mask = given[MASK][: rows * width].view(rows, width)
-    if kind.draws:
-        tokens = draw(
+    if kind.samples:
+        tokens = random_sample(
             adjusted,
             of_rows["temperature"],
             of_rows["top_k"],

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cache import KVShape, PagedCache
-from engine.backends.custom.frameworks.torch.execution.drawing import DrawingRunner, StepHandle
+from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
+    SamplingRunner,
+    StepHandle,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
@@ -34,7 +37,7 @@ class PagedStep:
         return self.plan.attend(q, k, v, self.cache.layers[attention.layer])
 
 
-class TorchRunner(DrawingRunner):
+class TorchRunner(SamplingRunner):
     def __init__(
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.host_sampler import row_keys
-from engine.backends.custom.runtime.model_runner import DRAW, I32, U32, SamplingInputs
+from engine.backends.custom.runtime.model_runner import I32, SAMPLE, U32, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
 
 MINUS_INFINITY = float("-inf")
@@ -35,9 +35,9 @@ def sample(
     tokens = adjusted.argmax(dim=-1)
     if not sampling.all_greedy:
         rows = np.flatnonzero(sampling.temperature)
-        drawn = draw(_take(adjusted, rows), sampling, rows, words)
-        tokens = tokens.index_copy(0, to_device(rows, logits.device), drawn)
-    forced = np.flatnonzero(sampling.forced != DRAW)
+        sampled = random_sample(_take(adjusted, rows), sampling, rows, words)
+        tokens = tokens.index_copy(0, to_device(rows, logits.device), sampled)
+    forced = np.flatnonzero(sampling.forced != SAMPLE)
     if len(forced):
         given = to_device(sampling.forced[forced].astype(np.int64), logits.device)
         tokens = tokens.index_copy(0, to_device(forced, logits.device), given)
@@ -90,7 +90,9 @@ def forbidden(mask: U32, vocab_size: int, device: torch.device) -> Tensor:
     return ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size] == 0
 
 
-def draw(logits: Tensor, sampling: SamplingInputs, rows: NDArray[np.intp], words: Tensor) -> Tensor:
+def random_sample(
+    logits: Tensor, sampling: SamplingInputs, rows: NDArray[np.intp], words: Tensor
+) -> Tensor:
     """Samples one token for each of `rows`, whose temperature is above 0: (len(rows),)"""
     device = logits.device
     logits = logits / to_device(sampling.temperature[rows], device)[:, None]

@@ -45,7 +45,7 @@ SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ListLengths:
     """List lengths: a step's own, or the max that a captured graph allows."""
 
     spans: int
@@ -77,7 +77,7 @@ class TritonPlan:
     """A step's work lists on the device."""
 
     arrays: Mapping[str, Tensor]
-    room: Room
+    room: ListLengths
     scratch: "Scratch | None"
     window: int
     scale: float
@@ -176,7 +176,7 @@ class TritonAttention:
         self.reserve(len(inputs.seq_lens), positions.device)
         return self.plan_on(on_device, room)
 
-    def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
+    def plan_on(self, arrays: Mapping[str, Tensor], room: ListLengths) -> TritonPlan:
         """A plan over arrays that are on the device, or will be when the plan runs."""
         return TritonPlan(
             arrays,
@@ -203,13 +203,13 @@ class TritonAttention:
                 device,
             )
 
-    def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> Room:
+    def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
         """The max list lengths of a step with so many tokens and rows."""
         spans = _span_room(rows)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
-            return Room(spans, tiles, 0, spans)
-        return Room(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
+            return ListLengths(spans, tiles, 0, spans)
+        return ListLengths(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
 
     def has_shared(self, inputs: BatchInputs) -> bool:
         """Whether a decode-only step may have work items over shared prefixes."""
@@ -217,7 +217,9 @@ class TritonAttention:
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
-    def lists(self, inputs: BatchInputs, room: Room | None = None) -> tuple[dict[str, I32], Room]:
+    def lists(
+        self, inputs: BatchInputs, room: ListLengths | None = None
+    ) -> tuple[dict[str, I32], ListLengths]:
         """The work items of a step; with `room`, at most as many as it allows."""
         counts = np.diff(inputs.query_start)
         decodes = np.flatnonzero(counts == 1)
@@ -238,7 +240,7 @@ class TritonAttention:
             "shared": shared,
             "members": members if len(members) else np.zeros(0, np.int32),
         }
-        return lists, room or Room(len(spans), len(tiles), len(shared), total)
+        return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
         """(row, first query) per tile, tiles with the most keys first; rows start at `begins`."""

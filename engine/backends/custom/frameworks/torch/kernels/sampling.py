@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.random import gumbel
+from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.sampler import (
     MINUS_INFINITY,
     nucleus_floor,
@@ -40,7 +40,7 @@ def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     return _GREEDY(logits, mask)
 
 
-def draw(
+def random_sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -55,7 +55,7 @@ def draw(
     Settings are (R,), `top_k` int32. `keys` (R, 2) are the rows' `row_keys`; `words` (V,) are the
     vocabulary's `token_words`.
     """
-    return _DRAW(logits, temperature, top_k, top_p, min_p, keys, words, mask)
+    return _RANDOM_SAMPLE(logits, temperature, top_k, top_p, min_p, keys, words, mask)
 
 
 def penalize(
@@ -96,7 +96,7 @@ def _greedy_reference(logits: Tensor, mask: Tensor | None) -> Tensor:
     return _allowed(logits, mask).argmax(dim=-1)
 
 
-def _draw_reference(
+def _random_sample_reference(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -117,8 +117,8 @@ def _draw_reference(
     nucleus = torch.maximum(least, nucleus_floor(probs, top_p))
     least = torch.where((top_p < 1)[:, None], nucleus, least)
     scaled = scaled.masked_fill(probs < least, MINUS_INFINITY)
-    drawn = (scaled + gumbel(keys, words)).argmax(dim=-1)
-    return torch.where(hot, drawn, logits.argmax(dim=-1))
+    sampled = (scaled + gumbel(keys, words)).argmax(dim=-1)
+    return torch.where(hot, sampled, logits.argmax(dim=-1))
 
 
 def _penalize_reference(
@@ -165,7 +165,9 @@ def _mask(inputs: Inputs, rows: int, vocab_size: int) -> Tensor:
     return inputs.integers(2**31 - 1, rows, -(-vocab_size // 32), dtype=torch.int32)
 
 
-def _draw_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
+def _random_sample_examples(
+    shape: Shape, device: torch.device, _: torch.dtype
+) -> Iterator[Example]:
     words = torch.from_numpy(token_words(shape.vocab_size)).to(device)
     # (top_k, top_p, min_p) of the rows of each example.
     uses = {
@@ -230,12 +232,12 @@ _GREEDY = register(
         tolerance=_LOGITS,
     )
 )
-_DRAW = register(
+_RANDOM_SAMPLE = register(
     KernelSpec(
-        name="draw",
-        reference=_draw_reference,
-        triton=compiled("sampling:draw"),
-        examples=_draw_examples,
+        name="random_sample",
+        reference=_random_sample_reference,
+        triton=compiled("sampling:random_sample"),
+        examples=_random_sample_examples,
         bytes_of=lambda logits, *_: size_of(logits),
         tolerance=_LOGITS,
     )

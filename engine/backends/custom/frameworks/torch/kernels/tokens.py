@@ -16,8 +16,8 @@ def resolve_tokens(
     if use_triton(token_ids):
         resolved: Tensor = _resolve(token_ids, token_rows, slots, last_token)
         return resolved
-    drawn = last_token[slots[token_rows.long()].long()]
-    return torch.where(token_ids < 0, drawn, token_ids).long()
+    sampled = last_token[slots[token_rows.long()].long()]
+    return torch.where(token_ids < 0, sampled, token_ids).long()
 
 
 def guard(

@@ -19,8 +19,8 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
     DEPTH,
     NAMES,
     TARGET,
-    product,
     source_of,
+    wgmma,
 )
 
 KEYS = 128  # keys per tile
@@ -40,7 +40,7 @@ class _Tiling(NamedTuple):
 _TILINGS = {64: _Tiling(3, 4), 128: _Tiling(2, 2)}
 
 
-class Config(NamedTuple):
+class AttentionConfig(NamedTuple):
     """The sizes that the kernel is compiled for."""
 
     head_dim: int
@@ -85,7 +85,7 @@ def prefill(
     """Attends for rows of several queries, by the tiles in `arrays`. q (T, N, H)"""
     blocks, block_size, _, kv_heads, head_dim = cache.shape
     heads = q.shape[1] // kv_heads
-    config = Config(head_dim, heads, kv_heads, block_size, window)
+    config = AttentionConfig(head_dim, heads, kv_heads, block_size, window)
     _function(config, q.dtype).launch(
         min(multiprocessors(q.device), len(arrays["tiles"]) * kv_heads),
         (config.tiling.workers + 1) * _WARP_GROUP,
@@ -101,11 +101,11 @@ def prefill(
 
 
 @cache
-def _function(config: Config, dtype: torch.dtype) -> Function:
+def _function(config: AttentionConfig, dtype: torch.dtype) -> Function:
     return Function(compiled(source(config, dtype), TARGET), "attend_prompts", config.shared_bytes)
 
 
-def source(config: Config, dtype: torch.dtype) -> str:
+def source(config: AttentionConfig, dtype: torch.dtype) -> str:
     sizes = {
         "HEAD_DIM": config.head_dim,
         "HEADS": config.heads,
@@ -115,6 +115,6 @@ def source(config: Config, dtype: torch.dtype) -> str:
         "WORKERS": config.tiling.workers,
         "STAGES": config.tiling.stages,
     }
-    keys = product("multiply_keys", KEYS, dtype)
-    values = product("multiply_values", config.head_dim, dtype, from_registers=True)
+    keys = wgmma("multiply_keys", KEYS, dtype)
+    values = wgmma("multiply_values", config.head_dim, dtype, from_registers=True)
     return source_of("attention", dtype, sizes, keys, values)

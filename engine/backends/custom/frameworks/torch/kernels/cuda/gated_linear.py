@@ -16,8 +16,8 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.library import (
 from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
     DEPTH,
     TARGET,
-    product,
     source_of,
+    wgmma,
 )
 
 ROWS, THREADS = 128, 384
@@ -25,7 +25,7 @@ _STAGES = {256: 4, 224: 4, 128: 6}  # tile columns -> stages that fit in shared 
 _TILE_COST = 28  # fixed time per tile, in columns' worth of time
 
 
-class Config(NamedTuple):
+class GatedLinearConfig(NamedTuple):
     columns: int  # of an output tile, gate and up together
     cluster: int  # thread blocks that share the weight's tiles
 
@@ -34,7 +34,7 @@ class Config(NamedTuple):
         return _STAGES[self.columns] * (ROWS + self.columns) * DEPTH * 2 + 1024
 
 
-def choose(rows: int, outputs: int, num_multiprocessors: int) -> Config:
+def choose(rows: int, outputs: int, num_multiprocessors: int) -> GatedLinearConfig:
     """The tiles whose last wave leaves the fewest multiprocessors idle."""
     cluster = 1 if rows <= ROWS else 2
     at_once = num_multiprocessors // cluster
@@ -43,10 +43,10 @@ def choose(rows: int, outputs: int, num_multiprocessors: int) -> Config:
         tiles = -(-rows // (cluster * ROWS)) * -(-outputs // (columns // 2))
         return -(-tiles // at_once) * (columns + _TILE_COST)
 
-    return Config(min(_STAGES, key=cost), cluster)
+    return GatedLinearConfig(min(_STAGES, key=cost), cluster)
 
 
-def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, config: GatedLinearConfig | None = None) -> Tensor:
     """x (T, D), weight (2 F, D) -> (T, F)"""
     rows, depth = x.shape
     outputs = len(weight) // 2
@@ -70,16 +70,16 @@ def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Ten
 
 
 @cache
-def _function(config: Config, dtype: torch.dtype) -> Function:
+def _function(config: GatedLinearConfig, dtype: torch.dtype) -> Function:
     code = compiled(source(config, dtype), TARGET)
     return Function(code, "gated_linear", config.shared_bytes)
 
 
-def source(config: Config, dtype: torch.dtype) -> str:
+def source(config: GatedLinearConfig, dtype: torch.dtype) -> str:
     """The source with its sizes, and the WGMMA instruction for that many columns."""
     sizes = {
         "COLUMNS": config.columns,
         "STAGES": _STAGES[config.columns],
         "CLUSTER": config.cluster,
     }
-    return source_of("gated_linear", dtype, sizes, product("multiply", config.columns, dtype))
+    return source_of("gated_linear", dtype, sizes, wgmma("multiply", config.columns, dtype))

@@ -12,15 +12,15 @@ DEPTH = 64  # 16-bit values in a 128-byte swizzle row
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *products: str) -> str:
+def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *instructions: str) -> str:
     defined = {**sizes, "IN": f'"{NAMES[dtype]}"'}
     lines = [f"#define {key} {value}" for key, value in defined.items()]
     folder = Path(__file__).parent
     shared, own = ((folder / file).read_text("utf-8") for file in ("hopper.cuh", f"{name}.cu"))
-    return "\n".join([*lines, shared, *products, own])
+    return "\n".join([*lines, shared, *instructions, own])
 
 
-def product(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
+def wgmma(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
     """A function for sums += (or =) the product of a 64 x 16 and a 16 x columns matrix: one WGMMA
     instruction of a warp group. Each thread holds columns / 2 of the sums. `from_registers`: the
     left matrix is in registers too, and the right one is stored with its columns contiguous rather

@@ -17,7 +17,7 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GroupedConfig:
     rows: int
     groups: int  # per iteration
     warps: int
@@ -261,11 +261,11 @@ def _dequantize_kernel(
         tl.store(places, _unfolded(packed, scale, minimum, BITS, MINIMA), mask=inside)
 
 
-def choose(num_tokens: int, outputs: int, group: int) -> Config:
+def choose(num_tokens: int, outputs: int, group: int) -> GroupedConfig:
     if num_tokens == 1:
-        return Config(rows=4 if outputs <= 4096 else 8, groups=2048 // group, warps=4)
+        return GroupedConfig(rows=4 if outputs <= 4096 else 8, groups=2048 // group, warps=4)
     tokens = max(16, min(triton.next_power_of_2(num_tokens), 64))
-    return Config(rows=32, groups=128 // group, warps=4, tokens=tokens)
+    return GroupedConfig(rows=32, groups=128 // group, warps=4, tokens=tokens)
 
 
 def _described(weight: GroupedWeight) -> dict[str, int | bool]:
@@ -287,7 +287,7 @@ def grouped_linear(
     eps: float = 0.0,
     gate: str | None = None,
     residual: Tensor | None = None,
-    config: Config | None = None,
+    config: GroupedConfig | None = None,
 ) -> Tensor:
     num_tokens, rows = len(x), weight.shape[0]
     assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())

@@ -43,8 +43,8 @@ def _count_kernel(
         known = columns < length
         token = tl.load(history_ptr + slot * history_stride + columns, mask=known, other=0)
         place = counts_ptr + row * VOCABULARY + token
-        drawn = known & (columns >= tl.load(num_prompt_ptr + row))
-        tl.atomic_add(place, tl.full((BLOCK,), 1, tl.int32), mask=drawn)
+        sampled = known & (columns >= tl.load(num_prompt_ptr + row))
+        tl.atomic_add(place, tl.full((BLOCK,), 1, tl.int32), mask=sampled)
         tl.atomic_or(place, tl.full((BLOCK,), _SEEN, tl.int32), mask=known)
 
 

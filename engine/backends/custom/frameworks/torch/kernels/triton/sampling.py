@@ -190,18 +190,18 @@ def _part_kernel(
     VOCABULARY: tl.constexpr,
     PART: tl.constexpr,
     MASKED: tl.constexpr,
-    DRAWS: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
     """The best token of one vocabulary part."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     temperature = 1.0
-    if DRAWS:
+    if SAMPLES:
         stated = tl.load(temperature_ptr + row)
         temperature = tl.where(stated > 0.0, stated, 1.0)
     logits, mask = logits_ptr + row * logits_stride, mask_ptr + row * mask_stride
     x = _scaled(logits, mask, columns, temperature, VOCABULARY, MASKED)
-    if DRAWS:
+    if SAMPLES:
         floor, least = tl.load(floors_ptr + row * 4), tl.load(floors_ptr + row * 4 + 1)
         best, total = tl.load(floors_ptr + row * 4 + 2), tl.load(floors_ptr + row * 4 + 3)
         kept = (x >= floor) & (tl.exp(x - best) / total >= least)
@@ -227,7 +227,7 @@ def _best_kernel(
 
 
 def _choose(
-    logits: Tensor, mask: Tensor | None, settings: tuple[Tensor, ...], draws: bool
+    logits: Tensor, mask: Tensor | None, settings: tuple[Tensor, ...], samples: bool
 ) -> Tensor:
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -247,7 +247,7 @@ def _choose(
         VOCABULARY=vocabulary,
         PART=_PART,
         MASKED=mask is not None,
-        DRAWS=draws,
+        SAMPLES=samples,
         num_warps=8,
     )
     _best_kernel[(rows,)](
@@ -263,10 +263,10 @@ def _choose(
 
 
 def greedy(logits: Tensor, mask: Tensor | None) -> Tensor:
-    return _choose(logits, mask, (logits, logits, logits, logits), draws=False)
+    return _choose(logits, mask, (logits, logits, logits, logits), samples=False)
 
 
-def draw(
+def random_sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -294,4 +294,4 @@ def draw(
         MASKED=mask is not None,
         num_warps=16,
     )
-    return _choose(logits, mask, (temperature, floors, keys, words), draws=True)
+    return _choose(logits, mask, (temperature, floors, keys, words), samples=True)

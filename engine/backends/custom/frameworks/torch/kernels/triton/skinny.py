@@ -19,7 +19,7 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class SkinnyConfig:
     rows: int  # of the weight, per program
     columns: int  # of the input, per iteration
     warps: int
@@ -158,20 +158,24 @@ def _few_rows_kernel(
     )
 
 
-def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> Config:
+def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> SkinnyConfig:
     """The fastest found on an H200 for the matrices of Llama models."""
     if num_tokens > 1 and value_bytes > 2:
-        return Config(rows=32, columns=64, warps=4, stages=2)
+        return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:
-        return Config(rows=64, columns=128 if outputs > 8192 else 256, warps=4, stages=4)
+        return SkinnyConfig(rows=64, columns=128 if outputs > 8192 else 256, warps=4, stages=4)
     columns = min(triton.next_power_of_2(size), 2048)
     if size > 8192:
-        return Config(rows=2, columns=columns, warps=4)
+        return SkinnyConfig(rows=2, columns=columns, warps=4)
     if size > 2048:
-        return Config(8, 512, 4) if outputs > 65536 else Config(rows=2, columns=columns, warps=8)
+        return (
+            SkinnyConfig(8, 512, 4)
+            if outputs > 65536
+            else SkinnyConfig(rows=2, columns=columns, warps=8)
+        )
     if 8192 < outputs <= 65536:
-        return Config(rows=2, columns=min(columns, 1024), warps=4)
-    return Config(rows=2 if outputs <= 8192 else 4, columns=columns, warps=4)
+        return SkinnyConfig(rows=2, columns=min(columns, 1024), warps=4)
+    return SkinnyConfig(rows=2 if outputs <= 8192 else 4, columns=columns, warps=4)
 
 
 def skinny_linear(
@@ -184,7 +188,7 @@ def skinny_linear(
     eps: float = 0.0,
     gate: str | None = None,
     residual: Tensor | None = None,
-    config: Config | None = None,
+    config: SkinnyConfig | None = None,
 ) -> Tensor:
     (num_tokens, size), rows = x.shape, len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()

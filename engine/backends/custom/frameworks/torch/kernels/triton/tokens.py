@@ -19,8 +19,8 @@ def _resolve_kernel(
     unknown = exists & (given < 0)
     row = tl.load(rows_ptr + token, mask=unknown, other=0)
     slot = tl.load(slots_ptr + row, mask=unknown, other=0)
-    drawn = tl.load(last_ptr + slot, mask=unknown, other=0).to(tl.int64)
-    tl.store(out_ptr + token, tl.where(given < 0, drawn, given), mask=exists)
+    sampled = tl.load(last_ptr + slot, mask=unknown, other=0).to(tl.int64)
+    tl.store(out_ptr + token, tl.where(given < 0, sampled, given), mask=exists)
 
 
 def resolve_tokens(

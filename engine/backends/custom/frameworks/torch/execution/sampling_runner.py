@@ -17,7 +17,7 @@ from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -58,7 +58,7 @@ class TorchPendingTokens:
         )
 
 
-class DrawingRunner:
+class SamplingRunner:
     """Samples tokens from the logits of a `StepHandle`, which a subclass computes in `forward`."""
 
     def __init__(self, spec: RunnerSpec, device: torch.device) -> None:
@@ -106,10 +106,10 @@ class DrawingRunner:
 
     def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
         slots, positions = sampling.slots, sampling.position
-        drawn = np.flatnonzero(sampling.forced == DRAW)
-        if len(drawn) < len(slots):
-            slots, positions = slots[drawn], positions[drawn]
-            tokens = tokens.index_select(0, self._put(drawn))
+        sampled = np.flatnonzero(sampling.forced == SAMPLE)
+        if len(sampled) < len(slots):
+            slots, positions = slots[sampled], positions[sampled]
+            tokens = tokens.index_select(0, self._put(sampled))
         where = self._put(slots.astype(np.int64))
         self._last_token.index_copy_(0, where, tokens)
         if sampling.has_penalties:

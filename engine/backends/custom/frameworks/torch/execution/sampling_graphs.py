@@ -25,27 +25,27 @@ from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.staging import PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
-from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
+from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
-PLAIN = Kind(adjusts=False, masks=False, draws=False)
+PLAIN = Kind(adjusts=False, masks=False, samples=False)
 MAX_BIASES = 1024  # per step; a step with more is sampled without a graph
 
 
-class DrawnStep(Protocol):
+class SampledStep(Protocol):
     """The logits to sample from and the outputs. Addresses are fixed once `forward` is set."""
 
     logits: Tensor | None  # (R, V)
     forward: torch.cuda.CUDAGraph | None
-    draws: dict[Kind, torch.cuda.CUDAGraph]
+    sample_graphs: dict[Kind, torch.cuda.CUDAGraph]
 
     @property
     def tokens(self) -> Tensor: ...  # (R,) int32
 
     @property
-    def draw_slots(self) -> Tensor: ...  # (R,) int32
+    def sample_slots(self) -> Tensor: ...  # (R,) int32
 
 
-class Drawer:
+class GraphSampler:
     def __init__(
         self,
         max_slots: int,
@@ -78,12 +78,12 @@ class Drawer:
         self._last = sampling, kind
         return kind
 
-    def draw(self, step: DrawnStep, kind: Kind, sampling: SamplingInputs) -> None:
+    def sample(self, step: SampledStep, kind: Kind, sampling: SamplingInputs) -> None:
         """Writes the sampled tokens to the start of the step's tokens."""
         self._history.begin(sampling)
         if kind != PLAIN:
             self._send(sampling)
-        graph = step.draws.get(kind)
+        graph = step.sample_graphs.get(kind)
         if graph is not None:
             graph.replay()
             return
@@ -91,8 +91,8 @@ class Drawer:
         if step.forward is not None:
             self.capture(step, kind)
 
-    def capture(self, step: DrawnStep, kind: Kind) -> None:
-        step.draws[kind] = self._capturer.capture(lambda: self._run(step, kind))
+    def capture(self, step: SampledStep, kind: Kind) -> None:
+        step.sample_graphs[kind] = self._capturer.capture(lambda: self._run(step, kind))
 
     def _find_kind(self, sampling: SamplingInputs) -> Kind | None:
         if (
@@ -104,7 +104,7 @@ class Drawer:
             return None
         kind = kind_of(sampling)
         # A forced token is one of the settings, which a plain step does not copy.
-        return None if kind == PLAIN and (sampling.forced != DRAW).any() else kind
+        return None if kind == PLAIN and (sampling.forced != SAMPLE).any() else kind
 
     def _send(self, sampling: SamplingInputs) -> None:
         arrays = settings_arrays(sampling, self._history)
@@ -115,10 +115,10 @@ class Drawer:
         pinned.copied.record()
         self._inbound.give_back(pinned)
 
-    def _run(self, step: DrawnStep, kind: Kind) -> None:
+    def _run(self, step: SampledStep, kind: Kind) -> None:
         assert step.logits is not None
         if kind == PLAIN:
-            tokens, slots = greedy(step.logits), step.draw_slots.long()
+            tokens, slots = greedy(step.logits), step.sample_slots.long()
         else:
             tokens = choose(step.logits, self._settings, kind, self._history.tokens, self._words)
             slots = self._settings[KEEPS][: len(tokens)].long()

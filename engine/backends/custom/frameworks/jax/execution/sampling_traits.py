@@ -19,7 +19,7 @@ class Traits(NamedTuple):
 
     num_rows: int  # padded
     num_biases: int  # padded
-    draws: bool  # some row's temperature is above 0
+    samples: bool  # some row's temperature is above 0
     filters: bool  # top-k, top-p or min-p
     num_top: int | None  # None: no log-probabilities
     keeps_hidden: bool
@@ -31,14 +31,14 @@ Settings = tuple[F32, Traits, Array]
 
 
 def traits_of(sampling: SamplingInputs, vocab_size: int) -> Traits:
-    draws = not sampling.all_greedy
+    samples = not sampling.all_greedy
     filters = sampling.top_k.any() or (sampling.top_p < 1).any() or sampling.min_p.any()
     num_biases = len(sampling.bias_rows)
     return Traits(
         num_rows=padded_rows(len(sampling.slots)),
         num_biases=padded_rows(num_biases) if num_biases else 0,
-        draws=draws,
-        filters=draws and bool(filters),
+        samples=samples,
+        filters=samples and bool(filters),
         num_top=_num_top(int(sampling.num_logprobs.max(initial=-1)), vocab_size),
         keeps_hidden=len(sampling.hidden_rows) > 0,
     )
