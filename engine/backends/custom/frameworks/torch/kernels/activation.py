@@ -50,7 +50,7 @@ _GATED = register(
     KernelSpec(
         name="gated",
         reference=_reference,
-        triton=compiled("activation:gated"),
+        triton=compiled("epilogue:gated"),
         examples=_examples,
         bytes_of=lambda gate_up, kind: size_of(gate_up) * 3 // 2,
     )
