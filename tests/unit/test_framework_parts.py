@@ -163,5 +163,5 @@ def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
     assert found.hidden.tolist() == [[2.0, 3.0]]
     plain = step_output(Sampled(np.arange(4)), None, finite, query_start, given)
     assert (plain.tokens.tolist(), plain.logprobs, plain.hidden) == ([0, 1], None, None)
-    nobody = step_output(None, None, finite, query_start, given)
-    assert (nobody.tokens.tolist(), nobody.finite.tolist()) == ([], [True, False])
+    spare_slot = step_output(None, None, finite, query_start, given)
+    assert (spare_slot.tokens.tolist(), spare_slot.finite.tolist()) == ([], [True, False])

@@ -11,7 +11,7 @@ MUTATIONS = [
     Mutation(
         "frameworks: a forced token is kept as the slot's last",
         "engine.backends.custom.frameworks.settings",
-        "np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(nobody))",
+        "np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(spare_slot))",
         "sampling.slots",
         f"{PART_TESTS}::test_every_setting_arrives_as_it_was_given",
     ),

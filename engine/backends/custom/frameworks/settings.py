@@ -38,8 +38,8 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
     return per_row | {"keys": 2 * rows} | dict.fromkeys(_BIASES, biases)
 
 
-def settings_arrays(sampling: SamplingInputs, nobody: int) -> dict[str, NDArray[np.generic]]:
-    """All arrays are int32. `nobody` is a spare slot that no sequence owns."""
+def settings_arrays(sampling: SamplingInputs, spare_slot: int) -> dict[str, NDArray[np.generic]]:
+    """All arrays are int32. No sequence owns `spare_slot`."""
     if sampling.all_greedy:  # no noise keys are needed
         keys = np.zeros((len(sampling.slots), 2), np.int32)
     else:
@@ -51,7 +51,7 @@ def settings_arrays(sampling: SamplingInputs, nobody: int) -> dict[str, NDArray[
         "keys": keys,
         "bias_rows": sampling.bias_rows,
         "bias_ids": sampling.bias_ids,
-        KEEPS: np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(nobody)),
+        KEEPS: np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(spare_slot)),
     }
     return stated | {name: getattr(sampling, name).view(np.int32) for name in _FLOATS}
 

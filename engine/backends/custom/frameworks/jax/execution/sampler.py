@@ -75,7 +75,7 @@ def random_sample(logits: Array, settings: Settings, traits: Traits, words: Arra
 
 
 def keep_top_k(logits: Array, top_k: Array) -> Array:
-    """Finds the k-th largest bit by bit, for any k: several times faster than sorting."""
+    """Finds the k-th largest logit by bisecting its bits: several times faster than sorting."""
     wanted = jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)

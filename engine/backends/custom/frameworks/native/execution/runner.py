@@ -35,7 +35,7 @@ class FinishedTokens:
 
 
 class NativeRunner:
-    """`model` is the compiled module's `Model`, complete; `hidden_size` is its states' width."""
+    """`model` is the compiled module's `Model`, ready to run; `hidden_size` is its state width."""
 
     def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int) -> None:
         self._model = model

@@ -158,8 +158,8 @@ class CudaRunner(TorchRunner):
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         if device.type == "cuda":
-            # On an H200 with matrices of Llama models, it is at most a tenth slower than cuBLAS and
-            # up to a third faster.
+            # With matrices of Llama models on an H200, cuBLASLt is at most a tenth slower than
+            # cuBLAS and up to a third faster.
             torch.backends.cuda.preferred_blas_library("cublaslt")
         self._angles = None
         if model.rotary is not None:
@@ -212,7 +212,7 @@ class CudaRunner(TorchRunner):
         super().close()
 
     def layout(self, size: Size, room: ListLengths) -> Layout:
-        rows, nobody = size.rows, self._spec.max_slots
+        rows, spare_slot = size.rows, self._spec.max_slots
         sizes = {
             "counts": 4,
             "token_ids": size.tokens,
@@ -234,7 +234,7 @@ class CudaRunner(TorchRunner):
                 "sample_slots": size.samples,
             }
         pads = dict.fromkeys(("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0)
-        pads |= {"slots": nobody, "sample_slots": nobody, "token_rows": rows}
+        pads |= {"slots": spare_slot, "sample_slots": spare_slot, "token_rows": rows}
         return Layout(sizes, pads, last="tables")
 
     def _size(self, inputs: BatchInputs) -> Size | None:

@@ -57,7 +57,7 @@ def settings_arrays(
 ) -> dict[str, NDArray[np.generic]]:
     """All arrays are int32."""
     mask = np.zeros(0, np.uint32) if sampling.mask is None else sampling.mask
-    return settings.settings_arrays(sampling, history.nobody) | {
+    return settings.settings_arrays(sampling, history.spare_slot) | {
         "position": sampling.position,
         "num_prompt": history.num_prompt(sampling.slots),
         MASK: mask.view(np.int32),

@@ -36,8 +36,8 @@ class TokenHistory:
         )
 
     @property
-    def nobody(self) -> int:
-        """The spare slot of padding rows."""
+    def spare_slot(self) -> int:
+        """The slot that padding rows sample into; no sequence owns it."""
         return len(self._num_prompt)
 
     @property

@@ -56,11 +56,11 @@ class GraphSampler:
         capturer: Capturer,
     ) -> None:
         device = words.device
-        self._nobody = max_slots
+        self._spare_slot = max_slots
         self._history, self._last_token, self._words = history, last_token, words
         self._capturer = capturer
         sizes = settings_sizes(max_slots, MAX_BIASES)
-        self._layout = Layout(sizes, PADS | {KEEPS: self._nobody}, last=MASK)
+        self._layout = Layout(sizes, PADS | {KEEPS: self._spare_slot}, last=MASK)
         longest = self._layout.size + max_slots * -(-vocab_size // 32)
         self._buffer = torch.zeros(longest, dtype=torch.int32, device=device)
         self._settings = settings_views(self._layout, self._buffer)
@@ -96,7 +96,7 @@ class GraphSampler:
 
     def _find_kind(self, sampling: SamplingInputs) -> Kind | None:
         if (
-            len(sampling.slots) > self._nobody
+            len(sampling.slots) > self._spare_slot
             or len(sampling.bias_rows) > MAX_BIASES
             or len(sampling.hidden_rows)
             or (sampling.num_logprobs >= 0).any()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # values, and for wider heads.
 CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
-# From this many spans on the device is busy anyway; smaller programs then save energy.
+# With this many spans the device is busy anyway; smaller programs then save energy.
 MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
 # float32 values take twice the shared memory.

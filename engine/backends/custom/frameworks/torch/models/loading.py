@@ -76,7 +76,7 @@ def _shrink(
 ) -> set[str]:
     """Replaces layers of a model on the meta device; returns the names of the weights used."""
     taken = set()
-    for path in [path for path, _ in model.named_modules()]:  # paths: modules would stay alive
+    for path in [path for path, _ in model.named_modules()]:  # a list of modules keeps them
         module = model.get_submodule(path)
         tied = path == "head" and model.config.tie_embeddings
         if tied or not isinstance(module, Linear) or not can_quantize(module, quantization):
