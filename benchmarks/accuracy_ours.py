@@ -11,7 +11,7 @@ from engine.backends.custom.frameworks.native.execution.build import STORED, bui
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 _BLOCK = 16
 _ROWS = 16  # passages per step: the smallest batch that uses the fast kernels
@@ -67,7 +67,7 @@ def perplexity(runner: NativeRunner, numerics: Numerics, windows: Sequence[list[
     """The perplexity of the second half of every window, given all earlier tokens of the window."""
     first, total, count = WINDOW // 2, 0.0, 0
     for window in windows:
-        driver = SeamDriver(runner)
+        driver = RunnerDriver(runner)
         track = driver.add(window)
         track.num_prompt = len(window) if numerics.as_prompt else 0
         while track.num_computed + numerics.chunk < WINDOW:
@@ -90,7 +90,7 @@ def continuations(
     """`counts[i]` greedy tokens after each prompt."""
     found = []
     for at in range(0, len(prompts), _ROWS):
-        driver = SeamDriver(runner)
+        driver = RunnerDriver(runner)
         tracks = [driver.add(prompt) for prompt in prompts[at : at + _ROWS]]
         for track in tracks:
             track.num_prompt = len(track.tokens) if numerics.as_prompt else 0

@@ -25,7 +25,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     Shape,
 )
 from engine.backends.custom.frameworks.torch.kernels.triton.skinny import (
-    Config,
+    SkinnyConfig,
     choose,
     skinny_linear,
 )
@@ -44,15 +44,15 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def configs(num_tokens: int) -> Iterator[Config]:
+def configs(num_tokens: int) -> Iterator[SkinnyConfig]:
     if num_tokens == 1:
         for rows, columns, warps in itertools.product((1, 2, 4, 8), (1024, 2048), (2, 4, 8)):
             if rows * columns <= 2048 * warps:
-                yield Config(rows, columns, warps)
+                yield SkinnyConfig(rows, columns, warps)
         return
     for rows, columns, warps in itertools.product((16, 32, 64), (128, 256, 512), (1, 2, 4)):
         if rows * columns <= 64 * 256 and rows >= 16 * min(warps, 2):
-            yield Config(rows, columns, warps, stages=4)
+            yield SkinnyConfig(rows, columns, warps, stages=4)
 
 
 def tune(shape: Shape, name: str, num_tokens: int) -> dict:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.ir.execute import Batch, State
+from engine.backends.custom.ir.execute import ReferenceBatch, State
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.ir.rotary import rotary_tables
 
 VOCAB, MAX_POSITION = 61, 96
 BLOCK, NUM_BLOCKS = 4, 64
-Forward = Callable[[Batch, State], F32]
+Forward = Callable[[ReferenceBatch, State], F32]
 
 _COMMON = {
     "vocab_size": VOCAB,
@@ -76,11 +76,11 @@ def random_weights(graph: Graph, seed: int = 0) -> dict[str, F32]:
 def new_state(config: ModelConfig, factors: F32 | None = None) -> State:
     """Empty caches filled with NaN, so that reading an unwritten position shows."""
     shape = (NUM_BLOCKS, BLOCK, 2, config.num_kv_heads, config.head_dim)
-    turns = None
+    rotations = None
     if config.rope is not None:
-        turns = rotary_tables(config.rope, config.max_position, factors)
+        rotations = rotary_tables(config.rope, config.max_position, factors)
     caches = tuple(np.full(shape, np.nan, np.float32) for _ in range(config.num_layers))
-    return State(caches, turns)
+    return State(caches, rotations)
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class Driver:
         tables = np.zeros((len(work), max(len(track.blocks) for track, _ in work)), np.int32)
         for row, (track, _) in enumerate(work):
             tables[row, : len(track.blocks)] = track.blocks
-        batch = Batch(
+        batch = ReferenceBatch(
             np.array(ids, np.int32),
             np.array(positions, np.int32),
             np.array(slots, np.int64),

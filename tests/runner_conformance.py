@@ -27,7 +27,7 @@ from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import DRAW, F32, ModelRunner, SamplingInputs
+from engine.backends.custom.runtime.model_runner import F32, SAMPLE, ModelRunner, SamplingInputs
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.core.interfaces.request import (
@@ -185,7 +185,7 @@ def drawing(request: GenerateRequest, choice: int, drawn: Sequence[int]) -> Samp
         choice=every(choice, np.int32),
         position=np.arange(count, dtype=np.int32) + np.int32(len(request.prompt)),
         mask=None,
-        forced=every(DRAW, np.int32),
+        forced=every(SAMPLE, np.int32),
         hidden_rows=np.zeros(0, np.int32),
         num_logprobs=every(-1 if params.logprobs is None else params.logprobs, np.int32),
         history_slots=np.arange(count, dtype=np.int32),

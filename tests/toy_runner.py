@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     FROM_DEVICE,
     NULL_BLOCK,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -198,7 +198,7 @@ class ToyRunner:
             self._histories[int(slot)] = History(tokens[:split], tokens[split:])
         tokens = []
         for r, slot in enumerate(sampling.slots.tolist()):
-            if sampling.forced[r] != DRAW:
+            if sampling.forced[r] != SAMPLE:
                 tokens.append(int(sampling.forced[r]))
                 continue
             history = History([], [])

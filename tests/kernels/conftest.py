@@ -1,6 +1,6 @@
-"""Triton decides when a kernel is defined whether it is interpreted, so this must come first.
+"""Makes Triton interpret kernels. It decides when a kernel is defined, so this must run first.
 
-On a machine with a CUDA device the same tests run the compiled kernels.
+On a machine with a CUDA device, the same tests run the compiled kernels.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The Triton attention kernels, interpreted, against attention as its definition reads."""
+"""The Triton attention kernels, interpreted, against attention by its definition."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The CUDA runner's own logic, its kernels interpreted and its graphs replaced by plain calls."""
+"""The CUDA runner's logic, with interpreted kernels and plain calls instead of CUDA graphs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver, Track, sampling_inputs
+from tests.parity.runner_driver import RunnerDriver, Track, sampling_inputs
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there the runner itself can be tested"
@@ -140,7 +140,7 @@ def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
 def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:
     generated = []
     for runner in runners(name, tmp_path):
-        driver = SeamDriver(runner)
+        driver = RunnerDriver(runner)
         texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
         generated.append(driver.generate([driver.add(text) for text in texts], 2, chunk=5))
     assert generated[0] == generated[1]
@@ -148,9 +148,9 @@ def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:
 
 def test_a_token_in_flight_is_taken_from_the_device(tmp_path: Path) -> None:
     runner, oracle = runners("llama", tmp_path)
-    plain = SeamDriver(oracle)
+    plain = RunnerDriver(oracle)
     expected = plain.generate([plain.add(tiny_models.text(5, 0))], 3)
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     track = driver.add(tiny_models.text(5, 0))
     found = []
     for count in (5, 1, 1):
@@ -194,9 +194,9 @@ def asked_of_step(number: int, tracks: list[Track]) -> dict[str, object]:
 @pytest.mark.slow  # interpreted; the quick tests draw once by the same code
 def test_graphs_of_drawing_give_the_samplers_tokens(tmp_path: Path) -> None:
     """The last step has a graph of more rows than it needs: one of them belongs to nobody."""
-    drawn = []
+    sampled = []
     for runner in runners("llama", tmp_path):
-        driver = SeamDriver(runner)
+        driver = RunnerDriver(runner)
         tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(4)]
         fifth = driver.add(tiny_models.text(2, 4))
         driver.step([(track, 3) for track in tracks])
@@ -205,16 +205,16 @@ def test_graphs_of_drawing_give_the_samplers_tokens(tmp_path: Path) -> None:
             driver.step([(track, 1) for track in tracks], **asked)
         driver.step([(fifth, 2)])
         driver.step([(track, 1) for track in (*tracks, fifth)], temperature=[0.0] * 4 + [1.0])
-        drawn.append([track.tokens for track in (*tracks, fifth)])
+        sampled.append([track.tokens for track in (*tracks, fifth)])
         if isinstance(runner, CudaRunner):
-            kinds = [kind for step in runner._steps.values() for kind in step.draws]
-            assert Kind(adjusts=True, masks=True, draws=True) in kinds
-    assert drawn[0] == drawn[1]
+            kinds = [kind for step in runner._steps.values() for kind in step.sample_graphs]
+            assert Kind(adjusts=True, masks=True, samples=True) in kinds
+    assert sampled[0] == sampled[1]
 
 
 def test_a_given_token_is_kept_for_nobody(tmp_path: Path) -> None:
     runner, _ = runners("llama", tmp_path)
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(2)]
     runner._last_token.fill_(-5)
     output = driver.step([(track, 3) for track in tracks], forced=[8, -1], temperature=[0.0, 1.0])
@@ -225,7 +225,7 @@ def test_a_given_token_is_kept_for_nobody(tmp_path: Path) -> None:
 def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:
     outputs = []
     for runner in runners("llama", tmp_path):
-        driver = SeamDriver(runner)
+        driver = RunnerDriver(runner)
         tracks = [driver.add(tiny_models.text(length, length)) for length in (7, 3)]
         outputs.append(
             driver.step(
@@ -243,7 +243,7 @@ def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:
 
 def test_a_row_that_is_not_finite_is_told_and_erased(tmp_path: Path) -> None:
     runner, _ = runners("llama", tmp_path)
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     good, bad = driver.add(tiny_models.text(5, 0)), driver.add(tiny_models.text(6, 1))
     embedded = runner._model.embed.weight
     spared = next(token for token in bad.tokens if token not in good.tokens)
@@ -259,7 +259,7 @@ def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
     runner, _ = runners("llama", tmp_path)
     with torch.no_grad():
         runner._model.layers[-1].mlp.down.weight[3] = float("nan")
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     track = driver.add(tiny_models.text(14, 0))
     assert driver.step([(track, 14)]).finite.tolist() == [False]
 

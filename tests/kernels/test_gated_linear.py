@@ -1,11 +1,11 @@
-"""Which tiles the CUDA code for gated products takes, and that its source is whole."""
+"""The gated GEMM in CUDA C++: which tiles it chooses, and that its source is complete."""
 
 import pytest
 import torch
 
 from engine.backends.custom.frameworks.torch.kernels.cuda.gated_linear import (
     ROWS,
-    Config,
+    GatedLinearConfig,
     choose,
     source,
 )
@@ -23,7 +23,7 @@ SIZES = [(rows, outputs) for rows in (65, 128, 129, 256, 8192) for outputs in (8
 def test_tiles_fill_the_card(rows: int, outputs: int, columns: int) -> None:
     """With other widths the last round of tiles leaves more of it idle."""
     config = choose(rows, outputs, H200)
-    assert config == Config(columns, cluster=-(-rows // ROWS))
+    assert config == GatedLinearConfig(columns, cluster=-(-rows // ROWS))
     tiles = -(-outputs // (columns // 2)) * config.cluster
     assert tiles / (-(-tiles // H200) * H200) > 0.95
 
@@ -35,7 +35,7 @@ def test_rings_fit_into_a_multiprocessor(rows: int, outputs: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_the_source_names_its_sizes(name: str, dtype: torch.dtype) -> None:
-    text = source(Config(columns=224, cluster=2), dtype)
+    text = source(GatedLinearConfig(columns=224, cluster=2), dtype)
     assert "#define COLUMNS 224" in text and "#define CLUSTER 2" in text
     assert f"m64n224k16.f32.{name}.{name}" in text
     assert text.count('"+f"(sums[') == 112

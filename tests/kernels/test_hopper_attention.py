@@ -1,6 +1,6 @@
-"""What can be known of the CUDA code for prompts without a Hopper card, and how its work is listed.
+"""The Hopper prefill kernel, as far as it can be tested without a GPU, and its work lists.
 
-On such a card the examples of `attention_prompts` run it.
+On a Hopper GPU the examples of `attention_prompts` run it.
 """
 
 import numpy as np
@@ -10,19 +10,23 @@ import torch
 from engine.backends.custom.frameworks.torch.kernels.attention_spec import _config, _step
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.frameworks.torch.kernels.base import LLAMA_1B, LLAMA_8B, Shape
-from engine.backends.custom.frameworks.torch.kernels.cuda.attention import Config, source
+from engine.backends.custom.frameworks.torch.kernels.cuda.attention import AttentionConfig, source
 
 SHARED_BYTES = 232_448  # that a block may have of a multiprocessor's memory
-CONFIGS = [Config(64, 4, 8, 16, 0), Config(128, 4, 8, 16, 0), Config(128, 7, 4, 32, 4096)]
+CONFIGS = [
+    AttentionConfig(64, 4, 8, 16, 0),
+    AttentionConfig(128, 4, 8, 16, 0),
+    AttentionConfig(128, 7, 4, 32, 4096),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_tiles_fit_into_a_multiprocessor(config: Config) -> None:
+def test_tiles_fit_into_a_multiprocessor(config: AttentionConfig) -> None:
     assert config.shared_bytes <= SHARED_BYTES - 256  # barriers
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_source_has_both_products(config: Config) -> None:
+def test_the_source_has_both_products(config: AttentionConfig) -> None:
     text = source(config, torch.bfloat16)
     assert f"#define WINDOW {config.window}" in text
     assert "multiply_keys(float (&sums)[64], u64" in text

@@ -1,4 +1,4 @@
-"""Every kernel against its reference, on the smallest shapes that fill no block evenly."""
+"""Every kernel against its reference, on tiny shapes that leave every block partly filled."""
 
 import pytest
 import torch

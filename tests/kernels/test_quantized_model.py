@@ -1,4 +1,4 @@
-"""A GGUF model with its own bits computes what the same model decoded does."""
+"""A GGUF model computes the same with its quantized weights as with dequantized ones."""
 
 import weakref
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Repacked GGUF weights decode to what the files' own decoder gives, but for halved scales."""
+"""Repacked GGUF weights dequantize to what `weights/quants.py` gives, up to float16 scales."""
 
 import numpy as np
 import pytest

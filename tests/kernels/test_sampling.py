@@ -1,15 +1,15 @@
-"""The device's sampling beside the sampler that it stands for, on whole steps of mixed rows."""
+"""The GPU sampler against the reference sampler, on whole steps of mixed rows."""
 
 import numpy as np
 import pytest
 import torch
 
 from engine.backends.custom.frameworks.torch.execution import device_sampler
+from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, TINY
-from engine.backends.custom.frameworks.torch.kernels.sampling import draw
+from engine.backends.custom.frameworks.torch.kernels.sampling import random_sample
 from engine.backends.custom.runtime.host_sampler import row_keys, token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 
@@ -83,8 +83,10 @@ def test_noise_is_the_samplers_for_every_token_word(device: torch.device) -> Non
     words = torch.from_numpy(token_words(size)).to(device)
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
     none = torch.zeros(rows, dtype=torch.int32, device=device)
-    drawn = draw(torch.zeros(rows, size, device=device), ones, none, ones, zeros, keys, words)
-    assert torch.equal(drawn, gumbel(keys, words).argmax(dim=-1))
+    sampled = random_sample(
+        torch.zeros(rows, size, device=device), ones, none, ones, zeros, keys, words
+    )
+    assert torch.equal(sampled, gumbel(keys, words).argmax(dim=-1))
 
 
 @pytest.mark.parametrize("setting", ["top-k", "top-p", "min-p"])
@@ -107,9 +109,9 @@ def test_no_token_below_a_floor_is_ever_drawn(setting: str, device: torch.device
         torch.from_numpy(row_keys(seeds, zeros, zeros)).to(device),
         torch.from_numpy(token_words(size)).to(device),
     )
-    drawn = draw(*args)
-    assert torch.equal(drawn, KERNELS["draw"].reference(*args, None))
-    ranks = (logits > logits.gather(1, drawn[:, None])).sum(dim=1)
+    sampled = random_sample(*args)
+    assert torch.equal(sampled, KERNELS["random_sample"].reference(*args, None))
+    ranks = (logits > logits.gather(1, sampled[:, None])).sum(dim=1)
     assert ranks.float().mean() > 1, "the draw is not hot enough to tell"
 
 
@@ -135,7 +137,7 @@ def test_a_floor_is_found_among_values_that_all_but_agree(
         torch.from_numpy(row_keys(seeds, zeros, zeros)).to(device),
         torch.from_numpy(token_words(size)).to(device),
     )
-    drawn = draw(*args)
-    assert torch.equal(drawn, KERNELS["draw"].reference(*args, None))
+    sampled = random_sample(*args)
+    assert torch.equal(sampled, KERNELS["random_sample"].reference(*args, None))
     kept = 3 if setting == "top-k" else 5
-    assert (torch.from_numpy(ranks).to(device).gather(1, drawn[:, None]) >= size - kept).all()
+    assert (torch.from_numpy(ranks).to(device).gather(1, sampled[:, None]) >= size - kept).all()

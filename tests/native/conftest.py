@@ -1,4 +1,4 @@
-"""The compiled module under test: the installed one, or that of a directory (a sanitized build)."""
+"""The compiled module under test: the installed one, or one from a directory (sanitizer build)."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Paged attention against its definition, and to the last bit against itself in other company."""
+"""Paged attention against its definition, and bit-identical to itself in any batch."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""Every instruction set computes the products that the plainest one does."""
+"""Every instruction set's matmul agrees with the generic one."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Matrix products of every instruction set against numpy, over layouts, shapes and epilogues."""
+"""Matmul of every instruction set against numpy, over layouts, shapes and epilogues."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Products in bfloat16 against float64 ones of the decoded weights, for every instruction set."""
+"""bfloat16 matmul of every instruction set against float64 over the dequantized weights."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Stored tensors become panels: each type against its decoder, each way to combine parts."""
+"""Packing of stored tensors into panels: each type against its dequantizer, parts stacked."""
 
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,7 @@
-"""The native sampler against the torch one: the same logits and parameters, the same tokens.
+"""The native sampler against the torch one: equal logits and parameters give equal tokens.
 
-Noise is equal to the last bits of a logarithm, so tokens may differ where two scores, or a token's
-probability and a filter's floor, agree to about one part in a million; such rows must be rare.
+Noise agrees up to the last bits of a logarithm. So tokens may differ where two scores, or a token's
+probability and a filter's threshold, agree to about one part in a million; such rows must be rare.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
 from engine.backends.custom.runtime.host_sampler import token_words
-from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
-from tests.parity.seam_driver import sampling_inputs
+from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
+from tests.parity.runner_driver import sampling_inputs
 
 INFINITY = float("inf")
 MAX_LEN = 64
@@ -49,7 +49,7 @@ class Both:
 
     def remember(self, sampling: SamplingInputs, tokens: NDArray[np.int32]) -> None:
         """As the torch runner does after a step with penalties."""
-        drawn = np.flatnonzero(sampling.forced == DRAW)
+        drawn = np.flatnonzero(sampling.forced == SAMPLE)
         columns = [sampling.slots[drawn], sampling.position[drawn], tokens[drawn]]
         self._history.append(*(torch.from_numpy(each.astype(np.int64)) for each in columns))
 
@@ -157,7 +157,7 @@ def test_penalties_follow_the_history_over_several_steps(native, isa):
     }
     for step in range(12):
         logits = random_logits(generator, rows, vocab)
-        forced = np.where(generator.random(rows) < 0.1, 3, DRAW)
+        forced = np.where(generator.random(rows) < 0.1, 3, SAMPLE)
         sampling = sampling_inputs(
             range(rows), range(rows), lengths + step, forced=forced, **penalties, **given
         )
@@ -264,7 +264,7 @@ def test_logprobs_of_forced_and_drawn_tokens_are_the_models_own(native, isa):
     banned = int(logits[1].argmax())
     sampling = plan(
         2,
-        forced=[31, DRAW],
+        forced=[31, SAMPLE],
         num_logprobs=[2, 1],
         bias_rows=[1],
         bias_ids=[banned],

@@ -1,4 +1,4 @@
-"""Embedding, norms, rotation and the scans of sampling, in every instruction set."""
+"""Embedding, norms, RoPE and the sampler's vocabulary scans, in every instruction set."""
 
 import math
 from types import ModuleType

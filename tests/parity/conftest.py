@@ -1,4 +1,4 @@
-"""tinygrad compiles with clang, which `make test` installs where it can."""
+"""Skips tinygrad tests without clang, which `make test` installs where it can."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Greedy tokens on JAX, in mixed batches of chunked prompts; as a program, for a process that must
-say how many devices it has before JAX begins. Reads prompts and writes tokens as JSON.
+"""Greedy generation on JAX in mixed batches with chunked prefill. It runs as a program, because the
+number of devices must be set before JAX starts. Reads prompts and writes tokens as JSON.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 
 def generate(path: Path, device: str, prompts: list[list[int]], num_new: int) -> list[list[int]]:
@@ -22,7 +22,7 @@ def generate(path: Path, device: str, prompts: list[list[int]], num_new: int) ->
         max_seq_len=128,
         num_threads=None,
     )
-    driver = SeamDriver(build_runner(open_model(path), config))
+    driver = RunnerDriver(build_runner(open_model(path), config))
     return driver.generate([driver.add(prompt) for prompt in prompts], num_new, chunk=6)
 
 

@@ -1,6 +1,6 @@
-"""Weight names, shapes and values of every family against those who write the files.
+"""Weight names, shapes and values of every family against the libraries that write the files.
 
-Hugging Face's side is Transformers itself, GGUF's the `gguf` package's map of names.
+Transformers writes Hugging Face files; the `gguf` package has the GGUF name map.
 """
 
 from pathlib import Path

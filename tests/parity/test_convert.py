@@ -1,6 +1,4 @@
-"""Converted models beside the ones they were made from: Transformers' logits, greedy tokens,
-perplexity.
-"""
+"""Converted models against their originals: Transformers' logits, greedy tokens, perplexity."""
 
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +16,7 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.text.tokenizer import Tokenizer
 from tests import tokenizer_files
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 NAMES = (
     *("gpt2", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"),
@@ -54,7 +52,7 @@ def greedy(source: ModelSource, tokens: list[int]) -> list[int]:
             num_threads=1,
         ),
     )
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     return driver.generate([driver.add(tokens)], NUM_NEW)[0]
 
 

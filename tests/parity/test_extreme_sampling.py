@@ -1,4 +1,4 @@
-"""Parameters next to nothing, or beyond all bounds, mean the same on every framework."""
+"""Extreme sampling parameters, tiny or huge, mean the same on every framework."""
 
 from pathlib import Path
 

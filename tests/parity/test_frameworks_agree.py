@@ -1,6 +1,4 @@
-"""The default model on every framework in float32: the same greedy ids, up to where the two best
-tokens are as good as equal.
-"""
+"""The default model on every framework in float32: equal greedy ids up to the first near tie."""
 
 import time
 from importlib import import_module

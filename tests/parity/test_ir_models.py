@@ -1,4 +1,4 @@
-"""The plan and the graph in numpy against Hugging Face in float32, on tiny random weights."""
+"""Plan and graph, run in numpy, against Transformers in float32 on tiny random weights."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from engine.backends.custom.architectures.base import RopeConfig
 from engine.backends.custom.frameworks.torch.layers import rotary as torch_rotary
 from engine.backends.custom.ir import rotary
 from engine.backends.custom.ir.decoder import build_graph
-from engine.backends.custom.ir.execute import Batch, State, run_graph, run_plan
+from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.reference import F32
@@ -55,10 +55,10 @@ def test_graph_and_plan_equal_hugging_face(name: str, tmp_path: Path) -> None:
     graph = build_graph(source.config)
     made = plan(graph, Capacity(64, 64), Machine(threads=2))
 
-    def by_graph(batch: Batch, state: State) -> F32:
+    def by_graph(batch: ReferenceBatch, state: State) -> F32:
         return run_graph(graph, weights, batch, state)
 
-    def by_plan(batch: Batch, state: State) -> F32:
+    def by_plan(batch: ReferenceBatch, state: State) -> F32:
         return run_plan(made, weights, batch, state)
 
     assert np.abs(expected).max() > 1, "logits near zero would agree whatever the model did"
@@ -84,12 +84,12 @@ def test_rotary_tables_equal_those_of_torch(rope: RopeConfig) -> None:
     theirs = torch_rotary.Rotary(
         rope, length, torch.device("cpu"), None if given is None else torch.tensor(given)
     )
-    turn = theirs.rotation(torch.arange(length), torch.float32)
+    rotation = theirs.rotation(torch.arange(length), torch.float32)
     cosines, sines = rotary.rotary_tables(rope, length, given)
     assert cosines.dtype == sines.dtype == np.float32
     # The frequencies are the same; cosines of large angles differ between libraries.
-    np.testing.assert_allclose(cosines, turn.cos[:, 0, 0].numpy(), atol=1e-4)
-    np.testing.assert_allclose(sines, turn.sin[:, 0, 1].numpy(), atol=1e-4)
+    np.testing.assert_allclose(cosines, rotation.cos[:, 0, 0].numpy(), atol=1e-4)
+    np.testing.assert_allclose(sines, rotation.sin[:, 0, 1].numpy(), atol=1e-4)
 
 
 def test_missing_factors_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The JAX models against Hugging Face's in float32 on tiny random weights, layer by layer."""
+"""The JAX models against Transformers in float32 on tiny random weights, layer by layer."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 """JAX over its paged cache: attention kernels against a plain sequence, generation against
-Transformers, and one model shared by four devices.
+Transformers, and tensor parallelism over four devices.
 """
 
 import json
@@ -22,14 +22,14 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     packed_step,
 )
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
-from engine.backends.custom.frameworks.jax.execution.step import forward
+from engine.backends.custom.frameworks.jax.execution.runner import forward
 from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import jax_generation, tiny_models
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 TABLE_BLOCKS = 64
@@ -140,7 +140,7 @@ def test_no_step_copies_the_cache(tmp_path: Path) -> None:
     """A lone row, several, and a prompt: each program writes a donated cache where it lies."""
     _, path = tiny_models.save("gpt2", tmp_path)
     runner = build_runner(open_model(path), replace(CONFIG, block_size=16))
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     for counts in ((1,), (1, 1, 1), (5, 1)):
         inputs = driver.inputs([(driver.add(range(count)), count) for count in counts])
         bucket = runner._buckets.of(inputs)

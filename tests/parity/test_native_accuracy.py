@@ -1,11 +1,11 @@
-"""Perplexity of the default model in every numerics, beside recorded figures and llama.cpp's.
+"""Perplexity of the default model in all numerics, against recorded figures and llama.cpp's.
 
-The text is the first 20,480 tokens of `tests/data/alice.txt`. llama.cpp's figure is what
+The text is the first 20,480 tokens of `tests/data/alice.txt`. llama.cpp's figure was printed by
 
     llama-perplexity -m SmolLM2-135M-Instruct.Q4_1.gguf -f tests/data/alice.txt -c 512 --chunks 40
 
-printed at version 0.5.0-dev (commit 0c1e570) with AMX. `python -m benchmarks.accuracy` compares the
-two anew, and their last words as well.
+at version 0.5.0-dev (commit 0c1e570) with AMX. `python -m benchmarks.accuracy` repeats the
+comparison and also compares the generated text.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The native runner on the default model: beside the oracle, and beside itself.
+"""The native runner on the default model, against the oracle and against itself.
 
-With float activations its logits are the oracle's. With the numerics that it has by default, a
-request's tokens and logits are the same to the last bit whatever shares its steps.
+With float activations its logits equal the oracle's. With the default numerics, a request's tokens
+and logits are bit-identical in any batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.text.tokenizer import Tokenizer
 from tests.ir_driver import Driver, new_state
-from tests.parity.seam_driver import SeamDriver, Track
+from tests.parity.runner_driver import RunnerDriver, Track
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 BLOCK = 16
@@ -97,7 +97,7 @@ class Watched:
         return handle
 
 
-class Requests(SeamDriver):
+class Requests(RunnerDriver):
     """Keeps what each of a track's tokens was drawn from."""
 
     def __init__(self, runner: NativeRunner) -> None:
@@ -159,7 +159,7 @@ def check_identical(found: list, expected: list) -> None:
 
 def all_logits(runner: NativeRunner, tokens: list[int], num_prompt: int) -> np.ndarray:
     """Of every position, in one step."""
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     track = driver.add(tokens)
     track.num_prompt = num_prompt
     rows = np.arange(len(tokens), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""`--numerics fast` on the default model: per-channel int8 for many rows, few as ever."""
+"""`--numerics fast` on the default model: per-channel int8 for many rows, unchanged for few."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,7 +19,7 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.text.tokenizer import Tokenizer
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 FAST_ROWS = 16  # of csrc/executor/executor.cpp
@@ -74,7 +74,7 @@ def with_one_cache(runners: Runners) -> tuple[NativeRunner, NativeRunner]:
 
 def logits_after(runner: NativeRunner, prompts: list[list[int]]) -> np.ndarray:
     """Of the last token of each prompt, whole prompts but for that token being computed before."""
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     tracks = [driver.add(prompt) for prompt in prompts]
     for track in tracks:
         runner.forward(driver.inputs([(track, len(track.tokens) - 1)]))
@@ -123,7 +123,7 @@ def test_many_generated_rows_stay_near_float(
 
 
 def after_prompt(runner: NativeRunner, prompt: list[int]) -> np.ndarray:
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     return runner.logits(runner.forward(driver.inputs([(driver.add(prompt), len(prompt))])))
 
 

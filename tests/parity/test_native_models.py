@@ -1,5 +1,5 @@
-"""The native runner with float activations beside Transformers, and beside itself: the tokens and
-logits of a sequence are the same to the last bit whatever shares its steps.
+"""The native runner with float activations against Transformers, and against itself: a sequence's
+tokens and logits are bit-identical in any batch.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ConfigError
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver, Track
+from tests.parity.runner_driver import RunnerDriver, Track
 
 # Float sums in another order over three small layers.
 TOLERANCE = 1e-4
@@ -45,7 +45,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     source.close()
 
 
-def last_logits(driver: SeamDriver, work: list[tuple[Track, int]]) -> np.ndarray:
+def last_logits(driver: RunnerDriver, work: list[tuple[Track, int]]) -> np.ndarray:
     runner = driver.runner
     logits = runner.logits(runner.forward(driver.inputs(work)))
     for track, count in work:
@@ -58,7 +58,7 @@ def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
     tokens = tiny_models.text()
     source = open_model(path)
-    driver = SeamDriver(runner_for(source))
+    driver = RunnerDriver(runner_for(source))
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0].numpy()
     track = driver.add(tokens[:1])
@@ -74,7 +74,7 @@ def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 29])
 def test_chunked_is_whole_to_the_last_bit(source: ModelSource, chunk: int) -> None:
-    driver = SeamDriver(runner_for(source))
+    driver = RunnerDriver(runner_for(source))
     tokens = tiny_models.text()
     whole = driver.add(tokens)
     expected = last_logits(driver, [(whole, len(tokens))])
@@ -88,20 +88,20 @@ def test_chunked_is_whole_to_the_last_bit(source: ModelSource, chunk: int) -> No
 def test_batched_is_alone_to_the_last_bit(source: ModelSource) -> None:
     """Prompts, later chunks and single tokens in one step, rows in no helpful order."""
     texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
-    driver = SeamDriver(runner_for(source))
+    driver = RunnerDriver(runner_for(source))
     tracks = [driver.add(text) for text in texts]
     last_logits(driver, [(tracks[0], 39), (tracks[4], 20)])
     last_logits(driver, [(tracks[1], 4)])
     work = [(tracks[0], 1), (tracks[2], 17), (tracks[1], 1), (tracks[4], 13), (tracks[3], 1)]
     logits = last_logits(driver, work)
     for row, index in enumerate((0, 2, 1, 4, 3)):
-        alone = SeamDriver(runner_for(source))
+        alone = RunnerDriver(runner_for(source))
         track = alone.add(texts[index])
         np.testing.assert_array_equal(logits[row], last_logits(alone, [(track, LENGTHS[index])])[0])
 
 
 def test_shared_blocks_are_cold_ones_to_the_last_bit(source: ModelSource) -> None:
-    driver = SeamDriver(runner_for(source))
+    driver = RunnerDriver(runner_for(source))
     prefix = tiny_models.text()
     first = driver.add(prefix)
     driver.step([(first, len(prefix))])
@@ -109,14 +109,14 @@ def test_shared_blocks_are_cold_ones_to_the_last_bit(source: ModelSource) -> Non
     tracks = [driver.add(text, prefix=first, shared=2) for text in texts]
     logits = last_logits(driver, [(tracks[0], 9), (tracks[1], 1)])
     for row, text in zip(logits, texts, strict=True):
-        cold = SeamDriver(runner_for(source))
+        cold = RunnerDriver(runner_for(source))
         track = cold.add(text)
         np.testing.assert_array_equal(row, last_logits(cold, [(track, len(text))])[0])
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_a_narrow_cache_stays_near_the_model(source: ModelSource, kv_dtype: str) -> None:
-    exact, narrow = (SeamDriver(runner_for(source, kv_dtype=each)) for each in ("auto", kv_dtype))
+    exact, narrow = (RunnerDriver(runner_for(source, kv_dtype=each)) for each in ("auto", kv_dtype))
     tokens = tiny_models.text()
     expected, found = (
         last_logits(driver, [(driver.add(tokens), len(tokens))])[0] for driver in (exact, narrow)
@@ -134,7 +134,7 @@ def test_a_row_that_is_not_finite_harms_no_other(tmp_path: Path, dtype: str) -> 
         model.get_input_embeddings().weight[50] = torch.nan  # not among the values that are sampled
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     source = open_model(tmp_path / "model")
-    driver = SeamDriver(runner_for(source, dtype))
+    driver = RunnerDriver(runner_for(source, dtype))
     sound = [token for token in tiny_models.text(60) if token != 50]
     good, bad = driver.add(sound[:9]), driver.add([*sound[:4], 50, *sound[4:9]])
     output = driver.step([(good, 9), (bad, 10)])
@@ -142,7 +142,7 @@ def test_a_row_that_is_not_finite_harms_no_other(tmp_path: Path, dtype: str) -> 
     heir = driver.add(sound[:20])
     heir.blocks = bad.blocks
     assert driver.step([(good, 1), (heir, 20)]).finite.all()
-    alone = SeamDriver(runner_for(source, dtype))
+    alone = RunnerDriver(runner_for(source, dtype))
     tracks = [alone.add(sound[:9]), alone.add(sound[:20])]
     assert alone.generate(tracks[:1], 2) == [good.tokens[9:]]
     assert alone.generate(tracks[1:], 1) == [heir.tokens[20:]]
@@ -154,7 +154,7 @@ def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[-1].mlp.down_proj.weight[3] = torch.nan
     model.save_pretrained(tmp_path / "model")
-    driver = SeamDriver(runner_for(open_model(tmp_path / "model")))
+    driver = RunnerDriver(runner_for(open_model(tmp_path / "model")))
     tokens = tiny_models.text(9)
     whole, begun = driver.add(tokens), driver.add(tokens)
     assert driver.step([(whole, 9), (begun, 5)]).finite.tolist() == [False, True]

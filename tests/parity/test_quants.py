@@ -1,4 +1,4 @@
-"""Our decoders against the `gguf` package's, to the last bit."""
+"""Our dequantizers are bit-identical to the `gguf` package's."""
 
 from pathlib import Path
 

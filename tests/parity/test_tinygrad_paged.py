@@ -1,5 +1,5 @@
 """tinygrad over its paged cache: attention against a plain sequence, generation against
-Transformers, and settings that it cannot have.
+Transformers, and settings that it rejects.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 BLOCK_SIZE, TABLE_BLOCKS = 4, 32
@@ -94,7 +94,7 @@ def test_paged_attention_equals_plain_attention(window) -> None:
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)
     prompts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1, 33))]
-    driver = SeamDriver(build_runner(open_model(path), RunnerConfig(**SETTINGS)))
+    driver = RunnerDriver(build_runner(open_model(path), RunnerConfig(**SETTINGS)))
     found = driver.generate([driver.add(prompt) for prompt in prompts], NUM_NEW, chunk=6)
     for prompt, ours in zip(prompts, found, strict=True):
         theirs = model.generate(

@@ -1,4 +1,4 @@
-"""Our tokenizers against Transformers, the `tokenizers` library and a literal SentencePiece."""
+"""Our tokenizers against Transformers, `tokenizers`, and a literal SentencePiece implementation."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
-"""Published vocabularies against the tokenizations that their authors' own tokenizers gave.
+"""Published vocabularies against golden token ids from their authors' tokenizers.
 
-The source distribution of llama-cpp-python carries vocabulary-only GGUF files, test inputs and the
-token ids that Hugging Face's tokenizer of each model returned for them.
+The source distribution of llama-cpp-python has vocabulary-only GGUF files, test inputs, and the
+token ids that each model's Hugging Face tokenizer returned for them.
 """
 
 import subprocess

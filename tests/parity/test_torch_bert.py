@@ -1,4 +1,4 @@
-"""BERT against Hugging Face: tiny random weights layer by layer, then a real sentence encoder."""
+"""BERT against Transformers: tiny random weights layer by layer, then a real sentence encoder."""
 
 from dataclasses import replace
 from pathlib import Path

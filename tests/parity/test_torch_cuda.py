@@ -1,4 +1,4 @@
-"""The same runner on a CUDA device: equal to the CPU, and never waiting before `wait`."""
+"""The runner on a CUDA device equals the runner on a CPU, and waits only in `wait`."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.random import gumbel
+from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.runtime.host_sampler import row_keys, token_words
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver, sampling_inputs
+from tests.parity.runner_driver import RunnerDriver, sampling_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def test_generation_equals_the_cpu(name: str, attention: str, tmp_path: Path) ->
     generated = []
     for device in ("cpu", "cuda"):
         there = "reference" if device == "cpu" else attention
-        driver = SeamDriver(runner_on(source, device, there))
+        driver = RunnerDriver(runner_on(source, device, there))
         generated.append(driver.generate([driver.add(text) for text in texts], 12, chunk=8))
     assert generated[0] == generated[1]
 
@@ -62,7 +62,7 @@ def test_two_steps_are_queued_before_the_first_is_waited_for(tmp_path: Path) -> 
     source = open_model(path)
     runner, plain = runner_on(source, "cuda"), runner_on(source, "cpu")
     assert runner.spec.depth == 1
-    driver, oracle = SeamDriver(runner), SeamDriver(plain)
+    driver, oracle = RunnerDriver(runner), RunnerDriver(plain)
     texts = [tiny_models.text(9, seed) for seed in range(3)]
     expected = oracle.generate([oracle.add(text) for text in texts], 2)
     tracks = [driver.add(text) for text in texts]

@@ -1,8 +1,7 @@
-"""The real runtime over the real framework, beside Transformers: the same ids whatever the
-schedule.
+"""The real runtime over the torch framework against Transformers: the same ids under any schedule.
 
-One set of prompts, with shared prefixes, is generated under schedules that batch, chunk, share,
-preempt and overlap; every one of them must give what `generate` gives for each prompt alone.
+One set of prompts with shared prefixes is generated under schedules that batch, chunk, share,
+preempt and overlap. Each must give the ids that `generate` gives for each prompt alone.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Our modules against Hugging Face's in float32 on tiny random weights, layer by layer."""
+"""The torch models against Transformers in float32 on tiny random weights, layer by layer."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The runner over its paged cache against the whole-sequence forward, however steps are cut."""
+"""The torch runner over its paged cache against the whole-sequence forward, for any step cuts."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
-from tests.parity.seam_driver import SeamDriver, Track
+from tests.parity.runner_driver import RunnerDriver, Track
 
 NAMES = ("gpt2", "llama", "llama-yarn", "mistral-window", "qwen2", "qwen3", "granite", "olmo2")
 BLOCK_SIZE = 4
@@ -56,7 +56,7 @@ def expected_logits(source: ModelSource, tokens: list[int]) -> torch.Tensor:
         return model.forward_sequence(torch.tensor(tokens))
 
 
-def last_logits(driver: SeamDriver, work: list[tuple[Track, int]]) -> torch.Tensor:
+def last_logits(driver: RunnerDriver, work: list[tuple[Track, int]]) -> torch.Tensor:
     """Run one step and give the logits of its rows that reached their end, (R, V)."""
     logits = driver.runner.forward(driver.inputs(work)).logits
     for track, count in work:
@@ -67,7 +67,7 @@ def last_logits(driver: SeamDriver, work: list[tuple[Track, int]]) -> torch.Tens
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_chunked_equals_whole(source: ModelSource, attention: str, chunk: int) -> None:
-    driver = SeamDriver(runner_for(source, attention))
+    driver = RunnerDriver(runner_for(source, attention))
     tokens = tiny_models.text()
     track = driver.add(tokens)
     while track.num_computed + chunk < len(tokens):
@@ -79,7 +79,7 @@ def test_chunked_equals_whole(source: ModelSource, attention: str, chunk: int) -
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_mixed_batch_equals_each_alone(source: ModelSource, attention: str) -> None:
     """One step of prompts, later chunks and single queries, rows in no helpful order."""
-    driver = SeamDriver(runner_for(source, attention))
+    driver = RunnerDriver(runner_for(source, attention))
     texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
     tracks = [driver.add(text) for text in texts]
     last_logits(driver, [(tracks[0], 39), (tracks[4], 20)])
@@ -95,16 +95,16 @@ def test_mixed_batch_equals_each_alone(source: ModelSource, attention: str) -> N
 
 def test_generation_batched_equals_alone(source: ModelSource) -> None:
     texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
-    together = SeamDriver(runner_for(source))
+    together = RunnerDriver(runner_for(source))
     batched = together.generate([together.add(text) for text in texts], 12, chunk=8)
     for text, tokens in zip(texts, batched, strict=True):
-        alone = SeamDriver(runner_for(source, "reference"))
+        alone = RunnerDriver(runner_for(source, "reference"))
         assert alone.generate([alone.add(text)], 12) == [tokens]
 
 
 def test_shared_prefix_blocks_equal_cold(source: ModelSource) -> None:
     """Blocks written by another sequence are read through the table, by a chunk or one query."""
-    driver = SeamDriver(runner_for(source))
+    driver = RunnerDriver(runner_for(source))
     prefix, shared = tiny_models.text(), 5
     first = driver.add(prefix)
     driver.step([(first, len(prefix))])
@@ -118,7 +118,7 @@ def test_shared_prefix_blocks_equal_cold(source: ModelSource) -> None:
 
 def test_token_known_to_the_device_alone(source: ModelSource) -> None:
     """FROM_DEVICE stands for the slot's last drawn token, whatever other rows did."""
-    driver = SeamDriver(runner_for(source))
+    driver = RunnerDriver(runner_for(source))
     tracks = [driver.add(tiny_models.text(6, seed)) for seed in range(3)]
     driver.step([(track, 6) for track in tracks])
     known = [list(track.tokens) for track in tracks]
@@ -134,7 +134,7 @@ def test_token_known_to_the_device_alone(source: ModelSource) -> None:
 
 def test_bfloat16_runner_stays_near_float32(source: ModelSource) -> None:
     """The packed-weight path: looser arithmetic, the same model."""
-    driver = SeamDriver(runner_for(source, dtype="bfloat16"))
+    driver = RunnerDriver(runner_for(source, dtype="bfloat16"))
     tokens = tiny_models.text()
     track = driver.add(tokens)
     last_logits(driver, [(track, 30)])
@@ -147,7 +147,7 @@ def test_bfloat16_runner_stays_near_float32(source: ModelSource) -> None:
 def test_row_with_nan_is_flagged_and_leaves_no_trace(source: ModelSource) -> None:
     """Its neighbours are untouched, and the next owner of its blocks reads nothing of it."""
     runner = runner_for(source)
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     texts = [tiny_models.text(9, seed) for seed in range(3)]
     poison = 2  # a token that no text holds
     with torch.no_grad():

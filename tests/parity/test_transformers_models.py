@@ -1,5 +1,5 @@
-"""Models of Transformers in our loop give the ids that `generate` gives for each prompt alone,
-whichever way they are computed and whatever the schedule.
+"""Transformers models in our loop give the ids that `generate` gives for each prompt alone, in
+every runner and under any schedule.
 """
 
 import functools

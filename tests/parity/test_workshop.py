@@ -1,4 +1,4 @@
-"""The workshop's scripts on tiny weights, as a user starts them."""
+"""The scripts in `engine/scripts` on tiny weights, started as a user starts them."""
 
 import json
 import subprocess

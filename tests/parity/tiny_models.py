@@ -1,6 +1,6 @@
 """Tiny Hugging Face models with random weights, one per feature that a framework must get right.
 
-Weights are drawn wide enough for attention to be peaked and norms to matter: a wrong rotation, a
+Random weights are wide enough for attention to be peaked and norms to matter: a wrong rotation, a
 lost bias or a window off by one moves logits by far more than the tolerance.
 """
 

@@ -1,6 +1,6 @@
-"""Tiny random models of families that only Transformers has, one for each way it can be computed.
+"""Tiny random models of families that only Transformers has, one for each way to compute them.
 
-Each says whether all sequences can be computed in one pass ("paged") or one by one ("own").
+Each says whether all sequences run in one pass ("paged") or one by one ("own").
 """
 
 from collections.abc import Callable

@@ -164,7 +164,7 @@ def test_heads_are_cut_from_their_products_normed_and_turned(framework, qk_norm)
 
 def test_steps_are_padded_to_few_sizes():
     from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
-    from engine.backends.custom.frameworks.tinygrad.execution.steps import padded_size
+    from engine.backends.custom.frameworks.tinygrad.execution.runner import padded_size
 
     assert [padded_rows(count) for count in (1, 2, 3, 8, 9, 17)] == [2, 2, 8, 8, 16, 32]
     assert [padded_size(count) for count in (1, 2, 8, 9, 32, 33)] == [1, 8, 8, 32, 32, 128]

@@ -17,9 +17,9 @@ from engine.backends.custom.frameworks.settings import (
     settings_views,
 )
 from engine.backends.custom.runtime.host_sampler import row_keys
-from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
+from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled, step_output
-from tests.parity.seam_driver import sampling_inputs
+from tests.parity.runner_driver import sampling_inputs
 
 NOBODY = 8
 GIVEN = {
@@ -32,7 +32,7 @@ GIVEN = {
     "frequency": [0.75, 0.0, -0.25],
     "seed": [7, 8, 2**62],
     "choice": [0, 1, 2],
-    "forced": [DRAW, 5, DRAW],
+    "forced": [SAMPLE, 5, SAMPLE],
     "bias_rows": [0, 2],
     "bias_ids": [4, 6],
     "bias_values": [1.5, -2.5],
@@ -73,7 +73,7 @@ def test_settings_that_a_device_draws_by_are_all_there():
 def test_rows_that_pad_a_step_choose_plainly_and_are_kept_for_nobody():
     views = unpacked(8, 4, sampling())
     plain = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition": 1, "presence": 0}
-    for name, value in (plain | {"frequency": 0, "forced": DRAW, KEEPS: NOBODY}).items():
+    for name, value in (plain | {"frequency": 0, "forced": SAMPLE, KEEPS: NOBODY}).items():
         np.testing.assert_array_equal(views[name][3:], [value] * 5, err_msg=name)
     assert views["bias_values"].tolist() == [1.5, -2.5, 0.0, 0.0]
 
@@ -163,5 +163,5 @@ def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
     assert found.hidden.tolist() == [[2.0, 3.0]]
     plain = step_output(Sampled(np.arange(4)), None, finite, query_start, given)
     assert (plain.tokens.tolist(), plain.logprobs, plain.hidden) == ([0, 1], None, None)
-    nobody = step_output(None, None, finite, query_start, given)
-    assert (nobody.tokens.tolist(), nobody.finite.tolist()) == ([], [True, False])
+    spare_slot = step_output(None, None, finite, query_start, given)
+    assert (spare_slot.tokens.tolist(), spare_slot.finite.tolist()) == ([], [True, False])

@@ -11,7 +11,7 @@ from engine.backends.custom.frameworks.torch.execution import sampler as torch_s
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.runtime.host_sampler import HostSampler, token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
-from tests.parity.seam_driver import sampling_inputs
+from tests.parity.runner_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register
 ROWS = 5

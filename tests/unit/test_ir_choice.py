@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.custom.ir.choice import attention_kernel, product_kernel
+from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel
 from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     AttentionStep,
@@ -42,10 +42,10 @@ def by_part(**layouts: str) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("layout", QUANTIZED)
 def test_quantized_weights(layout: str) -> None:
-    assert product_kernel(layout, PLAIN, STORED) == Kernel("int8", "int8")
-    assert product_kernel(layout, ARM, STORED) == Kernel("int8", "int8")
-    assert product_kernel(layout, WITH_BF16, STORED) == Kernel("int8", "bf16")
-    assert product_kernel(layout, WITH_TILES, STORED) == Kernel("int8", "bf16")
+    assert matmul_kernel(layout, PLAIN, STORED) == Kernel("int8", "int8")
+    assert matmul_kernel(layout, ARM, STORED) == Kernel("int8", "int8")
+    assert matmul_kernel(layout, WITH_BF16, STORED) == Kernel("int8", "bf16")
+    assert matmul_kernel(layout, WITH_TILES, STORED) == Kernel("int8", "bf16")
 
 
 def test_what_only_logits_read_is_one_row_of_a_prompt_as_of_a_generated_token() -> None:
@@ -57,15 +57,15 @@ def test_what_only_logits_read_is_one_row_of_a_prompt_as_of_a_generated_token() 
 
 @pytest.mark.parametrize("layout", HALVES)
 def test_weights_of_two_bytes(layout: str) -> None:
-    assert product_kernel(layout, PLAIN, STORED) == FLOAT
-    assert product_kernel(layout, WITH_BF16, STORED) == Kernel("f32", "bf16")
+    assert matmul_kernel(layout, PLAIN, STORED) == FLOAT
+    assert matmul_kernel(layout, WITH_BF16, STORED) == Kernel("f32", "bf16")
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_float_weights_and_exact_precision_are_float_everywhere(machine: Machine) -> None:
-    assert product_kernel("F32", machine, STORED) == FLOAT
+    assert matmul_kernel("F32", machine, STORED) == FLOAT
     for layout in (*QUANTIZED, *HALVES, "F32"):
-        assert product_kernel(layout, machine, EXACT) == FLOAT
+        assert matmul_kernel(layout, machine, EXACT) == FLOAT
 
 
 def test_prompts_attend_in_tiles_over_the_cache_that_tiles_read() -> None:
@@ -87,7 +87,7 @@ def test_every_step_carries_its_choice() -> None:
     assert layouts["embed.weight"] == "F32" and layouts["head.weight"] == "Q8"
     for step in linears(made):
         few = made.buffers[step.out].per == "logit"
-        assert step.kernel == product_kernel(layouts[step.matrix], WITH_TILES, STORED, few)
+        assert step.kernel == matmul_kernel(layouts[step.matrix], WITH_TILES, STORED, few)
     attention = [step for step in made.steps if isinstance(step, AttentionStep)]
     assert {step.kernel for step in attention} == {Kernel("f32", "bf16")}
 

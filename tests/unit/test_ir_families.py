@@ -8,7 +8,7 @@ import pytest
 
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
 from engine.backends.custom.ir.decoder import build_graph
-from engine.backends.custom.ir.execute import Batch, State, run_graph, run_plan
+from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.graph import GraphError
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
@@ -42,10 +42,10 @@ def test_parts_of_families_can_be_mixed(changes: dict[str, Any]) -> None:
     weights = random_weights(graph)
     made = plan(graph, Capacity(16, 16), Machine(threads=2))
 
-    def by_graph(batch: Batch, state: State) -> F32:
+    def by_graph(batch: ReferenceBatch, state: State) -> F32:
         return run_graph(graph, weights, batch, state)
 
-    def by_plan(batch: Batch, state: State) -> F32:
+    def by_plan(batch: ReferenceBatch, state: State) -> F32:
         return run_plan(made, weights, batch, state)
 
     logits = []

@@ -10,7 +10,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir import fusion
 from engine.backends.custom.ir.attributes import NoAttributes, Normalize
 from engine.backends.custom.ir.decoder import build_graph
-from engine.backends.custom.ir.execute import Batch, State, run_graph
+from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
 from engine.backends.custom.ir.graph import Graph, GraphBuilder, verify
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.reference import F32
@@ -35,7 +35,7 @@ def logits(graph: Graph, config: ModelConfig) -> F32:
     """Of a step with two prompts and of a second one that goes on with both."""
     weights = random_weights(graph)
 
-    def forward(batch: Batch, state: State) -> F32:
+    def forward(batch: ReferenceBatch, state: State) -> F32:
         return run_graph(graph, weights, batch, state)
 
     driver = Driver(forward, new_state(config))
@@ -147,8 +147,8 @@ def test_a_product_that_others_read_keeps_its_node() -> None:
 def test_turned_values_are_not_what_a_rope_write_does() -> None:
     """Values that are turned like keys: no family has them, so the pattern must not match."""
     graph = passes_before(fusion.fuse_rope_writes, build_graph(CONFIGS["llama"]))
-    turn = graph.node("layers.0.attn.k_rope")
-    extra = replace(turn, name="turned", inputs=("layers.0.attn.v", *turn.inputs[1:]))
+    rotation = graph.node("layers.0.attn.k_rope")
+    extra = replace(rotation, name="turned", inputs=("layers.0.attn.v", *rotation.inputs[1:]))
     nodes = []
     for node in graph.nodes:
         if node.name == "layers.0.attn.kv":

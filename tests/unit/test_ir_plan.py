@@ -10,9 +10,9 @@ import pytest
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.cost import PlanCost
 from engine.backends.custom.ir.decoder import build_graph
-from engine.backends.custom.ir.execute import Batch, State, run_graph, run_plan
+from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.graph import Graph, GraphError
-from engine.backends.custom.ir.liveness import Life, Room, assign_places, lives, touched
+from engine.backends.custom.ir.liveness import ArenaPlace, Life, assign_places, lives, touched
 from engine.backends.custom.ir.plan import (
     AttentionStep,
     Capacity,
@@ -46,7 +46,7 @@ def runner(config: ModelConfig, made: ExecutionPlan | None = None) -> Forward:
     graph = build_graph(config)
     weights = random_weights(graph)
 
-    def forward(batch: Batch, state: State) -> F32:
+    def forward(batch: ReferenceBatch, state: State) -> F32:
         if made is None:
             return run_graph(graph, weights, batch, state)
         return run_plan(made, weights, batch, state)
@@ -223,7 +223,7 @@ def test_random_lives_never_collide(seed: int) -> None:
     firsts = rng.integers(0, 30, 25)
     spans = [Life(int(f), int(f + n)) for f, n in zip(firsts, rng.integers(0, 9, 25), strict=True)]
     rooms = [
-        Room(int(width), "token" if kind else "logit")
+        ArenaPlace(int(width), "token" if kind else "logit")
         for width, kind in zip(rng.integers(1, 50, 25), rng.integers(0, 2, 25), strict=True)
     ]
     chosen, widths = assign_places(rooms, spans)

@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends.custom.frameworks.jax.execution import sampler as jax_sampler
-from engine.backends.custom.frameworks.jax.execution.draws import (
+from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT
+from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
     Traits,
     packed_settings,
     settings_layout,
     traits_of,
 )
-from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT
 from engine.backends.custom.frameworks.settings import settings_views
 from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
-from tests.parity.seam_driver import sampling_inputs
+from tests.parity.runner_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register
 ROWS = 5

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.runtime.model_runner import DRAW, FROM_DEVICE, RunnerSpec
-from tests.parity.seam_driver import sampling_inputs
+from engine.backends.custom.runtime.model_runner import FROM_DEVICE, SAMPLE, RunnerSpec
+from tests.parity.runner_driver import sampling_inputs
 
 SPEC = RunnerSpec(16, 8, 4, 64, 10, 0)
 
@@ -51,7 +51,7 @@ def test_a_token_that_the_host_does_not_know_is_the_slots_last():
     runner = NativeRunner(model, SPEC, hidden_size=3)
     model.tokens = np.array([7, 8, 9], np.int32)
     handle = runner.forward(step([1, 2, 3], [0, 1, 2, 3], [3, 0, 2], [0, 1, 2]))
-    forced = sampling_inputs(range(3), [3, 0, 2], [1, 1, 1], forced=[DRAW, DRAW, 9])
+    forced = sampling_inputs(range(3), [3, 0, 2], [1, 1, 1], forced=[SAMPLE, SAMPLE, 9])
     runner.sample(handle, forced)
     ids = [FROM_DEVICE, 5, 6, FROM_DEVICE, FROM_DEVICE]
     runner.forward(step(ids, [0, 1, 3, 4, 5], [0, 1, 3, 2], []))

@@ -14,7 +14,7 @@ from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.core.errors import ConfigError, ModelFormatError
-from tests.parity.seam_driver import SeamDriver
+from tests.parity.runner_driver import RunnerDriver
 
 MODEL = ModelConfig(
     family="llama",
@@ -116,7 +116,7 @@ def test_rope_factors_divide_frequencies():
     ones.values[:], fours.values[:] = 1.0, 4.0
 
     def logits(model: ModelConfig, **changes: Array) -> torch.Tensor:
-        driver = SeamDriver(build_runner(source(model, **changes), RUNNER))
+        driver = RunnerDriver(build_runner(source(model, **changes), RUNNER))
         return driver.runner.forward(driver.inputs([(driver.add(range(9)), 9)])).logits
 
     plain = logits(MODEL)
@@ -133,7 +133,7 @@ def test_rope_factors_divide_frequencies():
 def test_a_step_without_sampling_rows_and_a_penalty_on_the_token_in_flight():
     runner = build_runner(source(), RUNNER)
     assert runner.spec.depth == 0
-    driver = SeamDriver(runner)
+    driver = RunnerDriver(runner)
     track = driver.add(range(10))
     output = driver.step([(track, 6)])
     assert output.tokens.shape == (0,)
@@ -168,5 +168,5 @@ def test_the_host_waits_for_the_device_in_one_place():
     ]
     assert found == [  # both of them in a `wait`
         "cuda_runner.py: self.pinned.copied.synchronize()",
-        "drawing.py: self.done.synchronize()",
+        "sampling_runner.py: self.done.synchronize()",
     ]

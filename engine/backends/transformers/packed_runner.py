@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cache import KVShape, PagedCache
-from engine.backends.custom.frameworks.torch.execution.drawing import DrawingRunner, StepHandle
+from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
+    SamplingRunner,
+    StepHandle,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionBackend,
     AttentionPlan,
@@ -72,7 +75,7 @@ class Attentions:
         )
 
 
-class PackedRunner(DrawingRunner):
+class PackedRunner(SamplingRunner):
     """The model must already use the attention of `attention.py`."""
 
     def __init__(

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.drawing import DrawingRunner, StepHandle
+from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
+    SamplingRunner,
+    StepHandle,
+)
 from engine.backends.custom.runtime.model_runner import (
     NULL_BLOCK,
     BatchInputs,
@@ -45,7 +48,7 @@ class Slot:
             self.forget()
 
 
-class SlotRunner(DrawingRunner):
+class SlotRunner(SamplingRunner):
     """`keeps_state` False: the model's cache can't be used, so every step recomputes the whole
     sequence.
     """

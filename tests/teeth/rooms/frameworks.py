@@ -11,7 +11,7 @@ MUTATIONS = [
     Mutation(
         "frameworks: a forced token is kept as the slot's last",
         "engine.backends.custom.frameworks.settings",
-        "np.where(sampling.forced == DRAW, sampling.slots, np.int32(nobody))",
+        "np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(spare_slot))",
         "sampling.slots",
         f"{PART_TESTS}::test_every_setting_arrives_as_it_was_given",
     ),
@@ -39,20 +39,20 @@ MUTATIONS = [
     Mutation(
         "frameworks: native's last token is another slot's",
         "engine.backends.custom.frameworks.native.execution.runner",
-        "        self._last_token[sampling.slots[drawn]] = tokens[drawn]\n",
+        "        self._last_token[sampling.slots[sampled]] = tokens[sampled]\n",
         "        self._last_token[: len(tokens)] = tokens\n",
         "tests/unit/test_native_runner.py::test_a_token_that_the_host_does_not_know_is_the_slots_last",
     ),
     Mutation(
         "frameworks: native reads the norm of keys for queries",
-        "engine.backends.custom.frameworks.native.execution.program",
+        "engine.backends.custom.frameworks.native.execution.build",
         "query_norm=weights.vector(step.q_norm),",
         "query_norm=weights.vector(step.k_norm),",
         "tests/parity/test_native_models.py::test_logits_equal_hugging_face[qwen3]",
     ),
     Mutation(
         "frameworks: native attends without a window",
-        "engine.backends.custom.frameworks.native.execution.program",
+        "engine.backends.custom.frameworks.native.execution.build",
         "                window=step.window or 0,\n",
         "                window=0,\n",
         "tests/parity/test_native_models.py::test_logits_equal_hugging_face[mistral-window]",
@@ -79,7 +79,7 @@ MUTATIONS = [
         "tests/unit/test_torch_sampler.py::test_filters_keep_every_tie",
     ),
     Mutation(
-        "frameworks: torch turns the halves of a head the other way",
+        "frameworks: torch rotates the halves of a head the other way",
         "engine.backends.custom.frameworks.torch.layers.rotary",
         "torch.stack((-sin, sin), dim=1)",
         "torch.stack((sin, -sin), dim=1)",
@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "frameworks: JAX norms keys by the weight of queries",
         "engine.backends.custom.frameworks.jax.layers.attention",
-        'k = rms_norm(params["k_norm"], k, config.norm_eps)\n    if turn',
-        'k = rms_norm(params["q_norm"], k, config.norm_eps)\n    if turn',
+        'k = rms_norm(params["k_norm"], k, config.norm_eps)\n    if rotation',
+        'k = rms_norm(params["q_norm"], k, config.norm_eps)\n    if rotation',
         f"{LAYER_TESTS}::test_heads_are_cut_from_their_products_normed_and_turned",
     ),
     Mutation(

@@ -1,9 +1,9 @@
-"""Model families as data: one row each, grouped by lineage, no tensors. They are found through
+"""Model families as data: one entry each, grouped by lineage, no tensors. They are found through
 `core.registry.model_registry`.
 
-Every family lists its weights under the same names, all that a framework needs to know. Matrices
-are (out, in); {i} is a layer; D hidden, F feed-forward, V vocabulary, N heads, K kv heads, H head
-dim, P positions. A bias exists where the named setting of the config says so.
+Every family lists its weights under the same names, so frameworks need no other. Matrices
+are (out, in); {i} is a layer; D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head
+dim, P positions. A bias exists where the named config field says so.
 
     embed.weight                         (V, D)
     position.weight                      (P, D)      learned positions: config.rope is None
@@ -26,6 +26,6 @@ dim, P positions. A bias exists where the named setting of the config says so.
     norm.weight                  .bias   (D,)        bias: config.norm == "layer"; no encoder has it
     head.weight                          (V, D)      absent with config.tie_embeddings
 
-`config.norm_placement` says where attn_norm and mlp_norm stand: before attention and MLP, on what
-they give, or on the sum with the residual stream.
+`config.norm_placement` says where attn_norm and mlp_norm apply: to the input of attention and MLP,
+to their output, or to the sum of output and residual stream.
 """

@@ -1,8 +1,8 @@
-"""What a model family is, as data: its hyperparameters and where each weight lies in a checkpoint.
+"""A model family as data: its hyperparameters, and each weight's name and shape in a checkpoint.
 
 A family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
-the weights it needs (`family.py` has the row that families are). Frameworks read these and nothing
-else; no tensor is touched here.
+its weights (`family.py` defines a family's entry). Frameworks read only these; this module touches
+no tensor.
 """
 
 import sys
@@ -12,15 +12,15 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
-# How a stored matrix becomes ours, (out, in) row-major, rotary halves split ("neox" order).
-#   transpose    stored as (in, out)
-#   unpermute_*  rows of each head stored with rotary pairs interleaved
+# How to convert a stored matrix to ours: (out, in), row-major, rotary halves split ("neox" order).
+#   transpose    it is stored as (in, out)
+#   unpermute_*  each head's rows are stored with rotary pairs interleaved
 Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `kind` names the scaling rule; numbers that it does not use are None."""
+    """RoPE settings. `kind` names the scaling rule; numbers that it does not use are None."""
 
     theta: float
     dim: int  # rotated dimensions of a head
@@ -36,13 +36,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """What only a text encoder has: every token sees every other, and a text becomes one vector.
+    """Settings of a text encoder: every token attends to every other; pooling gives one vector.
 
-    A checkpoint that says nothing of its vectors gets the mean of its tokens, at unit length.
+    The defaults, mean pooling and unit length, apply when a checkpoint does not state them.
     """
 
     num_token_types: int
-    max_tokens: int  # of one text; the position table may be longer
+    max_tokens: int  # max length of one text; the position table may be longer
     pooling: Literal["mean", "cls", "last"] = "mean"
     normalizes: bool = True  # vectors have unit length
 
@@ -66,8 +66,8 @@ class ModelConfig:
     tie_embeddings: bool
     rope: RopeConfig | None  # None: learned absolute positions
     norm: Literal["rms", "layer"] = "rms"
-    # Of attention and MLP: before each, on what each gives before it is added to the residual
-    # stream, or on the sum.
+    # Norms apply to the input of attention and MLP, to their output before it is added to the
+    # residual stream, or to the sum.
     norm_placement: Literal["input", "output", "sum"] = "input"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
@@ -75,19 +75,19 @@ class ModelConfig:
     mlp_bias: bool = False
     gated_mlp: bool = True
     fused_qkv: bool = False  # checkpoints hold q, k and v as one matrix
-    qk_norm: Literal["head", "whole"] | None = None  # RMS of each head, or of all heads together
+    qk_norm: Literal["head", "whole"] | None = None  # RMS norm per head, or over all heads
     sliding_window: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    embedding_multiplier: float = 1.0  # of the looked up rows
-    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
-    attention_multiplier: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    embedding_multiplier: float = 1.0  # multiplies the embeddings
+    residual_multiplier: float = 1.0  # multiplies what attention and MLP add to the stream
+    attention_multiplier: float | None = None  # multiplies scores; None: 1 / sqrt(head_dim)
     logits_scaling: float = 1.0  # logits are divided by it
-    encoder: EncoderConfig | None = None  # None: a decoder, which writes text
+    encoder: EncoderConfig | None = None  # None: the model is a decoder
 
     @property
     def num_params(self) -> int:
-        """Weights of the matrices and embeddings; norms and biases are noise."""
+        """Number of matrix and embedding weights; norms and biases are negligible."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor that multiplies attention scores."""
         stated = self.attention_multiplier
         return self.head_dim**-0.5 if stated is None else stated
 
@@ -105,21 +105,21 @@ class ModelConfig:
 
     @property
     def has_head(self) -> bool:
-        """Whether the head is a matrix of its own."""
+        """Whether the LM head has its own matrix."""
         return not self.tie_embeddings
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         if self.encoder is not None:
-            return 0  # it reads a text once and keeps nothing
+            return 0  # an encoder has no KV cache
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One weight: our name and shape, and its name and stored form in either checkpoint format.
+    """One weight: our name and shape, and its name and stored form in each checkpoint format.
 
-    A format that never carries it has None; `optional` weights may be missing from a format that
-    can.
+    A name is None if that format never has the weight. An `optional` weight may be missing from a
+    file.
     """
 
     name: str
@@ -132,16 +132,16 @@ class TensorSpec:
 
 
 class Architecture(Protocol):
-    """A model family. A row (`family.Family`) is one; so is a module with these names."""
+    """A model family: a `family.Family`, or a module with these names."""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """config.json "architectures" entries"""
+        """Names in config.json's "architectures" list."""
         ...
 
     @property
     def gguf_names(self) -> tuple[str, ...]:
-        """general.architecture values"""
+        """Values of GGUF's general.architecture."""
         ...
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig: ...
@@ -156,14 +156,14 @@ _MISSING: Any = object()
 
 
 class Reader:
-    """Typed access to a foreign config: a missing or mistyped key fails with its name."""
+    """Typed access to a foreign config; a missing or mistyped key raises an error that names it."""
 
     def __init__(self, source: Mapping[str, Any], where: str) -> None:
         self._source = source
         self._where = where
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, even as null."""
+        """Whether the key exists; its value may be null."""
         return key in self._source
 
     def read(self, kind: type[Value], key: str, default: Any = _MISSING) -> Value:
@@ -189,7 +189,7 @@ class Reader:
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
-    """Refuse hyperparameters that contradict each other before anything is allocated from them."""
+    """Rejects contradictory hyperparameters before anything is allocated from them."""
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,
         "hidden_size >= 1": config.hidden_size >= 1,

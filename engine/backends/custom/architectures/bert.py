@@ -1,7 +1,7 @@
-"""BERT: a text encoder with learned positions and token types, and norms on the sum of each half.
+"""BERT: a text encoder with learned positions and token types; norms apply to the residual sums.
 
-Checkpoints may carry a pooler, which sentence encoders never use: what becomes of the tokens'
-states is told by files beside the weights (`weights/pooling.py`).
+Checkpoints may have a pooler, which sentence encoders ignore. Files beside the weights say how
+token states are pooled (`weights/pooling.py`).
 """
 
 from engine.backends.custom.architectures.base import EncoderConfig, Reader
@@ -23,7 +23,7 @@ def _encoder(reader: Reader, found: Settings) -> Settings:
         )
     num_types = reader.read(int, "type_vocab_size", default=2)
     encoder = EncoderConfig(num_token_types=num_types, max_tokens=found["max_position"])
-    return {"encoder": encoder, "bos_id": None, "eos_ids": ()}  # it writes nothing
+    return {"encoder": encoder, "bos_id": None, "eos_ids": ()}  # encoders generate no tokens
 
 
 BERT = Family(
@@ -56,7 +56,7 @@ BERT = Family(
     gguf_keys=None,
     hf_activation=("hidden_act", "gelu"),
     always={
-        "tie_embeddings": True,  # there is no head
+        "tie_embeddings": True,  # no LM head
         "rope": None,
         "norm": "layer",
         "norm_placement": "sum",

@@ -1,9 +1,9 @@
-"""A model's configuration as others write it: the readers of this folder, turned round.
+"""Writes a model's configuration as config.json or GGUF metadata: the inverse of this folder.
 
-Families name the keys of their fields (`hf_keys`, `gguf_keys`); what is no plain field (rotary
-rules, windows, activations) is spelled here. What is written is read again before it is given out,
-so a format that cannot say something of a model is found out: one that loads and computes something
-else is worse than none.
+Families name the keys of plain fields (`hf_keys`, `gguf_keys`); rotary rules, windows and
+activations are written here. Every output is read back and compared with the input config. A
+format that cannot express the model thus raises an error instead of writing a file that loads and
+computes something else.
 """
 
 from dataclasses import fields
@@ -16,10 +16,10 @@ from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 
 _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
-# Token ids are the tokenizer's to tell; of the others GGUF tells by the tensors that are there.
+# The tokenizer states token ids. GGUF implies the other fields by which tensors a file has.
 _UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
 _UNSTATED_GGUF = _UNSTATED_HF | {"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"}
-# What published Llama 3.1 and 3.2 state; GGUF stores only the resulting frequencies.
+# The rules of published Llama 3.1 and 3.2 models; GGUF stores only the resulting frequencies.
 KNOWN_LLAMA3_RULES = (
     {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
     {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
@@ -27,7 +27,7 @@ KNOWN_LLAMA3_RULES = (
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The content of a config.json; `dtype` as PyTorch calls it."""
+    """The contents of config.json; `dtype` is PyTorch's name."""
     family = _exporting(config)
     windowed = config.family == "llama" and config.sliding_window is not None
     stated: dict[str, Any] = {
@@ -56,7 +56,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a GGUF file that describe the model, tokenizer and name apart."""
+    """GGUF keys that describe the model, without tokenizer and name."""
     family = _exporting(config)
     prefix = family.gguf_names[0]
     stated: dict[str, Any] = {"general.architecture": prefix}
@@ -92,7 +92,7 @@ def _exporting(config: ModelConfig) -> Family:
 
 
 def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
-    """Key -> value of the field, the first of those that it stands for; None is not written."""
+    """Key -> value of the first field that the key sets; None values are not written."""
     values = {
         key: getattr(config, name if isinstance(name, str) else name[0])
         for key, name in keys.items()
@@ -130,7 +130,7 @@ def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
 def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
     stated: dict[str, Any] = {"freq_base": rope.theta, "dimension_count": rope.dim}
     match rope.kind:
-        case "default" | "factors":  # factors are a tensor
+        case "default" | "factors":  # GGUF stores factors as a tensor
             return stated
         case "linear":
             return stated | {"scaling.type": "linear", "scaling.factor": rope.factor}
@@ -154,7 +154,7 @@ def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def llama3_rules(rope: RopeConfig) -> list[RopeConfig]:
-    """The published rules that stored frequency factors may have come from."""
+    """The published rules that could have produced the stored frequency factors."""
     assert rope.kind == "factors", rope
     return [
         RopeConfig(

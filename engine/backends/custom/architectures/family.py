@@ -1,9 +1,9 @@
-"""A family as one row: what files call it, the keys of its settings, and where its weights lie.
+"""A family as one entry: its names in files, the keys of its settings, and its weights.
 
-A setting is read by its key, or has the family's default, or holds for all models of the family.
-What is no plain key (rotary rules, windows) is read by functions that the row names. GGUF metadata
-leaves some facts to the presence of tensors (tied head, biases, frequency factors);
-`weights.model` settles those once the file is open.
+A setting is read from its key, has the family's default, or is fixed for the whole family. Rotary
+rules, windows and other settings without a plain key are read by functions that the entry names.
+GGUF implies some settings by which tensors a file has (tied head, biases, frequency factors);
+`weights.model` resolves those once the file is open.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,9 +38,9 @@ from engine.backends.custom.architectures.rope import (
 )
 from engine.core.errors import ModelFormatError
 
-Keys = dict[str, str | tuple[str, ...]]  # of a file -> the field that each holds, or several
+Keys = dict[str, str | tuple[str, ...]]  # a file's key -> the field, or fields, that it sets
 Settings = Mapping[str, Any]  # fields of `ModelConfig` by name
-# What a row reads besides plain keys: the file and the fields read so far -> more fields.
+# Reads settings that have no plain key: the file and the fields read so far -> more fields.
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
@@ -54,7 +54,7 @@ FLOATS = frozenset(
         "logits_scaling",
     }
 )
-# Of fields that a file may leave out, in every family.
+# Defaults of fields that a file may omit, in every family.
 _DEFAULTS: Mapping[str, Any] = {
     "num_kv_heads": lambda found: found["num_heads"],
     "head_dim": lambda found: heads_split(found["hidden_size"], found["num_heads"]),
@@ -71,11 +71,11 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """A weight under our name and the files'; "{i}" is a layer.
+    """A weight under our name and the files' names; "{i}" is a layer.
 
-    `shape` has a letter for each size: D hidden, F feed-forward, V vocabulary, P positions, Y token
-    types, H head; q all query heads, k all key heads, a both and the values, c half a head.
-    `bias` and `when` name fields of the config that say whether there is a bias, and the weight.
+    `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
+    Y token types, H head; q all query heads, k all key heads, a all of q, k and v, c half a head.
+    `bias` and `when` name config fields that say whether the bias, or the weight, exists.
     """
 
     name: str
@@ -131,18 +131,18 @@ def _nothing_more(reader: Reader, found: Settings) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row. `engine convert` writes with its tables of keys, too."""
+    """One family. `engine convert` uses its key tables for writing, too."""
 
     name: str
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
     weights: tuple[WeightRow, ...]
     hf_keys: Keys
-    gguf_keys: Keys | None  # without the prefix; None: read from safetensors only
+    gguf_keys: Keys | None  # without the prefix; None: the family has no GGUF form
     hf_activation: tuple[str, str] = ("hidden_act", "silu")  # its key and its default
-    always: Settings = field(default_factory=dict)  # of all models of the family
-    defaults: Settings = field(default_factory=dict)  # REQUIRED: a file must say it
-    hf_defaults: Settings = field(default_factory=dict)  # where Transformers has others than GGUF
+    always: Settings = field(default_factory=dict)  # fixed for all models of the family
+    defaults: Settings = field(default_factory=dict)  # REQUIRED: a file must state it
+    hf_defaults: Settings = field(default_factory=dict)  # Transformers' defaults that differ
     hf_refused: Mapping[str, Any] = field(default_factory=dict)  # values that are not implemented
     hf_more: More = _nothing_more
     gguf_more: More = _nothing_more
@@ -179,7 +179,7 @@ class Family:
             length = found["max_position"]
             found["rope"] = rope_from_gguf(metadata, found["head_dim"], length)
             found["max_position"] = stretched_position(found["rope"], length)
-        # 0 is how GGUF writers say "no window".
+        # GGUF writers use 0 for "no window".
         window = reader.read(int, f"{prefix}.attention.sliding_window", default=0)
         found["sliding_window"] = window or None
         found["bos_id"] = gguf_bos_id(metadata, found["vocab_size"])
@@ -188,7 +188,7 @@ class Family:
         return check_config(ModelConfig(family=self.name, **found))
 
     def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]:
-        """Every weight, layer after layer."""
+        """Every weight, in layer order."""
         specs: list[TensorSpec] = []
         for in_layer, group in groupby(self.weights, key=lambda row: "{i}" in row.name):
             rows = list(group)
@@ -204,7 +204,7 @@ class Family:
         found: dict[str, Any],
         defaults: Settings,
     ) -> dict[str, Any]:
-        """`found` and what the keys say; a field with several keys is read from the first."""
+        """`found` plus the keys' values; a field with several keys takes the first that exists."""
         defaults = {**_DEFAULTS, **self.defaults, **defaults}
         for key, fields in keys.items():
             names = (fields,) if isinstance(fields, str) else fields

@@ -1,6 +1,6 @@
-"""Reading what every family finds in a foreign config: activations, token ids, head sizes, windows.
+"""Reads config parts that all families share: activations, token ids, head sizes, windows.
 
-Settings that would change the arithmetic and are not implemented are refused here by their key.
+Settings that change the arithmetic and are not implemented are rejected by key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def known_activation(name: str) -> Activation:
-    """By its name in a config.json."""
+    """Converts config.json's name of an activation."""
     return _ACTIVATIONS[name]
 
 
@@ -37,7 +37,7 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
 
 
 def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
-    """Mixtures of experts and quantized Hugging Face checkpoints have other weights altogether."""
+    """Rejects mixture-of-experts and quantized Hugging Face checkpoints, whose weights differ."""
     for key in _EXPERT_KEYS:
         if config.get(key):
             raise ModelFormatError(
@@ -57,14 +57,14 @@ def refuse_unsupported_gguf(metadata: Mapping[str, Any]) -> None:
 
 
 def refuse_values(config: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
-    """Fail when a key has the one value that is not implemented."""
+    """Raises if a key has the one value that is not implemented."""
     for key, value in refused.items():
         if config.get(key) is value:
             raise ModelFormatError(f"config.json: key '{key}': {value} is not supported")
 
 
 def heads_split(hidden_size: int, num_heads: int) -> int:
-    """The head size of a model that does not state it."""
+    """The head size of a model whose config does not state it."""
     if num_heads < 1 or hidden_size % num_heads:
         raise ModelFormatError(
             f"the number of heads ({num_heads}) must divide the hidden size ({hidden_size})"
@@ -85,7 +85,7 @@ def hf_bos_id(config: Mapping[str, Any], vocab_size: int) -> int | None:
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """End of text and, where the tokenizer has one, end of turn."""
+    """The end-of-text id and, where the tokenizer has one, the end-of-turn id."""
     reader = Reader(metadata, "GGUF metadata")
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     stated = [_optional_id(reader, key, vocab_size) for key in keys]
@@ -104,12 +104,12 @@ def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
     return Reader(metadata, "GGUF metadata").read(int, key, **default)
 
 
-# What Transformers takes where a file does not say.
+# Transformers' default when a config omits the key.
 _QWEN_FULL_LAYERS = 28
 
 
 def uniform_window(reader: Reader, num_layers: int) -> int | None:
-    """Qwen's sliding window, which here must hold for every layer or for none."""
+    """Qwen's sliding window, which must apply to all layers or to none."""
     if not reader.read(bool, "use_sliding_window", default=False):
         return None
     num_full = reader.read(int, "max_window_layers", default=_QWEN_FULL_LAYERS)
@@ -132,5 +132,5 @@ def _optional_id(reader: Reader, key: str, vocab_size: int) -> int | None:
 
 
 def _within(vocab_size: int, token_ids: list[int]) -> Iterator[int]:
-    """Ids beyond the vocabulary can never be produced, so they are left out."""
+    """Drops ids beyond the vocabulary, which the model can never produce."""
     return (token_id for token_id in token_ids if 0 <= token_id < vocab_size)

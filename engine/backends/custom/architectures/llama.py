@@ -1,4 +1,4 @@
-"""Llama and its descendants: RMS norms, rotary attention, a gated MLP. A row says what differs."""
+"""Llama and its descendants: RMS norms, RoPE, gated MLP. Each entry states its differences."""
 
 from engine.backends.custom.architectures.base import Reader, Transform
 from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings, WeightRow
@@ -41,7 +41,7 @@ def _row(
     bias: str | None = None,
     gguf_transform: Transform = "none",
 ) -> WeightRow:
-    """Of a layer."""
+    """A weight that every layer has."""
     return WeightRow(
         f"layers.{{i}}.{name}.weight",
         shape,
@@ -55,8 +55,8 @@ def _row(
 def _weights(
     norms: tuple[WeightRow, ...], heads: tuple[WeightRow, ...] = (), interleaved: bool = False
 ) -> tuple[WeightRow, ...]:
-    """`norms` of a layer; `heads`: norms of queries and keys. `interleaved`: GGUF stores rotary
-    pairs of q and k side by side.
+    """`norms` are a layer's norms; `heads` are the norms of queries and keys. `interleaved`: GGUF
+    stores q and k with rotary pairs side by side.
     """
     q: Transform = "unpermute_q" if interleaved else "none"
     k: Transform = "unpermute_k" if interleaved else "none"
@@ -74,7 +74,7 @@ def _weights(
         WeightRow("norm.weight", "D", "model.norm.weight", "output_norm.weight"),
         WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when="has_head"),
     )
-    if interleaved:  # those that converters give a vector of frequency factors
+    if interleaved:  # only for these families do converters write frequency factors
         rows += (WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True),)
     return rows
 
@@ -96,7 +96,7 @@ def _head_norms(q: str, k: str) -> tuple[WeightRow, ...]:
     )
 
 
-# What Transformers assumes when a Mistral config leaves the key out; null switches the window off.
+# Transformers' default when a Mistral config omits the key; null disables the window.
 _MISTRAL_WINDOW = 4096
 
 
@@ -113,7 +113,7 @@ def _qwen_window(reader: Reader, found: Settings) -> Settings:
 
 
 def _whole_rotation(reader: Reader, found: Settings) -> Settings:
-    """Converters interleave whole heads, so a part of a head can't be told apart again."""
+    """Rejects partial rotation: GGUF converters interleave whole heads, which cannot be undone."""
     prefix, size = reader.read(str, "general.architecture"), found["head_dim"]
     if found["rope"].dim != size:
         raise ModelFormatError(
@@ -124,7 +124,7 @@ def _whole_rotation(reader: Reader, found: Settings) -> Settings:
 
 
 def _granite_rotation(reader: Reader, found: Settings) -> Settings:
-    """Granite's files use this key to say that there are no positions at all."""
+    """Rejects files whose `rope.scaling.finetuned` is false, which means: no RoPE at all."""
     if not reader.read(bool, "granite.rope.scaling.finetuned", default=True):
         raise ModelFormatError(
             "GGUF metadata: key 'granite.rope.scaling.finetuned': attention without rotation is "
@@ -133,7 +133,7 @@ def _granite_rotation(reader: Reader, found: Settings) -> Settings:
     return _whole_rotation(reader, found)
 
 
-# Llama 1 to 3, Mistral, SmolLM and everything else published under those names.
+# Llama 1 to 3, Mistral, SmolLM and other models published as Llama.
 LLAMA = Family(
     name="llama",
     hf_names=("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM"),
@@ -192,7 +192,7 @@ GRANITE = Family(
     hf_defaults={"attention_multiplier": 1.0},
     gguf_more=_granite_rotation,
 )
-# OLMo 2: norms on what attention and MLP give, and on queries and keys before they are heads.
+# OLMo 2: norms on the outputs of attention and MLP, and on q and k before they are split in heads.
 OLMO2 = Family(
     name="olmo2",
     hf_names=("Olmo2ForCausalLM",),

@@ -1,8 +1,8 @@
-"""Rotary embedding settings, from the three spellings in use.
+"""RoPE settings, read from the three spellings in use.
 
-Hugging Face wrote `rope_theta` + `rope_scaling` for years and now writes one `rope_parameters`;
-GGUF has its own keys. A scaling rule that is not implemented is refused by name: running without it
-gives fluent nonsense.
+Hugging Face long wrote `rope_theta` + `rope_scaling` and now writes one `rope_parameters`;
+GGUF has its own keys. A scaling rule that is not implemented is rejected by name, because running
+without it gives fluent nonsense.
 """
 
 import math
@@ -17,7 +17,7 @@ DEFAULT_THETA = 10_000.0
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
 
-MAX_POSITION = 2**31 - 1  # positions are 32 bits wide
+MAX_POSITION = 2**31 - 1  # positions are int32
 
 
 def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
@@ -49,8 +49,8 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) ->
         case "linear":
             rope = replace(plain, kind="linear", factor=reader.read(float, "factor"))
         case "dynamic":
-            # Acts beyond this length only, which is also the longest served: a key in the cache
-            # must not depend on how long its sequence became later.
+            # The rule acts only beyond this length, which is also the max length served: a cached
+            # key must not depend on how long its sequence later becomes.
             rope = replace(
                 plain,
                 kind="dynamic",
@@ -110,7 +110,7 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
     )
     factor = reader.read(float, f"{prefix}.scaling.factor", default=None)
     old_factor = reader.read(float, f"{prefix}.scale_linear", default=None)
-    # Old converters wrote only a factor, which meant linear; 0 or 1 means no scaling.
+    # Old converters wrote only a factor and meant linear scaling; 0 or 1 means no scaling.
     implied = "linear" if (factor or old_factor or 1.0) != 1.0 else "none"
     kind = reader.read(str, f"{prefix}.scaling.type", default=implied)
     match kind:
@@ -134,7 +134,7 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
                 beta_slow=reader.read(
                     float, f"{prefix}.scaling.yarn_beta_slow", default=YARN_BETA_SLOW
                 ),
-                # GGUF's number multiplies the usual magnitude; ours replaces it.
+                # GGUF's number multiplies YaRN's default magnitude; ours replaces it.
                 attention_factor=stretch and stretch * yarn_magnitude(factor, 1.0),
             )
         case _:
@@ -146,14 +146,14 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
 
 
 def stretched_position(rope: RopeConfig, max_position: int) -> int:
-    """The longest usable position. Yarn checkpoints often state the length before stretching."""
+    """The max usable position. YaRN checkpoints often state the length before stretching."""
     if rope.kind == "yarn" and rope.original_max_position is not None:
         return max(max_position, int(rope.original_max_position * rope.factor))
     return max_position
 
 
 def with_factors(config: ModelConfig) -> ModelConfig:
-    """The same model, frequencies divided by a stored vector (GGUF's form of llama3 scaling)."""
+    """The same model with frequencies divided by a stored vector (GGUF's form of llama3 RoPE)."""
     if config.rope is None or config.rope.kind != "default":
         raise ModelFormatError(
             "the checkpoint stores rotary frequency factors and also names a scaling rule; "
@@ -167,7 +167,7 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def _check_rope(rope: RopeConfig, where: str) -> RopeConfig:
-    """Every number a frequency is computed from is finite and above zero."""
+    """Checks that every number in the frequency formula is finite and above zero."""
     numbers = {
         "theta": rope.theta,
         "factor": rope.factor,

@@ -1,3 +1,1 @@
-"""Model runners, a folder for each framework; the modules beside the folders are what several
-share.
-"""
+"""Model runners, one folder per framework; modules beside the folders are shared by several."""

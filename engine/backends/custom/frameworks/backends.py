@@ -1,5 +1,5 @@
-"""The frameworks' backends by class. A frontend holds one of these and loads no framework; an
-engine's process loads its framework's `engine` module and nothing of the frontend.
+"""The backend classes of all frameworks. A frontend uses these and loads no framework; an engine
+process loads its framework's `execution/build.py` and nothing of the frontend.
 """
 
 from engine.backends.custom.base_custom import CustomBackend
@@ -24,6 +24,6 @@ class JAXBackend(CustomBackend):
 
 
 class TinygradBackend(CustomBackend):
-    """A model on tinygrad, on a CPU by way of clang, or on a GPU that tinygrad knows."""
+    """A model on tinygrad: on a CPU through clang, or on a GPU that tinygrad supports."""
 
     framework = "tinygrad"

@@ -1,6 +1,4 @@
-"""Many small arrays side by side in one vector of 32-bit words, so that a step crosses to a device
-in one copy.
-"""
+"""Packs many small arrays into one vector of 32-bit words, to copy them to a device at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +14,8 @@ Arrays = Mapping[str, NDArray[np.generic]]
 
 
 class Layout:
-    """Where each array lies in the vector. `pads` fill what an array leaves of its room; the `last`
-    array, if any, is as long as it needs to be.
+    """Where each array lies in the vector. `pads` fill the unused part of an array's space; the
+    `last` array, if any, has no fixed size.
     """
 
     def __init__(
@@ -29,7 +27,7 @@ class Layout:
         for name, size in sizes.items():
             self._places[name] = (end, size)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        self.size = end  # but for the last
+        self.size = end  # without the last array
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -54,8 +52,8 @@ class Layout:
         return vector
 
     def views(self, buffer: Any, fields: Mapping[str, int]) -> dict[str, Any]:
-        """The arrays as parts of the vector, which may be of any library; those of several `fields`
-        are two-dimensional.
+        """The arrays as slices of the vector, which may be a tensor of any library; an array with
+        several `fields` becomes two-dimensional.
         """
         found = {name: buffer[start : start + size] for name, (start, size) in self._places.items()}
         if self._last is not None:

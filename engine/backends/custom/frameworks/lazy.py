@@ -1,5 +1,5 @@
-"""The frameworks' packages name their backend's class without loading it: it is the frontend's,
-which an engine's process does without.
+"""Lets a framework's package name its backend class without importing it. The class belongs to the
+frontend; an engine process never loads it.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ BACKENDS = "engine.backends.custom.frameworks.backends"
 
 
 def lazy_backend(package: str, name: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that has a backend's class."""
+    """The `__getattr__` of a package that exports a backend class."""
 
     def find(asked: str) -> Any:
         if asked != name:

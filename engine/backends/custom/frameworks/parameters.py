@@ -1,8 +1,8 @@
-"""A checkpoint's weights for frameworks whose layers are functions of their parameters.
+"""Loads a checkpoint's weights into a parameter tree, for frameworks with functional layers.
 
-Names with dots become the levels of a tree, numbers become lists:
-`tree["layers"][3]["attn"]["q"]["weight"]`. A weight is decoded, placed and dropped before the next
-one is read, so the host holds one float32 tensor at most.
+Dots in names become levels of the tree, numbers become lists:
+`tree["layers"][3]["attn"]["q"]["weight"]`. Each weight is dequantized, placed and dropped before
+the next one is read, so the host holds at most one float32 tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,17 +15,17 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.errors import ModelFormatError
 
 ROPE_FACTORS = "rope.factors"
-FUSED = ".attn.qkv."  # a matrix whose rows are those of q, then k, then v
+FUSED = ".attn.qkv."  # a matrix with the rows of q, then k, then v
 
 
 class Weight(Protocol):
     def numpy(self) -> NDArray[np.float32]:
-        """The decoded tensor, (out, in) for a matrix."""
+        """The dequantized tensor, (out, in) for a matrix."""
         ...
 
 
 def check_decoder(config: ModelConfig, framework: str) -> None:
-    """Refuse what is none: a framework's one model is a decoder."""
+    """Rejects encoders: the framework runs decoders only."""
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(
             f"the {framework} framework has no decoder for family '{config.family}'"
@@ -33,7 +33,7 @@ def check_decoder(config: ModelConfig, framework: str) -> None:
 
 
 def rope_factors(weights: Mapping[str, Weight]) -> NDArray[np.float32] | None:
-    """Of a rotary rule that comes with the checkpoint."""
+    """The frequency factors of RoPE, if the checkpoint has them."""
     factors = weights.get(ROPE_FACTORS)
     return None if factors is None else factors.numpy()
 
@@ -43,7 +43,7 @@ def parameter_tree(
     decode: Callable[[Weight], Any],
     place: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """`decode` gives an array of any library, `place` what the tree holds of it, by its name."""
+    """`decode` makes an array of any library; `place` makes the tree's leaf from name and array."""
     tree: dict[str, Any] = {}
     for name, weight in weights.items():
         if name == ROPE_FACTORS:

@@ -1,4 +1,4 @@
-"""What tensor libraries cannot be asked for, and our own kernels can."""
+"""Rejects options that tensor libraries do not support and our own kernels do."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ def check_dtype(dtype: str, known: Iterable[str]) -> None:
 
 
 def check_config(framework: str, library: str, model: ModelConfig, config: RunnerConfig) -> None:
-    """Raises `ConfigError`. `library` is whose threads compute."""
+    """Raises `ConfigError`. `library` names the owner of the compute threads."""
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(
             f"the {framework} backend keeps keys and values as {config.dtype}, the type it "
@@ -34,7 +34,7 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
 def check_plain(
     framework: str, library: str, dtypes: Iterable[str], model: ModelConfig, config: RunnerConfig
 ) -> None:
-    """Of a framework that knows nothing but weights of one type."""
+    """Checks for a framework that cannot quantize; raises `ConfigError`."""
     check_dtype(config.dtype, dtypes)
     check_config(framework, library, model, config)
     if config.quantization != "auto":

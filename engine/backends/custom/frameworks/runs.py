@@ -1,4 +1,4 @@
-"""Rows cut into runs of bounded length, as work for a kernel."""
+"""Cuts rows into runs of bounded length, as work items for a kernel."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from engine.backends.custom.runtime.model_runner import I32
 
 
 def cut(counts: I32, size: int) -> tuple[I32, I32]:
-    """Of each run of at most `size`: its row, and how much of the row comes before it."""
+    """For each run of at most `size` tokens: its row, and its offset within the row."""
     each = -(-counts // size)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), each)
     before = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(each) - each, each)

@@ -1,4 +1,4 @@
-"""Attributes of the ops, one frozen dataclass each, and the check that they hold what they say."""
+"""Attributes of the ops, one frozen dataclass each, and a check of their types."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ class NoAttributes:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    scale: float = 1.0  # of the table's rows
+    scale: float = 1.0  # multiplies the looked-up rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class HeadNorm:
 class Rope:
     heads: int
     head_dim: int
-    dim: int  # the first values of a head, which are turned
+    dim: int  # the first `dim` values of a head are rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ class KvWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionAttributes:
     layer: int
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a token sees this many, itself included
+    window: int | None  # a token sees this many positions, itself included
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A product with all that may be fused into it.
+    """A matmul with everything that may be fused into it.
 
-    Weights: the norm's weight and bias, the parts, the parts' biases. Inputs: the rows, then what a
-    residual is added to.
+    Weights: the norm's weight and bias, the parts, the parts' biases. Inputs: the token rows, then
+    the residual that the result is added to.
     """
 
     parts: int = 1
@@ -81,7 +81,7 @@ class Projection:
     activation: Activation = "none"
     gated: bool = False
     residual: bool = False
-    scale: float = 1.0  # of the product, before it is added
+    scale: float = 1.0  # multiplies the matmul's result before the residual is added
 
     @property
     def norm_weights(self) -> int:
@@ -90,21 +90,21 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite:
-    """Inputs: qkv, cosines and sines where heads are turned, cache, slots. Weights: the norms."""
+    """Inputs: qkv, cosines and sines if the model uses RoPE, cache, slots. Weights: the norms."""
 
     layer: int
     heads: int
     kv_heads: int
     head_dim: int
-    rope_dim: int  # 0: none
+    rope_dim: int  # 0: no rotation
     q_norm: bool
     k_norm: bool
     eps: float
-    whole_norm: bool = False  # all heads of a token together; else each by itself
+    whole_norm: bool = False  # one norm over all heads of a token; else one norm per head
 
 
 def attribute_fault(attributes: Any, kind: type) -> str | None:
-    """What is wrong with a node's attributes, or None."""
+    """An error message if a node's attributes have wrong types, else None."""
     hints = _hints(kind)
     if type(attributes) is not kind:
         return f"attributes must be {kind.__name__}, found {type(attributes).__name__}"

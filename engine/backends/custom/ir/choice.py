@@ -1,7 +1,7 @@
-"""Which kernel a step gets, by the machine, the weights and what was asked for; how work is split.
+"""Chooses each plan step's kernel from the CPU, the weight layout and the precision; splits work.
 
-A kernel is never chosen by how many rows share a step, so that a row's result does not depend on
-them. The split does depend on it: it says who computes what, never how.
+The choice never depends on how many rows share a step, so a row's result does not depend on its
+batch. The split does depend on it: it divides work among threads and changes no arithmetic.
 """
 
 import math
@@ -16,22 +16,23 @@ from engine.backends.custom.ir.plan import (
 )
 from engine.backends.custom.ir.types import Numerics
 
-# A claim costs about 0.1 us; this much work, in multiplications, takes some 2 us.
+# A thread claims work at about 0.1 us per claim; this many multiplications take some 2 us.
 _CLAIM_WORK = 1 << 16
-# Each thread gets this many claims at least, so that the last one to finish is not waited for long.
+# Each thread gets at least this many claims, so that threads finish at about the same time.
 _CLAIMS = 4
 _HALVES = ("F16", "BF16")
-_TILED_ATTENTION = ("amx",)  # instruction sets with kernels for it
+_TILED_ATTENTION = ("amx",)  # instruction sets that have tiled attention kernels
 
 
-def product_kernel(
+def matmul_kernel(
     layout: str, machine: Machine, precision: Precision, few_rows: bool = False
 ) -> Kernel:
-    """By the layout of the weights; what is not a layout of floats is quantized.
+    """Every layout that is not a float layout is quantized.
 
-    A file of float32 weights is computed in float32. Other prompts go through bfloat16 where the
-    CPU has it, being many rows at once; a generated token is rounded to 8 bits in groups, which
-    reads quantized weights as they are. `few_rows`: so are prompts in this step, as for logits.
+    A float32 file is computed in float32. For other files, prefill uses bfloat16 where the CPU has
+    it, because it has many rows at once. Decode quantizes activations to int8 in groups and reads
+    quantized weights as they are. `few_rows`: prefill tokens also use the decode arithmetic in this
+    plan step, as for logits.
     """
     if precision.exact or layout == "F32":
         return Kernel("f32", "f32")
@@ -40,13 +41,13 @@ def product_kernel(
 
 
 def attention_kernel(machine: Machine, precision: Precision) -> Kernel:
-    """Prompts go through tiles where the CPU has them and the cache is stored as they read it."""
+    """Prefill uses tiled attention if the CPU has it and the cache type suits the tiles."""
     tiled = machine.instruction_set in _TILED_ATTENTION and precision.kv_type == "bfloat16"
     return Kernel("f32", "bf16" if tiled else "f32")
 
 
 def split(matrix: PackedMatrix, gated: bool, rows: int, machine: Machine) -> Split:
-    """Claims that are worth their price, and enough of them to share; for up to `rows` tokens."""
+    """Claims large enough to pay for themselves and enough to share, for up to `rows` tokens."""
     panels = 2 if gated else 1
     units = math.ceil(matrix.rows / (panels * PANEL_ROWS))
     if machine.threads == 1:

@@ -1,4 +1,4 @@
-"""What each step of a plan reads, writes and computes, for a step of a given size."""
+"""Bytes and FLOPs of each plan step, for an engine step of a given size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class StepCost:
 
 
 class PlanCost:
-    """Prices of a plan's steps. `kv_value_bytes` is the size of one stored key or value entry."""
+    """Costs of a plan's steps. `kv_value_bytes` is the size of one value in the KV cache."""
 
     def __init__(
         self, plan: ExecutionPlan, stored_bytes: StoredBytes, kv_value_bytes: float
@@ -79,7 +79,7 @@ class PlanCost:
         return weights_of(step, self._matrices)
 
     def _embed(self, step: EmbedStep, counts: Counts) -> StepCost:
-        """Only the rows that are looked up are read."""
+        """Counts only the table rows that are looked up."""
         matrix = self._matrices[step.table]
         row = self._stored_bytes(step.table) / matrix.rows
         size = counts.tokens * matrix.columns

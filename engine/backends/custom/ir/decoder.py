@@ -1,8 +1,8 @@
-"""The graph of a decoder, by its `ModelConfig`: one for every family."""
+"""Builds a decoder's graph from its `ModelConfig`; one builder serves every family."""
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import (
-    Attention,
+    AttentionAttributes,
     Columns,
     HeadNorm,
     KvWrite,
@@ -16,9 +16,9 @@ from engine.core.errors import ModelFormatError
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
-WRITE_SLOTS = "write_slots"  # block * tokens of a block + offset
-ROW_OF = "row_of"  # which sequence a token belongs to
-TABLES = "tables"  # blocks of each sequence
+WRITE_SLOTS = "write_slots"  # block * block_size + offset
+ROW_OF = "row_of"  # the sequence that a token belongs to
+TABLES = "tables"  # block table of each sequence
 LOGIT_TOKENS = "logit_tokens"
 COSINES = "cosines"
 SINES = "sines"
@@ -56,7 +56,7 @@ class DecoderBuilder:
         return self.add("embed_sum", tokens, places)
 
     def norm(self, x: str, name: str) -> str:
-        """Over the hidden size, of the model's kind."""
+        """The model's kind of norm, over the hidden size."""
         size, kind = self.config.hidden_size, self.config.norm
         weights = [self.graph.weight(f"{name}.weight", size)]
         if kind == "layer":
@@ -77,7 +77,7 @@ class DecoderBuilder:
         return self.graph.add("scale", name, [x], (), Scale(factor))
 
     def split_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """A matrix each for queries, keys and values."""
+        """Queries, keys and values from one matrix each."""
         config = self.config
         return tuple(
             self.linear(
@@ -91,7 +91,7 @@ class DecoderBuilder:
         )
 
     def fused_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Queries, keys and values are the rows of one matrix."""
+        """Queries, keys and values from one fused matrix."""
         config = self.config
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         bounds = (0, sizes[0], sum(sizes), sum(sizes) + sizes[1])
@@ -102,7 +102,7 @@ class DecoderBuilder:
         )
 
     def attention(self, x: str, layer: int) -> str:
-        """The heads' outputs, before the product that leads back to the hidden size."""
+        """The heads' outputs, before the output projection."""
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
         q, k, v = self.fused_qkv(x, name) if config.fused_qkv else self.split_qkv(x, name)
@@ -117,7 +117,7 @@ class DecoderBuilder:
             f"{name}.heads",
             [q, written, POSITIONS, ROW_OF, TABLES],
             (),
-            Attention(
+            AttentionAttributes(
                 layer,
                 config.num_heads,
                 kv_heads,
@@ -128,7 +128,7 @@ class DecoderBuilder:
         )
 
     def _heads(self, x: str, name: str, heads: int) -> str:
-        """Queries or keys as attention wants them: normed and rotated where the model does so."""
+        """Queries or keys with the model's head norm and RoPE, where it has them."""
         config = self.config
         if config.qk_norm == "whole":
             weight = self.graph.weight(f"{name}_norm.weight", heads * config.head_dim)
@@ -139,12 +139,12 @@ class DecoderBuilder:
             attributes = HeadNorm(heads, config.head_dim, config.norm_eps)
             x = self.graph.add("head_norm", f"{name}_norm", [x], [weight], attributes)
         if config.rope is not None:
-            turn = Rope(heads, config.head_dim, config.rope.dim)
-            x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), turn)
+            rotation = Rope(heads, config.head_dim, config.rope.dim)
+            x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), rotation)
         return x
 
     def mlp(self, x: str, layer: int) -> str:
-        """activation(up), or activation(gate) * up, before the product that leads back."""
+        """activation(up), or activation(gate) * up, before the down projection."""
         config, name = self.config, f"layers.{layer}.mlp"
         inner, hidden = config.intermediate_size, config.hidden_size
         first = "gate" if config.gated_mlp else "up"
@@ -156,11 +156,11 @@ class DecoderBuilder:
         return self.graph.add("mul", f"{name}.gated", [y, up])
 
     def read(self, x: str, name: str) -> str:
-        """What a half of a block reads of the residual stream."""
+        """The input of attention or MLP: the residual stream, normed if the model norms inputs."""
         return self.norm(x, name) if self.config.norm_placement == "input" else x
 
     def merge(self, x: str, half: str, name: str) -> str:
-        """The stream with what a half gave; `name` is its own: layers.0.attn"""
+        """Adds the output `half` of attention or MLP to the stream; `name`: "layers.0.attn"."""
         config = self.config
         if config.norm_placement == "output":
             half = self.norm(half, f"{name}_norm")
@@ -169,11 +169,11 @@ class DecoderBuilder:
         return self.add(f"{name}_sum", x, half)
 
     def wanted(self, x: str, name: str) -> str:
-        """Of the tokens whose logits are read."""
+        """Only the tokens whose logits are wanted."""
         return self.graph.add("gather_rows", name, [x, LOGIT_TOKENS])
 
     def logits(self, x: str) -> Graph:
-        """Ends the graph: the final norm and the head."""
+        """Finishes the graph with the final norm and the LM head."""
         config = self.config
         x = self.norm(x, "norm")
         name = "embed.weight" if config.tie_embeddings else "head.weight"
@@ -185,8 +185,8 @@ class DecoderBuilder:
 
 
 def build_graph(config: ModelConfig) -> Graph:
-    """Blocks of two halves, attention and MLP, each of which adds to the residual stream. What
-    follows the last attention is computed of the wanted tokens only: nothing reads the others.
+    """Each layer is attention, then MLP; each adds to the residual stream. Everything after the
+    last attention is computed only for tokens whose logits are wanted.
     """
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(f"there is no graph for models of the family '{config.family}'")

@@ -1,11 +1,11 @@
-"""Arguments for each op, generated: one row and many, odd sizes, ragged sequences."""
+"""Generated arguments for each op: one row and many, odd sizes, ragged sequences."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from engine.backends.custom.ir.attributes import (
-    Attention,
+    AttentionAttributes,
     Columns,
     HeadNorm,
     KvWrite,
@@ -99,7 +99,7 @@ def rope(rng: np.random.Generator) -> Iterator[Example]:
     for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
         for dim in (size, size // 2):
             x = _normal(rng, rows, heads * size)
-            yield Example(Rope(heads, size, dim), (x, *_turns(rng, rows, dim)))
+            yield Example(Rope(heads, size, dim), (x, *_rotations(rng, rows, dim)))
 
 
 def columns(rng: np.random.Generator) -> Iterator[Example]:
@@ -121,7 +121,7 @@ def kv_write(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def attention(rng: np.random.Generator) -> Iterator[Example]:
-    """Three sequences: one query at its end, a whole prompt, the later chunk of a prompt."""
+    """Three sequences: a decode token, a whole prompt, the later chunk of a prompt."""
     for heads, kv_heads, size in HEADS:
         for window in (None, 7):
             positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)
@@ -130,7 +130,7 @@ def attention(rng: np.random.Generator) -> Iterator[Example]:
             tables = rng.permutation(9).astype(np.int32).reshape(3, 3)
             queries = _normal(rng, len(positions), heads * size)
             yield Example(
-                Attention(0, heads, kv_heads, size, size**-0.5, window),
+                AttentionAttributes(0, heads, kv_heads, size, size**-0.5, window),
                 (queries, cache, positions, row_of, tables),
             )
 
@@ -167,18 +167,18 @@ def rope_write(rng: np.random.Generator) -> Iterator[Example]:
         ):
             qkv = _normal(rng, rows, (heads + 2 * kv_heads) * size)
             cache = np.zeros((4, BLOCK, 2, kv_heads, size), np.float32)
-            turns = _turns(rng, rows, dim) if dim else ()
+            rotations = _rotations(rng, rows, dim) if dim else ()
             sizes = (heads * size, kv_heads * size) if whole else (size, size)
             norms = tuple(_normal(rng, each) for each in sizes if normed)
             attributes = RopeWrite(0, heads, kv_heads, size, dim, normed, normed, 1e-6, whole)
-            yield Example(attributes, (qkv, *turns, cache, _slots(rng, rows)), norms)
+            yield Example(attributes, (qkv, *rotations, cache, _slots(rng, rows)), norms)
 
 
 def _normal(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> F32:
     return rng.normal(0, spread, shape).astype(np.float32)
 
 
-def _turns(rng: np.random.Generator, rows: int, dim: int) -> tuple[F32, F32]:
+def _rotations(rng: np.random.Generator, rows: int, dim: int) -> tuple[F32, F32]:
     angles = rng.uniform(0, 300, (rows, dim // 2))
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

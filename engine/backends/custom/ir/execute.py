@@ -1,7 +1,7 @@
 """Runs plans and graphs in numpy over a paged cache: the oracle for every other executor.
 
-The plan's executor keeps buffers in the places that the plan gave them and fills what is free with
-NaN, so a buffer that is read before it is written, or written while it is needed, shows.
+The plan executor keeps buffers at the arena places that the plan assigned and fills free places
+with NaN. A buffer that is read before it is written, or overwritten too early, thus shows.
 """
 
 from collections.abc import Mapping
@@ -29,37 +29,39 @@ Weights = Mapping[str, F32]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's tokens, in any order; those of a sequence may be a chunk of its prompt."""
+class ReferenceBatch:
+    """One step's tokens in any order; a sequence's tokens may be a chunk of its prompt."""
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
-    write_slots: Integers  # (T,) block * tokens of a block + offset
-    row_of: I32  # (T,) which sequence
-    tables: I32  # (S, B) blocks of each sequence
+    write_slots: Integers  # (T,) block * block_size + offset
+    row_of: I32  # (T,) index of the token's sequence
+    tables: I32  # (S, B) block table of each sequence
     logit_tokens: I32  # (R,) tokens whose logits are wanted
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What outlives a step."""
+    """State that outlives a step: the KV cache and the rotary tables."""
 
     caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
-    turns: tuple[F32, F32] | None  # cosines and sines, (positions, dim / 2) each
+    rotations: tuple[F32, F32] | None  # cosines and sines, (positions, dim / 2) each
 
-    def turns_at(self, positions: I32) -> tuple[F32, F32] | None:
-        if self.turns is None:
+    def rotations_at(self, positions: I32) -> tuple[F32, F32] | None:
+        if self.rotations is None:
             return None
-        return self.turns[0][positions], self.turns[1][positions]
+        return self.rotations[0][positions], self.rotations[1][positions]
 
 
-def run_graph(graph: Graph, weights: Weights, batch: Batch, state: State) -> F32:
-    """Evaluates node after node by the table's references; gives the first output."""
+def run_graph(graph: Graph, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
+    """Evaluates the nodes in order with the op table's references; returns the first output."""
     return graph_values(graph, weights, batch, state)[graph.outputs[0]]
 
 
-def graph_values(graph: Graph, weights: Weights, batch: Batch, state: State) -> dict[str, Array]:
-    """Every node's value, by its name."""
+def graph_values(
+    graph: Graph, weights: Weights, batch: ReferenceBatch, state: State
+) -> dict[str, Array]:
+    """The value of every node, by name."""
     values: dict[str, Array] = {
         decoder.TOKEN_IDS: batch.token_ids,
         decoder.POSITIONS: batch.positions,
@@ -68,9 +70,9 @@ def graph_values(graph: Graph, weights: Weights, batch: Batch, state: State) -> 
         decoder.TABLES: batch.tables,
         decoder.LOGIT_TOKENS: batch.logit_tokens,
     }
-    turns = state.turns_at(batch.positions)
-    if turns is not None:
-        values[decoder.COSINES], values[decoder.SINES] = turns
+    rotations = state.rotations_at(batch.positions)
+    if rotations is not None:
+        values[decoder.COSINES], values[decoder.SINES] = rotations
     values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
     for node in graph.nodes:
         values[node.name] = OPS[node.op].reference(
@@ -81,8 +83,8 @@ def graph_values(graph: Graph, weights: Weights, batch: Batch, state: State) -> 
     return values
 
 
-def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> F32:
-    """Executes step after step; gives a copy of the output's rows."""
+def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
+    """Executes the plan steps in order; returns a copy of the output's rows."""
     run = _Run(plan, weights, batch, state)
     for step in plan.steps:
         match step:
@@ -102,9 +104,11 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) 
 
 
 class _Run:
-    """One execution: the arena, and a method for each kind of step."""
+    """One execution: the arena, and a method for each kind of plan step."""
 
-    def __init__(self, plan: ExecutionPlan, weights: Weights, batch: Batch, state: State) -> None:
+    def __init__(
+        self, plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State
+    ) -> None:
         counts = {"token": len(batch.token_ids), "logit": len(batch.logit_tokens)}
         room = {"token": plan.capacity.tokens, "logit": plan.capacity.logits}
         if any(counts[kind] > room[kind] for kind in room):
@@ -117,7 +121,7 @@ class _Run:
         self.buffers = [arena[buffer.place][:, : buffer.width] for buffer in plan.buffers]
         self._matrices = {matrix.name: matrix for matrix in plan.matrices}
         self._weights, self._batch, self._state = weights, batch, state
-        self._turns = state.turns_at(batch.positions)
+        self._rotations = state.rotations_at(batch.positions)
 
     def embed(self, step: EmbedStep) -> None:
         (table,) = self._matrices[step.table].parts
@@ -132,15 +136,15 @@ class _Run:
         x = self._normed(self.buffers[step.source], step.norm)
         parts = [self._weights[name] for name in matrix.parts]
         biases = [self._weights[name] for name in matrix.biases] if step.has_bias else []
-        product = reference.projection(x, parts, biases, step.activation, step.gated)
-        product = product * np.float32(step.scale)
-        out = self.buffers[step.out][:, step.column : step.column + product.shape[1]]
+        matmul = reference.projection(x, parts, biases, step.activation, step.gated)
+        matmul = matmul * np.float32(step.scale)
+        out = self.buffers[step.out][:, step.column : step.column + matmul.shape[1]]
         if step.residual:
-            out += product
+            out += matmul
         elif step.multiply:
-            out *= product
+            out *= matmul
         else:
-            out[:] = product
+            out[:] = matmul
 
     def add_norm(self, step: AddNormStep) -> None:
         weight = self._weights[step.weight]
@@ -157,7 +161,7 @@ class _Run:
             step.heads,
             self._state.caches[step.layer],
             self._batch.write_slots,
-            self._turns if step.rope_dim else None,
+            self._rotations if step.rope_dim else None,
             (norms[0], norms[1]),
             step.eps,
         )

@@ -1,10 +1,10 @@
-"""Fusions: each pass turns a pattern of nodes into fewer nodes that compute the same."""
+"""Fusion passes: each replaces a pattern of nodes by fewer nodes with the same result."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.backends.custom.ir.attributes import (
-    Attention,
+    AttentionAttributes,
     Columns,
     Normalize,
     Projection,
@@ -13,9 +13,9 @@ from engine.backends.custom.ir.attributes import (
 from engine.backends.custom.ir.graph import Graph, Node, Rewrite
 from engine.backends.custom.ir.plan import Activation
 
-_PRODUCTS = ("linear", "projection")
+_MATMULS = ("linear", "projection")
 _NORMS = ("rms_norm", "layer_norm")
-_HEAD_NORMS = ("head_norm", "rms_norm")  # of each head of q and k, or of all together
+_HEAD_NORMS = ("head_norm", "rms_norm")  # one norm per head of q and k, or one over all heads
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -54,7 +54,7 @@ def fuse_positions(graph: Graph) -> Graph:
 
 
 def fuse_norms(graph: Graph) -> Graph:
-    """linear(norm(x)) -> projection(x), where nothing but products reads the norm"""
+    """linear(norm(x)) -> projection(x), if only matmuls read the norm"""
     edit = Rewrite(graph)
     for norm in graph.nodes:
         if norm.op not in _NORMS or norm.name in graph.outputs:
@@ -80,7 +80,7 @@ def fuse_norms(graph: Graph) -> Graph:
 
 
 def fuse_qkv(graph: Graph) -> Graph:
-    """Products that become the queries, keys and values of one attention -> one product"""
+    """The matmuls for q, k and v of one attention -> one matmul"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "attention":
@@ -89,75 +89,73 @@ def fuse_qkv(graph: Graph) -> Graph:
         if write is None:
             continue
         chains = [_chain(edit, name) for name in (node.inputs[0], *write.inputs[1:3])]
-        products = [chain[-1] for chain in chains if chain and chain[-1].op in _PRODUCTS]
-        if len(products) != 3 or not _stackable(edit, products):
+        matmuls = [chain[-1] for chain in chains if chain and chain[-1].op in _MATMULS]
+        if len(matmuls) != 3 or not _stackable(edit, matmuls):
             continue
-        joined = joined_name([product.name for product in products])
-        fused = _stack(edit, joined, products, products)
+        joined = joined_name([matmul.name for matmul in matmuls])
+        fused = _stack(edit, joined, matmuls, matmuls)
         pieces, start = [], 0
-        for product in products:
-            stop = start + _width(product)
-            pieces.append(
-                edit.node("columns", product.name, [joined], (), Columns(start, stop), ())
-            )
+        for matmul in matmuls:
+            stop = start + _width(matmul)
+            pieces.append(edit.node("columns", matmul.name, [joined], (), Columns(start, stop), ()))
             start = stop
-        edit.drop(products)
-        edit.put(edit.first(products), fused, *pieces)
+        edit.drop(matmuls)
+        edit.put(edit.first(matmuls), fused, *pieces)
     return edit.done()
 
 
 def fuse_activations(graph: Graph) -> Graph:
-    """activation(product) -> product"""
+    """activation(matmul) -> matmul with an activation epilogue"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op not in _ACTIVATIONS:
             continue
-        product = edit.maker(node.inputs[0], *_PRODUCTS)
-        if product is None or not edit.private(product.name) or not _is_bare(product):
+        matmul = edit.maker(node.inputs[0], *_MATMULS)
+        if matmul is None or not edit.private(matmul.name) or not _is_bare(matmul):
             continue
-        attributes = replace(as_projection(product), activation=_ACTIVATIONS[node.op])
+        attributes = replace(as_projection(matmul), activation=_ACTIVATIONS[node.op])
         fused = edit.node(
-            "projection", node.name, product.inputs, product.weights, attributes, (product, node)
+            "projection", node.name, matmul.inputs, matmul.weights, attributes, (matmul, node)
         )
-        edit.drop([product])
+        edit.drop([matmul])
         edit.put(node, fused)
     return edit.done()
 
 
 def fuse_gates(graph: Graph) -> Graph:
-    """activation(x @ gate) * (x @ up) -> one gated product"""
+    """activation(x @ gate) * (x @ up) -> one gated matmul"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "mul":
             continue
-        sides = [edit.maker(name, *_PRODUCTS) for name in node.inputs]
-        products = [side for side in sides if side is not None]
-        products.sort(key=lambda product: as_projection(product).activation == "none")  # gate first
-        if len(products) != 2 or as_projection(products[0]).activation == "none":
+        sides = [edit.maker(name, *_MATMULS) for name in node.inputs]
+        matmuls = [side for side in sides if side is not None]
+        matmuls.sort(key=lambda matmul: as_projection(matmul).activation == "none")  # gate first
+        if len(matmuls) != 2 or as_projection(matmuls[0]).activation == "none":
             continue
-        gate, up = products
-        if not _is_bare(up) or not _stackable(edit, products, up):
+        gate, up = matmuls
+        if not _is_bare(up) or not _stackable(edit, matmuls, up):
             continue
-        fused = _stack(edit, node.name, products, (*products, node), gated=True)
-        edit.drop(products)
+        fused = _stack(edit, node.name, matmuls, (*matmuls, node), gated=True)
+        edit.drop(matmuls)
         edit.put(node, fused)
     return edit.done()
 
 
 def fuse_scales(graph: Graph) -> Graph:
-    """product * factor -> product"""
+    """matmul * factor -> matmul with a scale epilogue"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "scale":
             continue
-        product = edit.maker(node.inputs[0], *_PRODUCTS)
-        if product is None or not edit.private(product.name) or not _is_bare(product):
+        matmul = edit.maker(node.inputs[0], *_MATMULS)
+        if matmul is None or not edit.private(matmul.name) or not _is_bare(matmul):
             continue
-        attributes = replace(as_projection(product), scale=node.attributes.factor)
+        attributes = replace(as_projection(matmul), scale=node.attributes.factor)
         fused = edit.node(
-            "projection", node.name, product.inputs, product.weights, attributes, (product, node)
+            "projection", node.name, matmul.inputs, matmul.weights, attributes, (matmul, node)
         )
-        edit.drop([product])
+        edit.drop([matmul])
         edit.put(node, fused)
     return edit.done()
 
@@ -175,8 +173,8 @@ def fuse_rope_writes(graph: Graph) -> Graph:
         attributes = _rope_write(node.attributes, chains)
         if attributes is None:
             continue
-        turn = next((each for each in chains[0] if each.op == "rope"), None)
-        inputs = chains[0][-1].inputs + (turn.inputs[1:] if turn else ())
+        rotation = next((each for each in chains[0] if each.op == "rope"), None)
+        inputs = chains[0][-1].inputs + (rotation.inputs[1:] if rotation else ())
         inputs += (write.inputs[0], write.inputs[3])
         norms = [each.weights[0] for chain in chains for each in chain if each.op in _HEAD_NORMS]
         replaced = [each for chain in chains for each in chain]
@@ -191,30 +189,30 @@ def fuse_rope_writes(graph: Graph) -> Graph:
 
 
 def fuse_residuals(graph: Graph) -> Graph:
-    """x + product -> a product that is added to x in place, where nothing reads x afterwards"""
+    """x + matmul -> a matmul that adds to x in place, if nothing reads x afterwards"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
             continue
         for kept, name in (node.inputs, node.inputs[::-1]):
-            product = edit.maker(name, *_PRODUCTS)
-            if product is None or not edit.private(name) or not _is_bare(product):
+            matmul = edit.maker(name, *_MATMULS)
+            if matmul is None or not edit.private(name) or not _is_bare(matmul):
                 continue
             if kept in graph.inputs or edit.last_user(kept) is not node:
                 continue
-            attributes = replace(as_projection(product), residual=True)
-            inputs = (*product.inputs, kept)
+            attributes = replace(as_projection(matmul), residual=True)
+            inputs = (*matmul.inputs, kept)
             fused = edit.node(
-                "projection", node.name, inputs, product.weights, attributes, (product, node)
+                "projection", node.name, inputs, matmul.weights, attributes, (matmul, node)
             )
-            edit.drop([product])
+            edit.drop([matmul])
             edit.put(node, fused)
             break
     return edit.done()
 
 
 def fuse_output_norms(graph: Graph) -> Graph:
-    """x + norm(y) -> a norm that is added to x in place, where nothing reads x afterwards"""
+    """x + norm(y) -> a norm that adds to x in place, if nothing reads x afterwards"""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -258,71 +256,71 @@ def joined_name(names: Sequence[str]) -> str:
 
 
 def as_projection(node: Node) -> Projection:
-    """The attributes of a product, whichever of the two ops it is."""
+    """The attributes of a matmul node, whether its op is `linear` or `projection`."""
     if isinstance(node.attributes, Projection):
         return node.attributes
     return Projection(has_bias=len(node.weights) > 1)
 
 
-def _is_bare(product: Node) -> bool:
-    """Whether nothing follows the product inside its node."""
-    attributes = as_projection(product)
+def _is_bare(matmul: Node) -> bool:
+    """Whether the node is a matmul without an epilogue."""
+    attributes = as_projection(matmul)
     return not (attributes.gated or attributes.residual or attributes.activation != "none")
 
 
-def _width(product: Node) -> int:
-    width = product.value.shape[1]
-    assert isinstance(width, int), product
+def _width(matmul: Node) -> int:
+    width = matmul.value.shape[1]
+    assert isinstance(width, int), matmul
     return width
 
 
-def _stackable(edit: Rewrite, products: Sequence[Node], like: Node | None = None) -> bool:
-    """Whether the products read the same rows in the same way, each for one user."""
-    model = like or products[0]
+def _stackable(edit: Rewrite, matmuls: Sequence[Node], like: Node | None = None) -> bool:
+    """Whether the matmuls read the same input with the same norm, and each has one user."""
+    model = like or matmuls[0]
     kind = replace(as_projection(model), parts=1, activation="none")
     norms = kind.norm_weights
     return all(
-        edit.private(product.name)
-        and product.inputs == model.inputs
-        and product.weights[:norms] == model.weights[:norms]
-        and replace(as_projection(product), activation="none") == kind
-        for product in products
+        edit.private(matmul.name)
+        and matmul.inputs == model.inputs
+        and matmul.weights[:norms] == model.weights[:norms]
+        and replace(as_projection(matmul), activation="none") == kind
+        for matmul in matmuls
     )
 
 
 def _stack(
     edit: Rewrite,
     name: str,
-    products: Sequence[Node],
+    matmuls: Sequence[Node],
     replaces: Sequence[Node],
     gated: bool = False,
 ) -> Node:
-    """One product of the rows of all their matrices, with the activation of the first."""
-    first = products[0]
+    """One matmul over the stacked rows of all matrices, with the first one's activation."""
+    first = matmuls[0]
     norms = as_projection(first).norm_weights
-    matrices = tuple(product.weights[norms] for product in products)
-    biases = tuple(bias for product in products for bias in product.weights[norms + 1 :])
-    attributes = replace(as_projection(first), parts=len(products), gated=gated)
+    matrices = tuple(matmul.weights[norms] for matmul in matmuls)
+    biases = tuple(bias for matmul in matmuls for bias in matmul.weights[norms + 1 :])
+    attributes = replace(as_projection(first), parts=len(matmuls), gated=gated)
     weights = first.weights[:norms] + matrices + biases
     return edit.node("projection", name, first.inputs, weights, attributes, replaces)
 
 
 def _chain(edit: Rewrite, name: str) -> list[Node]:
-    """The nodes that make a head's value, last first, down to a product or a part of one."""
+    """The nodes that compute q, k or v, last first, down to a matmul or a slice of one."""
     chain: list[Node] = []
-    ops = ("rope", *_HEAD_NORMS, "columns", *_PRODUCTS)
+    ops = ("rope", *_HEAD_NORMS, "columns", *_MATMULS)
     while (node := edit.maker(name, *ops)) is not None:
         if not edit.private(name):
             return []
         chain.append(node)
-        if node.op in ("columns", *_PRODUCTS):
+        if node.op in ("columns", *_MATMULS):
             break
         name = node.inputs[0]
     return chain
 
 
-def _rope_write(attend: Attention, chains: Sequence[list[Node]]) -> RopeWrite | None:
-    """The attributes of the fused node, or None where the chains are not of its form."""
+def _rope_write(attend: AttentionAttributes, chains: Sequence[list[Node]]) -> RopeWrite | None:
+    """The fused node's attributes, or None if the chains do not match."""
     q_size, kv_size = attend.heads * attend.head_dim, attend.kv_heads * attend.head_dim
     wanted = (0, q_size, q_size + kv_size, q_size + 2 * kv_size)
     if any(not chain or chain[-1].op != "columns" for chain in chains):
@@ -335,8 +333,8 @@ def _rope_write(attend: Attention, chains: Sequence[list[Node]]) -> RopeWrite | 
     norms = [each for chain in chains for each in chain if each.op in _HEAD_NORMS]
     orders = [["norm" if each in norms else each.op for each in chain[:-1]] for chain in chains]
     allowed: tuple[list[str], ...] = ([], ["rope"], ["norm"], ["rope", "norm"])
-    turns = {each.inputs[1:] for chain in chains for each in chain if each.op == "rope"}
-    if any(order not in allowed for order in orders) or orders[2] or len(turns) > 1:
+    rotations = {each.inputs[1:] for chain in chains for each in chain if each.op == "rope"}
+    if any(order not in allowed for order in orders) or orders[2] or len(rotations) > 1:
         return None
     if ("rope" in orders[0]) != ("rope" in orders[1]):
         return None

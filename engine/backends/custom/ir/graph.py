@@ -1,5 +1,5 @@
-"""A model as a graph: nodes in the order of their computation, each the one value that it makes;
-the rules of a graph, and replacing some of its nodes by others.
+"""A model as a graph of nodes in execution order; each node produces one value. This module also
+verifies graphs and replaces nodes (`Rewrite`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from engine.backends.custom.ir.types import Dim, DType, ShapeError, Value
 
 
 class GraphError(ValueError):
-    """A graph that breaks a rule; `node` names where."""
+    """A graph breaks a rule; `node` names the place."""
 
     def __init__(self, node: str, message: str) -> None:
         super().__init__(f"{node}: {message}")
@@ -21,15 +21,15 @@ class GraphError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operation; others refer to its value by its name."""
+    """An operation; other nodes refer to its value by its name."""
 
     name: str
     op: str
     inputs: tuple[str, ...]  # names of graph inputs and of earlier nodes
     weights: tuple[str, ...]
-    attributes: Any  # of the op's type
+    attributes: Any  # an instance of the op's attributes class
     value: Value
-    fused: tuple[str, ...] | None = None  # the nodes that it does the work of, if not its own
+    fused: tuple[str, ...] | None = None  # names of the nodes that it replaced; None: only itself
 
     @property
     def origin(self) -> tuple[str, ...]:
@@ -51,13 +51,13 @@ class Graph:
 
 
 class GraphBuilder:
-    """Adds nodes one by one; each gets the shape that its op infers."""
+    """Adds nodes one by one; the op's shape inference sets each node's value."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, Value] = {}
         self._weights: dict[str, Value] = {}
         self._nodes: list[Node] = []
-        self._known: dict[str, Value] = {}  # of inputs, weights and nodes
+        self._known: dict[str, Value] = {}  # values of inputs, weights and nodes, by name
 
     def input(self, name: str, shape: tuple[Dim, ...], dtype: DType = "f32") -> str:
         self._inputs[name] = self._known[name] = Value(shape, dtype)
@@ -75,7 +75,7 @@ class GraphBuilder:
         weights: Sequence[str] = (),
         attributes: Any = None,
     ) -> str:
-        """Appends a node and gives its name, which stands for its value."""
+        """Appends a node and returns its name."""
         node = make_node(
             op,
             name,
@@ -101,7 +101,7 @@ def make_node(
     values: Mapping[str, Value],
     fused: tuple[str, ...] | None = None,
 ) -> Node:
-    """A node whose value is inferred from `values`, those of its inputs and weights by name."""
+    """A node whose value is inferred from `values`, which has its inputs and weights by name."""
     unknown = [each for each in (*inputs, *weights) if each not in values]
     if op not in OPS or unknown:
         raise GraphError(name, f"unknown op '{op}'" if op not in OPS else f"unknown {unknown}")
@@ -115,7 +115,7 @@ def make_node(
 
 
 def verify(graph: Graph) -> None:
-    """Raises `GraphError` for the first rule that does not hold."""
+    """Raises `GraphError` for the first rule that the graph breaks."""
     values: dict[str, Value] = dict(graph.inputs)
     names = {node.name for node in graph.nodes}
     for node in graph.nodes:
@@ -179,7 +179,7 @@ def _check_used(graph: Graph) -> None:
 
 
 class Rewrite:
-    """A graph and the changes to it; `done()` gives the new graph."""
+    """Collects changes to a graph; `done()` returns the new graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -195,12 +195,12 @@ class Rewrite:
         self._values.update((node.name, node.value) for node in graph.nodes)
 
     def maker(self, name: str, *ops: str) -> Node | None:
-        """The node that makes the value, if it is one of `ops`."""
+        """The node that produces the value, if its op is one of `ops`."""
         node = self.made_by.get(name)
         return node if node is not None and node.op in ops else None
 
     def private(self, name: str) -> bool:
-        """Whether one node alone uses the value."""
+        """Whether exactly one node uses the value."""
         return len(self.users.get(name, ())) == 1 and name not in self.graph.outputs
 
     def last_user(self, name: str) -> Node | None:
@@ -218,7 +218,7 @@ class Rewrite:
         attributes: object,
         replaces: Iterable[Node],
     ) -> Node:
-        """A new node that does the work of others."""
+        """A new node that replaces others."""
         ordered = sorted(replaces, key=lambda each: self._order.get(each.name, -1))
         origin = tuple(dict.fromkeys(name for each in ordered for name in each.origin))
         node = make_node(op, name, list(inputs), list(weights), attributes, self._values, origin)
@@ -229,7 +229,7 @@ class Rewrite:
         self._dropped.update(node.name for node in nodes)
 
     def put(self, at: Node, *nodes: Node) -> None:
-        """New nodes in the place of `at`, which goes."""
+        """Puts new nodes in the place of `at` and removes `at`."""
         self._dropped.add(at.name)
         self._added[at.name] = list(nodes)
 

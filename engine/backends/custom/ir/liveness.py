@@ -1,4 +1,4 @@
-"""Which buffers may share memory: those whose lives do not overlap."""
+"""Buffers share memory when their lifetimes do not overlap."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from engine.backends.custom.ir.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The first and the last step that touch a buffer."""
+    """The first and the last plan step that touch a buffer."""
 
     first: int
     last: int
 
     def overlaps(self, other: "Life") -> bool:
-        """A step that reads one buffer and writes another needs both."""
+        """Touching lifetimes overlap: a step may read one buffer while it writes the other."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a buffer needs of its place."""
+class ArenaPlace:
+    """What a buffer needs of its place in the arena."""
 
     width: int
     per: RowKind
 
 
 def touched(step: Step) -> tuple[int, ...]:
-    """The buffers that a step reads or writes."""
+    """The buffers that a plan step reads or writes."""
     match step:
         case EmbedStep():
             return (step.out,)
@@ -49,7 +49,7 @@ def touched(step: Step) -> tuple[int, ...]:
 
 
 def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, ...]:
-    """The life of each buffer; that of the output lasts to the end."""
+    """The lifetime of each buffer; the output lives to the end."""
     first, last = [len(steps)] * num_buffers, [0] * num_buffers
     for index, step in enumerate(steps):
         for buffer in touched(step):
@@ -60,16 +60,16 @@ def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, .
 
 
 def assign_places(
-    rooms: Sequence[Room], spans: Sequence[Life]
+    rooms: Sequence[ArenaPlace], spans: Sequence[Life]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A place for each buffer and the width of each place.
+    """A place for each buffer, and the width of each place.
 
-    In the order of birth, each buffer takes the free place that has to grow least, then the one
-    that wastes least. Tokens and wanted tokens are different in number and never share.
+    Buffers are placed in the order of their first use. Each takes the free place that has to grow
+    the least, then the one that wastes the least. Per-token and per-logit buffers never share.
     """
     widths: list[int] = []
     kinds: list[RowKind] = []
-    free_from: list[int] = []  # the first step at which a place is free
+    free_from: list[int] = []  # per place: the first plan step at which it is free
     chosen = [0] * len(rooms)
     for index in sorted(range(len(rooms)), key=lambda each: spans[each].first):
         room, span = rooms[index], spans[index]

@@ -1,14 +1,14 @@
-"""From a fused graph to steps: a step or a few for each node, over buffers not yet placed."""
+"""Lowers a fused graph to plan steps over buffers that are not yet placed in the arena."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from engine.backends.custom.ir.attributes import Attention, Projection, RopeWrite
-from engine.backends.custom.ir.choice import attention_kernel, product_kernel, split
+from engine.backends.custom.ir.attributes import AttentionAttributes, Projection, RopeWrite
+from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel, split
 from engine.backends.custom.ir.fusion import as_projection, joined_name
 from engine.backends.custom.ir.graph import Graph, GraphError, Node
-from engine.backends.custom.ir.liveness import Room
+from engine.backends.custom.ir.liveness import ArenaPlace
 from engine.backends.custom.ir.plan import (
     AddNormStep,
     AttentionStep,
@@ -25,14 +25,14 @@ from engine.backends.custom.ir.plan import (
     Step,
 )
 
-LayoutOf = Callable[[str], str]  # how kernels read a weight, by its name
+LayoutOf = Callable[[str], str]  # a weight's name -> the packed layout that kernels read
 
 _KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
 
 
 @dataclass
 class Lowering:
-    """Steps under construction."""
+    """Plan steps under construction."""
 
     graph: Graph
     capacity: Capacity
@@ -40,9 +40,9 @@ class Lowering:
     precision: Precision
     layout_of: LayoutOf
     steps: list[Step] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of the buffers
-    rooms: list[Room] = field(default_factory=list)
-    buffer_of: dict[str, int] = field(default_factory=dict)  # by the value that it holds
+    names: list[str] = field(default_factory=list)  # buffer names
+    rooms: list[ArenaPlace] = field(default_factory=list)
+    buffer_of: dict[str, int] = field(default_factory=dict)  # value name -> buffer
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)
     vectors: dict[str, None] = field(default_factory=dict)
 
@@ -50,8 +50,8 @@ class Lowering:
         lower = {
             "embed": self._embed,
             "embed_positions": self._embed,
-            "linear": self._product,
-            "projection": self._product,
+            "linear": self._matmul,
+            "projection": self._matmul,
             "rope_write": self._rope_write,
             "attention": self._attention,
             "add_norm": self._add_norm,
@@ -100,7 +100,7 @@ class Lowering:
         )
 
     def _attention(self, node: Node) -> None:
-        attributes: Attention = node.attributes
+        attributes: AttentionAttributes = node.attributes
         self.steps.append(
             AttentionStep(
                 node.origin,
@@ -116,7 +116,7 @@ class Lowering:
             )
         )
 
-    def _product(self, node: Node) -> None:
+    def _matmul(self, node: Node) -> None:
         attributes = as_projection(node)
         source = self._buffer(node, 0)
         if attributes.residual:
@@ -142,7 +142,7 @@ class Lowering:
     def _split_gate(
         self, node: Node, source: int, out: int, norm: Norm | None, attributes: Projection
     ) -> None:
-        """Gate and up are stored in different forms, so each has a step of its own."""
+        """Gate and up have different layouts, so each gets its own plan step."""
         norms = attributes.norm_weights
         for index, activation in enumerate((attributes.activation, "none")):
             bias = norms + 2 + index
@@ -178,7 +178,7 @@ class Lowering:
                 attributes.gated,
                 attributes.residual,
                 attributes.has_bias,
-                product_kernel(matrix.layout, self.machine, self.precision, per == "logit"),
+                matmul_kernel(matrix.layout, self.machine, self.precision, per == "logit"),
                 split(matrix, attributes.gated, rows, self.machine),
                 column,
                 multiply,
@@ -187,7 +187,7 @@ class Lowering:
         )
 
     def _runs(self, parts: Sequence[str]) -> list[range]:
-        """Neighbours of one layout, which can be one matrix."""
+        """Neighbouring parts with the same layout, which can form one matrix."""
         found = []
         for _, group in groupby(range(len(parts)), key=lambda each: self.layout_of(parts[each])):
             indices = list(group)
@@ -238,5 +238,5 @@ class Lowering:
         assert isinstance(rows, str) and isinstance(width, int), node
         self.buffer_of[node.name] = len(self.names)
         self.names.append(node.name)
-        self.rooms.append(Room(width, _KINDS[rows]))
+        self.rooms.append(ArenaPlace(width, _KINDS[rows]))
         return self.buffer_of[node.name]

@@ -1,4 +1,4 @@
-"""The op table. A row is an op's specification, its reference and its test generator at once."""
+"""The op table. Each entry has an op's shape inference, reference, tolerances and examples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,19 +25,19 @@ from engine.backends.custom.ir.types import (
 Arrays = Sequence[Array]
 Values = Sequence[Value]
 
-# Float arithmetic whatever the weights and the cache are stored in.
+# Float arithmetic, whatever the storage type of weights and cache.
 _FLOAT: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(2e-5),
     "int8": Tolerance(2e-5),
     "bf16": Tolerance(2e-5),
 }
-# Products: 8 bits with one scale for 32 activations; 8 significant bits of both factors.
-_PRODUCT: Mapping[Numerics, Tolerance] = {
+# Matmuls. int8: one scale per 32 activations. bf16: 8 significant bits in both factors.
+_MATMUL: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(5e-5),
     "int8": Tolerance(5e-2),
     "bf16": Tolerance(2e-2),
 }
-# Stored keys and values: each is off by half a step, 1/254 of the largest or 2 ** -9 of itself.
+# Stored keys and values: int8 is off by at most 1/254 of the absmax, bfloat16 by 2 ** -9 relative.
 _STORED: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(0.0),
     "int8": Tolerance(2e-2),
@@ -51,12 +51,12 @@ _ATTENDED: Mapping[Numerics, Tolerance] = {
 
 
 def _moved(inputs: Values, weights: Values, out: Value, counts: Counts) -> int:
-    """Bytes of everything that is read and written, in float32."""
+    """Bytes of all tensors that are read and written, as float32."""
     return 4 * sum(map(counts.size, (*inputs, *weights, out)))
 
 
 def _per_value(infer: Infer, flops: int) -> Price:
-    """Cost of an op that does the same to each element of its first input."""
+    """Cost of an op with a fixed number of FLOPs per element of its first input."""
 
     def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
         out = infer(attributes, inputs, weights)
@@ -66,7 +66,7 @@ def _per_value(infer: Infer, flops: int) -> Price:
 
 
 def _lookup(infer: Infer) -> Price:
-    """Cost of copying rows of tables: only the rows that are asked for are read."""
+    """Cost of a table lookup: only the requested rows are read."""
 
     def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
         out = infer(attributes, inputs, weights)
@@ -78,7 +78,7 @@ def _lookup(infer: Infer) -> Price:
     return cost
 
 
-def _product(infer: Infer) -> Price:
+def _matmul(infer: Infer) -> Price:
     def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
         out = infer(attributes, inputs, weights)
         matrices = [weight for weight in weights if len(weight.shape) == 2]
@@ -99,7 +99,7 @@ def _rope_written(attributes: attrs.RopeWrite, _: Values, __: Values, counts: Co
     return Cost(counts.tokens * flops, 4 * counts.tokens * (2 * width + 2 * stored))
 
 
-def _attended(attributes: attrs.Attention, _: Values, __: Values, counts: Counts) -> Cost:
+def _attended(attributes: attrs.AttentionAttributes, _: Values, __: Values, counts: Counts) -> Cost:
     width = attributes.heads * attributes.head_dim
     seen = min(counts.context, attributes.window or counts.context)
     known = 2 * counts.sequences * seen * attributes.kv_heads * attributes.head_dim
@@ -129,14 +129,14 @@ def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) ->
     norms = list(weights)
     q_norm = norms.pop(0) if attributes.q_norm else None
     k_norm = norms.pop(0) if attributes.k_norm else None
-    turns = (inputs[1], inputs[2]) if attributes.rope_dim else None
+    rotations = (inputs[1], inputs[2]) if attributes.rope_dim else None
     cache, slots = inputs[-2:]
     return reference.rope_write(
-        inputs[0], attributes.heads, cache, slots, turns, (q_norm, k_norm), attributes.eps
+        inputs[0], attributes.heads, cache, slots, rotations, (q_norm, k_norm), attributes.eps
     )
 
 
-def _attend(attributes: attrs.Attention, inputs: Arrays, _: Arrays) -> Array:
+def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, _: Arrays) -> Array:
     queries = inputs[0][:, : attributes.heads * attributes.head_dim]
     cache, positions, row_of, tables = inputs[1:]
     scale, window = attributes.scale, attributes.window
@@ -185,7 +185,7 @@ _ROWS = (
     _activation("gelu", 4),
     _activation("gelu_tanh", 8),
     _row("linear", shapes.linear, lambda _, x, w: reference.linear(x[0], *w),
-         examples.linear, _product(shapes.linear), _PRODUCT),
+         examples.linear, _matmul(shapes.linear), _MATMUL),
     _plain("rms_norm", shapes.rms_norm, lambda a, x, w: reference.rms_norm(x[0], w[0], a.eps),
            examples.rms_norm, 4, attrs.Normalize),
     _plain("layer_norm", shapes.normalize,
@@ -201,14 +201,14 @@ _ROWS = (
     _row("kv_write", shapes.kv_write, lambda a, x, w: reference.kv_write(*x),
          examples.kv_write, _written, _STORED, attrs.KvWrite),
     _row("attention", shapes.attention, _attend, examples.attention, _attended, _ATTENDED,
-         attrs.Attention),
+         attrs.AttentionAttributes),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
-    # Made by fusion alone; see fusion.py.
+    # Only fusion creates these ops; see fusion.py.
     _row("embed_positions", shapes.embed_positions, _embedded, examples.embed_positions,
          _lookup(shapes.embed_positions), kind=attrs.Lookup),
     _row("projection", shapes.projection, _projected, examples.projection,
-         _product(shapes.projection), _PRODUCT, attrs.Projection),
+         _matmul(shapes.projection), _MATMUL, attrs.Projection),
     _plain("add_norm", shapes.add_norm,
            lambda a, x, w: x[1] + reference.rms_norm(x[0], w[0], a.eps),
            examples.add_norm, 5, attrs.Normalize),

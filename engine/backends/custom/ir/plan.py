@@ -1,8 +1,8 @@
-"""What an executor runs: steps over numbered buffers, with every decision already taken.
+"""The execution plan: plan steps over numbered buffers, with every decision already made.
 
-A buffer holds one row of `width` floats for each token, or for each token whose logits are wanted.
-Buffers that are never alive together share a place of the arena; all buffers of a place have the
-same kind of rows. A step's `nodes` are the graph's nodes that it does the work of.
+A buffer holds one row of `width` floats per token, or per token whose logits are wanted. Buffers
+with disjoint lifetimes share a place of the arena; all buffers of a place have the same row kind.
+A plan step's `nodes` are the graph nodes that it computes.
 """
 
 import re
@@ -15,12 +15,12 @@ from engine.backends.custom.ir.types import Numerics
 Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
 RowKind = Literal["token", "logit"]
 
-PANEL_ROWS = 16  # rows of a matrix that a kernel computes together
+PANEL_ROWS = 16  # matrix rows that a kernel computes together
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The most rows that a plan serves; a step may have fewer."""
+    """The max number of rows that a plan serves; a step may have fewer."""
 
     tokens: int
     logits: int
@@ -28,24 +28,24 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Abilities of the CPU that a plan is for."""
+    """The capabilities of the CPU that a plan is made for."""
 
     threads: int
-    instruction_set: str = "generic"  # the best that it has kernels for
-    has_bf16: bool = False  # products in bfloat16
+    instruction_set: str = "generic"  # the best one that has kernels
+    has_bf16: bool = False  # the CPU has bfloat16 matmul kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What whoever runs the model asks for."""
+    """The precision that the user chose."""
 
     exact: bool = False  # float activations everywhere
-    kv_type: str = "bfloat16"  # of the cache; or float32, int8
+    kv_type: str = "bfloat16"  # storage type of the KV cache; or float32, int8
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The arithmetic of decode tokens, and of prefill tokens."""
+    """The numerics of decode tokens and of prefill tokens."""
 
     decode: Numerics
     prefill: Numerics
@@ -53,7 +53,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A product's units, and how many of them a thread claims at once.
+    """A matmul's work units, and how many of them a thread claims at once.
 
     A unit is a panel, or a pair of them when gated.
     """
@@ -64,7 +64,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Of the rows that a product reads."""
+    """A norm that a matmul applies to its input."""
 
     kind: Literal["rms", "layer"]
     weight: str
@@ -74,7 +74,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Weights that are one matrix to a kernel: the rows of its parts, one part after the other.
+    """Weights that a kernel reads as one matrix: the rows of all parts, stacked in order.
 
     `interleaved`: panels of 16 rows alternate between the two parts instead (gate, up, gate, ...),
     each part's last panel padded. `biases` has one name for each part, or none at all.
@@ -86,13 +86,13 @@ class PackedMatrix:
     interleaved: bool
     rows: int  # of all parts, without padding
     columns: int
-    layout: str  # of its panels, the same for all parts
+    layout: str  # of the panels; all parts have the same
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     name: str
-    width: int  # floats of a row
+    width: int  # floats per row
     per: RowKind
     place: int
 
@@ -113,9 +113,9 @@ class LinearStep:
     """out[:, column:] = activation(norm(source) @ matrix.T + bias), or one of its variants.
 
     gated     the matrix interleaves gate and up: activation(gate) * up
-    residual  the product is added to what `out` holds
-    scale     the product is multiplied by it, before it is added
-    multiply  what `out` holds is multiplied by the product
+    residual  the result is added to the contents of `out`
+    scale     multiplies the result before the residual is added
+    multiply  the contents of `out` are multiplied by the result
     """
 
     nodes: tuple[str, ...]
@@ -151,7 +151,7 @@ class RopeWriteStep:
     q_norm: str | None
     k_norm: str | None
     eps: float  # of those norms
-    whole_norm: bool = False  # they take all heads of a token together; else each by itself
+    whole_norm: bool = False  # one norm over all heads of a token; else one norm per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class AttentionStep:
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a token sees this many, itself included
+    window: int | None  # a token sees this many positions, itself included
     kernel: Kernel
 
 
@@ -183,7 +183,7 @@ class AddNormStep:
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """Rows of the tokens whose logits are wanted."""
+    """Copies the rows of the tokens whose logits are wanted."""
 
     nodes: tuple[str, ...]
     source: int
@@ -194,7 +194,7 @@ Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | AddNo
 
 
 def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, ...]:
-    """Names of the weights that a step reads; `matrices` are the plan's, by name."""
+    """Names of the weights that a plan step reads; `matrices` are the plan's, by name."""
     names: list[str | None] = []
     match step:
         case EmbedStep():
@@ -214,23 +214,23 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
 class ExecutionPlan:
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
-    places: tuple[int, ...]  # floats of a row, by place
+    places: tuple[int, ...]  # width of each arena place, in floats per row
     matrices: tuple[PackedMatrix, ...]
-    vectors: tuple[str, ...]  # weights that stay as floats: norms, the table of positions
+    vectors: tuple[str, ...]  # weights kept as floats: norms, the position table
     output: int  # the buffer of the logits
     capacity: Capacity
     machine: Machine
     precision: Precision
-    weights: tuple[str, ...]  # every weight, in the order of first use
+    weights: tuple[str, ...]  # every weight, in order of first use
 
     def floats_per(self, kind: RowKind) -> int:
-        """Width of the arena, in floats for each row of this kind."""
+        """Width of the arena in floats, for rows of this kind."""
         kinds = {buffer.place: buffer.per for buffer in self.buffers}
         return sum(self.places[place] for place, per in kinds.items() if per == kind)
 
     @property
     def arena_floats(self) -> int:
-        """The arena's size when every row that the plan has room for is used."""
+        """The arena's size in floats at full capacity."""
         tokens = self.capacity.tokens * self.floats_per("token")
         return tokens + self.capacity.logits * self.floats_per("logit")
 
@@ -251,7 +251,7 @@ def step_kind(step: Step) -> str:
 
 
 def step_label(step: Step) -> str:
-    """linear attn.q_k_v, attention, ...: the same in every layer, for tables of times."""
+    """A label such as "linear attn.q_k_v", equal in every layer, for tables of times."""
     kind = step_kind(step)
     if not isinstance(step, LinearStep):
         return kind
@@ -261,6 +261,6 @@ def step_label(step: Step) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a node or a weight belongs to."""
+    """The layer that a node or weight name belongs to; None: no layer."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None

@@ -1,5 +1,5 @@
-"""From a graph to what an executor runs: fusion, steps, places, kernels, thread split. Plans are
-made by size class: a step runs under the smallest plan that has room for it.
+"""Plans a graph: fusion, lowering, arena places, kernel choice, thread split. There is one plan per
+size class; a step runs under the smallest plan that fits it.
 """
 
 from bisect import bisect_left
@@ -34,13 +34,13 @@ def plan(
     layout_of: LayoutOf = _floats,
     precision: Precision = _AS_STORED,
 ) -> ExecutionPlan:
-    """A plan for up to `capacity` rows. Weights of different layouts are never one matrix."""
+    """A plan for up to `capacity` rows. Weights of different layouts never form one matrix."""
     verify(graph)
     return _plan_fused(fuse(graph), capacity, machine, layout_of, precision)
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """1, 8, 64, 512, then four times as many again and again; the last is `max_tokens`."""
+    """1, 8, 64, 512, then times four each; the last is `max_tokens`."""
     if max_tokens < 1:
         raise ValueError(f"a step has at least one token, found {max_tokens}")
     sizes = [size for size in _SMALL if size < max_tokens]
@@ -52,7 +52,7 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 class PlanCache:
-    """Makes each bucket's plan when it is first asked for."""
+    """Creates each size class's plan on first use."""
 
     def __init__(
         self, make: Callable[[Capacity], ExecutionPlan], max_tokens: int, max_logits: int
@@ -87,7 +87,7 @@ def plan_cache(
     layout_of: LayoutOf = _floats,
     precision: Precision = _AS_STORED,
 ) -> PlanCache:
-    """Plans for steps of every size up to these."""
+    """Plans for every step size up to `max_tokens` tokens and `max_logits` logits."""
     verify(graph)
     fused = fuse(graph)
 

@@ -1,7 +1,7 @@
-"""What each operation means, in numpy and float32: every kernel is tested against these.
+"""The numpy float32 reference of each op; every kernel is tested against these.
 
-Letters: T tokens, D hidden size, N heads, K kv heads, H head size, L length of a sequence,
-C blocks of the cache, P tokens of a block.
+Letters: T tokens, D hidden size, N heads, K KV heads, H head size, L sequence length,
+C blocks of the cache, P block size.
 """
 
 import math
@@ -27,8 +27,8 @@ def embed(table: F32, token_ids: I32) -> F32:
 
 def linear(x: F32, weight: F32, bias: F32 | None = None) -> F32:
     """(T, in), (out, in), (out,) -> (T, out)"""
-    product: F32 = x @ weight.T
-    return product if bias is None else product + bias
+    matmul: F32 = x @ weight.T
+    return matmul if bias is None else matmul + bias
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -44,7 +44,7 @@ def layer_norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
 
 
 def rope(x: F32, cosines: F32, sines: F32) -> F32:
-    """(T, N, H), (T, dim / 2) twice; value i of a head pairs with i + dim / 2, the rest stays."""
+    """(T, N, H), (T, dim / 2) twice; rotates value i with i + dim / 2, copies values past dim."""
     half = cosines.shape[1]
     first, second, rest = np.split(x, (half, 2 * half), axis=-1)
     cosines, sines = cosines[:, None], sines[:, None]
@@ -74,7 +74,7 @@ def attention(
 ) -> F32:
     """One sequence: (T, N, H) queries at `positions` over (L, K, H) keys and values -> (T, N, H).
 
-    A query sees keys at its own and earlier positions, the last `window` of them.
+    A query sees keys at its own and earlier positions, at most the last `window` of them.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -98,12 +98,12 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 
 
 def head_norm(x: F32, weight: F32, eps: float, head_dim: int) -> F32:
-    """(T, N * H), (H,) -> (T, N * H): each head is normed by itself."""
+    """(T, N * H), (H,) -> (T, N * H): one RMS norm per head."""
     return rms_norm(x.reshape(-1, head_dim), weight, eps).reshape(x.shape)
 
 
 def rope_rows(x: F32, cosines: F32, sines: F32, head_dim: int) -> F32:
-    """`rope` of rows of heads, (T, N * H)."""
+    """`rope` over heads that are laid out as (T, N * H)."""
     return rope(x.reshape(len(x), -1, head_dim), cosines, sines).reshape(x.shape)
 
 
@@ -146,14 +146,14 @@ def paged_attention(
 def projection(
     x: F32, parts: Sequence[F32], biases: Sequence[F32], activation: str, gated: bool
 ) -> F32:
-    """Products with several matrices side by side; gated: activation(first) * second."""
-    products = [
+    """Matmuls with several matrices, concatenated; gated: activation(first) * second."""
+    matmuls = [
         linear(x, part, biases[index] if biases else None) for index, part in enumerate(parts)
     ]
     if gated:
-        gate, up = products
+        gate, up = matmuls
         return ACTIVATIONS[activation](gate) * up
-    return ACTIVATIONS[activation](np.concatenate(products, axis=1))
+    return ACTIVATIONS[activation](np.concatenate(matmuls, axis=1))
 
 
 def rope_write(
@@ -161,17 +161,17 @@ def rope_write(
     heads: int,
     cache: F32,
     slots: Integers,
-    turns: tuple[F32, F32] | None,
+    rotations: tuple[F32, F32] | None,
     norms: tuple[F32 | None, F32 | None],
     eps: float,
 ) -> F32:
-    """Norms and rotates the heads of q and k, writes k and v to the cache, gives all three."""
+    """Norms and rotates the heads of q and k, writes k and v to the cache, returns qkv."""
     kv_heads, head_dim = cache.shape[3:]
     middle, last = heads * head_dim, (heads + kv_heads) * head_dim
     turned = []
     for x, norm in zip((qkv[:, :middle], qkv[:, middle:last]), norms, strict=True):
-        if norm is not None:  # as long as a head, or as all of them
+        if norm is not None:  # its length is one head, or all heads
             x = head_norm(x, norm, eps, len(norm))
-        turned.append(x if turns is None else rope_rows(x, *turns, head_dim))
+        turned.append(x if rotations is None else rope_rows(x, *rotations, head_dim))
     kv_write(cache, turned[1], qkv[:, last:], slots)
     return np.concatenate((*turned, qkv[:, last:]), axis=1)

@@ -1,4 +1,4 @@
-"""Rotary tables: the cosine and sine of every position, by the model's scaling rule."""
+"""RoPE tables: the cosine and sine of every position, by the model's scaling rule."""
 
 import math
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ def rotary_tables(
 def rope_frequencies(
     rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
 ) -> tuple[F32, float]:
-    """Radians per position, (dim / 2,), and what cosines and sines are multiplied by."""
+    """Radians per position, (dim / 2,), and the factor applied to cosines and sines."""
     frequencies = inverse_frequencies(rope, max_seq_len)
     if rope.kind == "factors":
         if factors is None or factors.shape != frequencies.shape:
@@ -38,7 +38,7 @@ def rope_frequencies(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Yarn scales cos and sin to keep attention's entropy; the other rules do not."""
+    """YaRN scales cos and sin to preserve attention entropy; the other rules use 1."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -47,7 +47,7 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:
-    """(dim / 2,) radians per position by the model's rule ("factors" divides them later)."""
+    """(dim / 2,) radians per position by the model's rule; "factors" divides them later."""
     match rope.kind:
         case "linear":
             return _plain(rope.theta, rope.dim) / np.float32(rope.factor)
@@ -74,27 +74,29 @@ def _dynamic(rope: RopeConfig, max_seq_len: int) -> F32:
 
 
 def _llama3(rope: RopeConfig) -> F32:
-    """Keep short wavelengths, divide long ones by the factor, blend in between."""
+    """Keeps short wavelengths, divides long ones by the factor, blends in between."""
     original = _required(rope.original_max_position, "original_max_position", rope)
     low = _required(rope.low_freq_factor, "low_freq_factor", rope)
     high = _required(rope.high_freq_factor, "high_freq_factor", rope)
     frequencies = _plain(rope.theta, rope.dim)
-    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
-    keep = np.clip((turns - low) / (high - low), 0, 1)
+    rotations = original * frequencies / (2 * math.pi)  # rotations within the original context
+    keep = np.clip((rotations - low) / (high - low), 0, 1)
     return _blend(frequencies, keep, rope.factor)
 
 
 def _yarn(rope: RopeConfig) -> F32:
-    """Keep dimensions that turn often within the original context, stretch those that hardly do."""
+    """Keeps dimensions that rotate often within the original context, stretches slow ones."""
     original = _required(rope.original_max_position, "original_max_position", rope)
     beta_fast = YARN_BETA_FAST if rope.beta_fast is None else rope.beta_fast
     beta_slow = YARN_BETA_SLOW if rope.beta_slow is None else rope.beta_slow
 
-    def dimension_turning(turns: float) -> float:
-        return rope.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension_rotating(rotations: float) -> float:
+        return (
+            rope.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
-    low = max(math.floor(dimension_turning(beta_fast)), 0)
-    high = min(math.ceil(dimension_turning(beta_slow)), rope.dim - 1)
+    low = max(math.floor(dimension_rotating(beta_fast)), 0)
+    high = min(math.ceil(dimension_rotating(beta_slow)), rope.dim - 1)
     ramp = np.arange(rope.dim // 2, dtype=np.float32) - low
     stretched = np.clip(ramp / max(high - low, 0.001), 0, 1)
     return _blend(_plain(rope.theta, rope.dim), 1 - stretched, rope.factor)

@@ -1,9 +1,9 @@
-"""Shape inference: the value that an op makes of its inputs and weights, or why it cannot."""
+"""Shape inference: an op's output value from its inputs and weights, or a `ShapeError`."""
 
 from collections.abc import Sequence
 
 from engine.backends.custom.ir.attributes import (
-    Attention,
+    AttentionAttributes,
     Columns,
     HeadNorm,
     KvWrite,
@@ -60,7 +60,7 @@ def linear(_: NoAttributes, inputs: Values, weights: Values) -> Value:
 
 
 def normalize(_: Normalize, inputs: Values, weights: Values) -> Value:
-    """RMS norms have one weight, layer norms may have a bias as well."""
+    """RMS norms have one weight; layer norms may have a bias too."""
     (source,) = _take(inputs, 1)
     if len(weights) not in (1, 2):
         raise ShapeError(f"takes a weight and perhaps a bias, found {len(weights)} weights")
@@ -91,7 +91,7 @@ def rope(attributes: Rope, inputs: Values, weights: Values) -> Value:
     source, cosines, sines = _take(inputs, 3)
     _take(weights, 0, "weights")
     _need_width(source, attributes.heads * attributes.head_dim, "heads")
-    _need_turns(source, cosines, sines, attributes.dim, attributes.head_dim)
+    _need_rotations(source, cosines, sines, attributes.dim, attributes.head_dim)
     return source
 
 
@@ -114,8 +114,8 @@ def kv_write(attributes: KvWrite, inputs: Values, weights: Values) -> Value:
     return cache
 
 
-def attention(attributes: Attention, inputs: Values, weights: Values) -> Value:
-    """Queries are the first columns of their input, which may have more."""
+def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) -> Value:
+    """Queries are the first columns of their input, which may have more columns."""
     queries, cache, positions, row_of, tables = _take(inputs, 5)
     _take(weights, 0, "weights")
     rows, width = _rows(queries)
@@ -168,7 +168,7 @@ def rope_write(attributes: RopeWrite, inputs: Values, weights: Values) -> Value:
     _need_cache(cache, attributes.kv_heads, attributes.head_dim)
     _need_slots(slots, qkv)
     if attributes.rope_dim:
-        _need_turns(qkv, inputs[1], inputs[2], attributes.rope_dim, attributes.head_dim)
+        _need_rotations(qkv, inputs[1], inputs[2], attributes.rope_dim, attributes.head_dim)
     counts = [attributes.heads] * attributes.q_norm + [attributes.kv_heads] * attributes.k_norm
     for weight, heads in zip(weights, counts, strict=True):
         together = heads if attributes.whole_norm else 1
@@ -183,7 +183,7 @@ def _take(values: Values, count: int, what: str = "inputs") -> Values:
 
 
 def _rows(value: Value) -> tuple[Dim, int]:
-    """Rows and width of float rows."""
+    """Number of rows and width of a float matrix."""
     if len(value.shape) == 2 and value.dtype == "f32":
         rows, width = value.shape
         if isinstance(width, int):
@@ -229,12 +229,12 @@ def _need_slots(slots: Value, rows: Value) -> None:
 
 
 def _need_cache(cache: Value, kv_heads: int, head_dim: int) -> None:
-    """(blocks, tokens of a block, keys and values, kv heads, head size)"""
+    """The cache is (blocks, block size, 2 for key and value, KV heads, head size)."""
     if len(cache.shape) != 5 or cache.shape[2:] != (2, kv_heads, head_dim) or cache.dtype != "f32":
         raise ShapeError(f"the cache {cache} does not hold {kv_heads} kv heads of {head_dim}")
 
 
-def _need_turns(rows: Value, cosines: Value, sines: Value, dim: int, head_dim: int) -> None:
+def _need_rotations(rows: Value, cosines: Value, sines: Value, dim: int, head_dim: int) -> None:
     if dim % 2 or not 0 < dim <= head_dim:
         raise ShapeError(f"cannot turn {dim} values of heads of {head_dim}")
     _need_same(cosines, sines)

@@ -1,4 +1,4 @@
-"""The vocabulary of the op table: values, counts, costs, tolerances, and what a row holds."""
+"""Types of the op table: values, counts, costs, tolerances, and dimension letters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-# A size is a number or one of the letters
+# A dimension is a number or one of the letters
 #   T tokens of the step        R tokens whose logits are wanted   S sequences
-#   B blocks of a block table   C blocks of the cache              P tokens of a block
+#   B blocks of a block table   C blocks of the cache              P block size
 Dim = int | str
 DType = Literal["f32", "i32", "i64"]
 Numerics = Literal["f32", "int8", "bf16"]
@@ -17,12 +17,12 @@ Array = NDArray[Any]
 
 
 class ShapeError(ValueError):
-    """An op cannot take these values; the message says why, the caller knows where."""
+    """An op cannot take these values; the message says why, the caller adds the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a tensor before there is one."""
+    """A tensor's shape and dtype, known before the tensor exists."""
 
     shape: tuple[Dim, ...]
     dtype: DType = "f32"
@@ -33,15 +33,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The size of a step, for costs."""
+    """The size of a step, for cost estimates."""
 
     tokens: int
     logits: int
-    context: int = 0  # positions that a token sees, in the mean
-    sequences: int = 1  # each reads its part of the cache once
+    context: int = 0  # mean number of positions that a token sees
+    sequences: int = 1  # each sequence's part of the cache is read once
 
     def size(self, value: Value) -> int:
-        """How many elements the value has."""
+        """Number of elements of the value."""
         total = 1
         for dim in value.shape:
             total *= dim if isinstance(dim, int) else self._letter(dim)
@@ -65,15 +65,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest error allowed to any element, in units of the expected values' mean square root.
+    """The max error of any element, in units of the expected values' root mean square.
 
-    Dot products cancel, so an error relative to each element would say nothing.
+    Dot products cancel, so an error relative to each element would be meaningless.
     """
 
     error: float
 
     def worst(self, got: Array, expected: Array) -> float:
-        """The largest error in those units; infinite where `got` is not finite."""
+        """The max error in those units; infinite if `got` is not finite."""
         wide = expected.astype(np.float64)
         if not wide.size:
             return 0.0
@@ -87,7 +87,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Arguments that an op's reference can be called with."""
+    """Arguments for one call of an op's reference."""
 
     attributes: Any
     inputs: tuple[Array, ...]
@@ -102,7 +102,7 @@ Examples = Callable[[np.random.Generator], Iterator[Example]]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One row of the table: the op's specification, reference and test generator."""
+    """One op: its shape inference, reference, tolerances, examples and cost."""
 
     name: str
     attributes: type

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     F32,
     FROM_DEVICE,
     I32,
     I64,
     NULL_BLOCK,
+    SAMPLE,
     U32,
     BatchInputs,
     Bools,
@@ -178,7 +178,7 @@ class BatchBuilder:
             choice=self._choice[slots],
             position=np.array([row.start + row.length for row in rows], np.int32),
             mask=mask,
-            forced=np.full(len(rows), DRAW, np.int32),
+            forced=np.full(len(rows), SAMPLE, np.int32),
             hidden_rows=np.array(pooled, np.int32),
             num_logprobs=self._num_logprobs[slots],
             history_slots=np.array([row.slot for row in histories], np.int32),
@@ -331,7 +331,7 @@ def warm_up(runner: ModelRunner) -> None:
         choice=one,
         position=np.ones(1, np.int32),
         mask=None,
-        forced=np.full(1, DRAW, np.int32),
+        forced=np.full(1, SAMPLE, np.int32),
         hidden_rows=none,
         num_logprobs=np.full(1, -1, np.int32),
         history_slots=none,

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     F32,
     I32,
     I64,
+    SAMPLE,
     U32,
     Bools,
     SamplingInputs,
@@ -96,7 +96,7 @@ class HostSampler:
         rows = np.flatnonzero(sampling.temperature)
         if len(rows):
             tokens[rows] = sample_tokens(adjusted[rows], sampling, rows, self._words)
-        tokens = np.where(sampling.forced == DRAW, tokens, sampling.forced).astype(np.int32)
+        tokens = np.where(sampling.forced == SAMPLE, tokens, sampling.forced).astype(np.int32)
         self._append(tokens, sampling)
         num_top = int(sampling.num_logprobs.max(initial=-1))
         return Sampled(tokens) if num_top < 0 else with_logprobs(logits, tokens, num_top)
@@ -121,7 +121,7 @@ class HostSampler:
             logits[row, ids] = values
 
     def _append(self, tokens: I32, sampling: SamplingInputs) -> None:
-        for row in np.flatnonzero(_penalized(sampling) & (sampling.forced == DRAW)):
+        for row in np.flatnonzero(_penalized(sampling) & (sampling.forced == SAMPLE)):
             self._counts[int(sampling.slots[row])].in_output[tokens[row]] += 1
 
 

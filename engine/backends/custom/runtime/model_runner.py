@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 # In token_ids: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
-DRAW = -1  # in `forced`: sample this row normally
+SAMPLE = -1  # in `forced`: sample this row normally
 NULL_BLOCK = 0  # no sequence owns it; padding is written there
 # `target_step_s` on a GPU: large steps use the device best, and the prefill backlog is soon gone.
 GPU_STEP_S = 0.2

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import DRAW, I32, SamplingInputs
+from engine.backends.custom.runtime.model_runner import I32, SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.sequence import ScheduledBatch
 
 # Values for a forced row. Fields that are not listed keep the row's own value.
@@ -22,7 +22,7 @@ def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInpu
     `sampling` has only the rows that sample; the result has all of `logit_rows`, in their order.
     """
     forced, owner, place = _layout(batch)
-    is_forced = forced != DRAW
+    is_forced = forced != SAMPLE
     # A sequence in mid-prefill has scored rows but no sampling row to copy from. Any row's values
     # do; slots and num_logprobs are set below.
     source = np.maximum(place, 0)
@@ -54,7 +54,7 @@ def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInpu
 
 
 def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
-    """For each row of logits: the forced token or DRAW, its row in the batch, and its index among
+    """For each row of logits: the forced token or SAMPLE, its row in the batch, and its index among
     the sampling rows (-1 if its sequence does not sample).
     """
     forced: list[int] = []
@@ -65,7 +65,7 @@ def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
         if row.num_scored:
             forced += row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
         if row.samples:
-            forced.append(DRAW)
+            forced.append(SAMPLE)
         count = row.num_scored + row.samples
         owner += [index] * count
         place += [num_sampling if row.samples else -1] * count

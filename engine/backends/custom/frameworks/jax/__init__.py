@@ -1,8 +1,8 @@
-"""The JAX framework: pure functions over pytrees, compiled once for each shape of a step.
+"""The JAX framework: pure functions over pytrees, compiled once per step shape.
 
-XLA would take most of a GPU's memory at its first use; the engine plans what it takes, so XLA is
-told to take what it is asked for. And it would launch the kernels of a step in many pieces, which
-takes the host longer than they run: it is told to launch them as graphs, attention and all.
+By default XLA reserves most of a GPU's memory at first use. The engine plans memory itself, so XLA
+is told to allocate on demand. XLA is also told to launch a step as CUDA graphs, attention included:
+launching the kernels one by one would take the host longer than they run.
 """
 
 import os

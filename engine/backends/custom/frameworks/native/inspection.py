@@ -1,7 +1,7 @@
-"""What each layer's nodes are in the graph that plans are made of, run node by node by the numpy
-references, and how long the kernels take for each (see `custom/tools/inspection.py`).
+"""Layer outputs and layer times for `custom/tools/inspection.py`. Outputs come from the unfused
+graph, run node by node with the numpy references; times come from the kernels.
 
-The kernels themselves are seen through the seam: their plans fuse what the graph keeps apart.
+The kernels' plans are fused, so their intermediate values cannot be read.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.execution.timing import runner_config, time_steps
 from engine.backends.custom.frameworks.native.machine import default_threads
 from engine.backends.custom.ir.decoder import build_graph
-from engine.backends.custom.ir.execute import Batch, State, graph_values
+from engine.backends.custom.ir.execute import ReferenceBatch, State, graph_values
 from engine.backends.custom.ir.plan import (
     AddNormStep,
     AttentionStep,
@@ -28,7 +28,7 @@ from engine.backends.custom.ir.plan import (
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
 
-_NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}  # of a layer -> site
+_NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}  # a layer's node -> its site
 
 
 def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
@@ -36,12 +36,12 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     weights = {name: weight.numpy() for name, weight in source.weights.items()}
     positions = np.arange(count, dtype=np.int32)
     cache = (1, count, 2, config.num_kv_heads, config.head_dim)
-    turns = None
+    rotations = None
     if config.rope is not None:
-        turns = rotary_tables(config.rope, config.max_position, weights.get("rope.factors"))
-    state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), turns)
+        rotations = rotary_tables(config.rope, config.max_position, weights.get("rope.factors"))
+    state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), rotations)
     zeros = np.zeros(count, np.int32)
-    batch = Batch(
+    batch = ReferenceBatch(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
         write_slots=positions.astype(np.int64),
@@ -58,8 +58,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
 
 
 def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Norms are part of the products behind them here, so they have no times of their own; how
-    often a forward is repeated is the timing's own choice.
+    """Norms are fused into the matmuls that follow them, so they have no times of their own.
+    `time_steps` decides how often a forward pass is repeated.
     """
     config = replace(runner_config(num_tokens, 1, num_tokens), dtype="float32")
     machine = build.machine_with(config.num_threads or default_threads())

@@ -1,7 +1,7 @@
-"""What the kernels have to work with: cores, NUMA nodes, the container's share, and their speed.
+"""The CPU resources of this process: cores, NUMA nodes, the container's quota, and kernel speed.
 
-Run as a program it measures the machine and prints `Speed` as JSON; `engine doctor` does so in a
-process of its own, which a broken build may take down.
+Run as a program, it measures the machine and prints `Speed` as JSON. `engine doctor` does so in a
+separate process, because a broken build may crash it.
 """
 
 import json
@@ -21,17 +21,17 @@ from engine.core.errors import ConfigError
 
 _SYS = Path("/sys")
 _CGROUP_OF_SELF = Path("/proc/self/cgroup")
-_INT8, _BF16 = 1, 2  # the kernels' numerics
-_TOKENS, _SIDE = 128, 1024  # of the product that is timed
-_READ_BYTES = 128 * 2**20  # beyond the caches of most machines, and still quick to fill
+_INT8, _BF16 = 1, 2  # codes of the kernels' numerics
+_TOKENS, _SIDE = 128, 1024  # sizes of the timed matmul
+_READ_BYTES = 128 * 2**20  # larger than most machines' caches, and still quick to fill
 _READ_BYTES_PER_THREAD = 16 * 2**20
 _PIECE_BYTES = 2 * 2**20
-_PERIOD = 4096  # bytes of random weights, repeated
+_PERIOD = 4096  # bytes of random weights, which are repeated
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core: those of its CPUs that this process may use, ascending."""
+    """A physical core: its CPUs that this process may use, ascending."""
 
     node: int
     cpus: tuple[int, ...]
@@ -39,28 +39,28 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Measured with all threads together."""
+    """Measured with all threads running together."""
 
-    instruction_sets: tuple[str, ...]  # of the kernels, best last
+    instruction_sets: tuple[str, ...]  # with kernels, best last
     threads: int
-    read_bytes_per_s: float  # weights streamed by a product with one token
+    read_bytes_per_s: float  # weights streamed by a GEMV
     int8_ops_per_s: float
-    bf16_ops_per_s: float | None  # None: the kernels have no such product here
+    bf16_ops_per_s: float | None  # None: no bfloat16 kernels for this CPU
 
 
 def default_threads() -> int:
-    """One per physical core that this process may use, within the container's share of time."""
+    """One per physical core that this process may use, limited by the container's CPU quota."""
     quota = cpu_quota()
     cores = len(usable_cores())
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def choose_cpus(affinity: str, threads: int) -> list[int]:
-    """The CPU that each thread is bound to; empty: none is. `affinity` is "auto", "off" or a list.
+    """The CPU of each bound thread; empty: no binding. `affinity` is "auto", "off" or a list.
 
-    By itself it takes one CPU per physical core, as many on each NUMA node, the threads of a node
-    next to each other. It leaves threads alone if they would be all the cores, of which the server
-    needs one too, or if others share the cores (a quota): the system's scheduler then does better.
+    "auto" takes one CPU per physical core and spreads threads evenly over NUMA nodes, neighbouring
+    threads on the same node. It does not bind threads under a CPU quota or if they would take every
+    core, since the server needs one too: the system's scheduler then does better.
     """
     if affinity == "off":
         return []
@@ -83,7 +83,7 @@ def choose_cpus(affinity: str, threads: int) -> list[int]:
 
 
 def usable_cpus() -> set[int]:
-    """This process's affinity mask; every CPU where the system has no such thing."""
+    """This process's affinity mask; every CPU where the system has no masks."""
     if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -103,7 +103,7 @@ def usable_cores(sys_root: Path = _SYS, mask: set[int] | None = None) -> list[Co
 
 
 def cpu_quota(sys_root: Path = _SYS, cgroup_file: Path = _CGROUP_OF_SELF) -> float | None:
-    """How many CPUs' worth of time the control groups of this process allow; None: no limit."""
+    """How many CPUs' worth of time this process's cgroups allow; None: no limit."""
     mount = sys_root / "fs/cgroup"
     quotas = []
     for line in (_read(cgroup_file) or "").splitlines():
@@ -116,7 +116,7 @@ def cpu_quota(sys_root: Path = _SYS, cgroup_file: Path = _CGROUP_OF_SELF) -> flo
 
 
 def parse_cpus(text: str) -> list[int]:
-    """The numbers of a list such as "0-3,8", in its order."""
+    """CPU numbers of a list such as "0-3,8", in its order."""
     cpus: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -125,9 +125,9 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def measure(native: Any, threads: int) -> Speed:
-    """Time the best kernels of the compiled module; takes well below a second."""
+    """Times the best kernels of the compiled module; takes well below a second."""
     rng = np.random.default_rng(0)
-    # Quants and, read as half precision, small scales.
+    # Quants; read as float16 they are small scales.
     quants = rng.integers(1, 0x30, _PERIOD, np.uint8)
     floats = rng.standard_normal(_PERIOD // 2, np.float32).view(np.uint16)[1::2].copy()
     operations = 2 * _TOKENS * _SIDE * _SIDE
@@ -135,16 +135,16 @@ def measure(native: Any, threads: int) -> Speed:
     with ThreadPoolExecutor(threads) as pool:
 
         def together(time_one: Callable[[int], float]) -> float:
-            """Of all threads, how often a second the work is done that one does in its time."""
+            """Runs per second of all threads together."""
             return max(
                 sum(1 / each for each in pool.map(time_one, range(threads))) for _ in range(2)
             )
 
-        int8 = together(lambda _: _product_time(native, _INT8, "Q8_0", quants)) * operations
+        int8 = together(lambda _: _matmul_time(native, _INT8, "Q8_0", quants)) * operations
         bf16 = None
         if native.has_bf16(isa):
             halves = floats.view(np.uint8)
-            bf16 = together(lambda _: _product_time(native, _BF16, "BF16", halves)) * operations
+            bf16 = together(lambda _: _matmul_time(native, _BF16, "BF16", halves)) * operations
         size = max(_READ_BYTES // threads, _READ_BYTES_PER_THREAD)
         room = list(pool.map(lambda _: _aligned(size, quants), range(threads)))
         panel = native.panel_bytes(native.layout_of("Q8_0"), _SIDE)
@@ -153,17 +153,17 @@ def measure(native: Any, threads: int) -> Speed:
     return Speed(tuple(native.instruction_sets()), threads, read, int8, bf16)
 
 
-def _product_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
-    """Seconds of the fastest product with a small matrix, on this thread."""
+def _matmul_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
+    """Seconds of the fastest matmul with a small matrix, on this thread."""
     layout, isa = native.layout_of(stored), native.instruction_sets()[-1]
     weights = _aligned(_SIDE // 16 * native.panel_bytes(layout, _SIDE), period)
     return native.bench_matmul(isa, numerics, layout, weights, _SIDE, _SIDE, _TOKENS, 6)
 
 
 def _read_time(native: Any, weights: NDArray[np.uint8], panels: int) -> float:
-    """Seconds in which this thread usually goes through so many panels, none of them in its cache.
+    """Median seconds in which this thread reads so many panels, none of them in its cache.
 
-    Pieces are small, so that few of them are interrupted when other work wants the core too.
+    Timed pieces are small, so that few of them are interrupted by other work on the core.
     """
     layout, isa = native.layout_of("Q8_0"), native.instruction_sets()[-1]
     piece = panels * native.panel_bytes(layout, _SIDE)
@@ -176,7 +176,7 @@ def _read_time(native: Any, weights: NDArray[np.uint8], panels: int) -> float:
 
 
 def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The period again and again, on a 64-byte boundary, as kernels want weights."""
+    """The period, repeated, on a 64-byte boundary as kernels require."""
     room = np.empty(-(-size // _PERIOD) * _PERIOD + 64, np.uint8)
     start = -room.ctypes.data % 64
     room[start : len(room) - 64 + start].reshape(-1, _PERIOD)[:] = period
@@ -184,7 +184,7 @@ def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _spread(cores: list[Core], threads: int) -> list[int]:
-    """As many on each node as possible; the first nodes take what is left over."""
+    """Threads per node, as even as possible; the first nodes take the remainder."""
     nodes: dict[int, list[int]] = {}
     for core in cores:
         nodes.setdefault(core.node, []).append(core.cpus[0])
@@ -206,7 +206,7 @@ def _cpu_nodes(sys_root: Path) -> dict[int, int]:
 
 
 def _with_parents(mount: Path, path: str) -> list[Path]:
-    """Those that exist: a container may see its host's path beside a mount of its own."""
+    """Existing cgroup folders: a container may see its host's path beside its own mount."""
     folder = mount / path.lstrip("/")
     inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
     return [each for each in inside if each.is_dir()]

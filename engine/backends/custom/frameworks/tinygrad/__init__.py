@@ -1,4 +1,4 @@
-"""The tinygrad framework: a step is captured once for each shape and replayed from then on."""
+"""The tinygrad framework: a step is captured once per shape and then replayed."""
 
 from typing import TYPE_CHECKING
 

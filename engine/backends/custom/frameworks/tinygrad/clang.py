@@ -1,4 +1,4 @@
-"""The compiler that tinygrad calls for a CPU. Importing this does not import tinygrad."""
+"""Finds clang, which tinygrad calls for a CPU. Importing this does not import tinygrad."""
 
 import os
 import shutil
@@ -8,11 +8,11 @@ _INSTALL = "apt-get install clang (or brew install llvm), or name a clang in the
 
 
 def missing_clang() -> str | None:
-    """What keeps tinygrad from compiling, and what to do about it; None: nothing does."""
+    """An error message that says why tinygrad cannot compile and what to do; None: it can."""
     compiler = os.environ.get("CC", "clang")
     if shutil.which(compiler) is None:
         return f"tinygrad compiles for a CPU with clang, and '{compiler}' is not there: {_INSTALL}"
-    # tinygrad gives it options that only clang has.
+    # tinygrad passes options that only clang has.
     answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     if "clang" not in answer.stdout:
         return (

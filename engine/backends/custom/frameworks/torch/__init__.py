@@ -1,7 +1,7 @@
 """The PyTorch framework: CUDA first, CPU too.
 
-OpenMP reads its waiting policy once, when PyTorch is first imported. Its default is to spin, and a
-kernel thread that spins while another process has the core makes steps tens of times slower.
+OpenMP reads its wait policy once, when PyTorch is first imported. By default its threads spin; a
+thread that spins while another process has the core makes steps tens of times slower.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""What each layer of a model computes in PyTorch, by the whole-sequence forward (see
-`custom/tools/inspection.py`), and how long the layers take.
+"""Layer outputs and layer times of the whole-sequence forward pass in PyTorch, for
+`custom/tools/inspection.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""Shapes of steps. XLA compiles a program for each, so there are few: a step is padded to the next.
+"""Step shapes. XLA compiles a program per shape, so there are few, and steps are padded to them.
 
-A step of single tokens and a step with prompts are different programs. Sizes of either grow by a
-factor of two from a size below which a smaller one would hardly be faster.
+Decode-only steps and steps with prefill are different programs. Sizes double from a min size, below
+which a smaller program would hardly be faster.
 """
 
 from dataclasses import dataclass
@@ -15,39 +15,39 @@ from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-MIN_ROWS = 8  # but for one or two, which have a program of their own
-FEW_ROWS = 2  # not one: XLA copies a whole cache that a single row is written to
+MIN_ROWS = 8  # except FEW_ROWS, which has its own program
+FEW_ROWS = 2  # not 1: XLA copies the whole cache when a single row is written to it
 MIN_PROMPT_TOKENS = 32
-TILE = 32  # queries of a prompt that attention takes at once
+TILE = 32  # max prefill queries per attention item
 MIN_TABLE_TOKENS = 2048
 TABLE_GROWTH = 4
 
 
 class Bucket(NamedTuple):
-    """The shapes of a step: what its program was compiled for."""
+    """The shapes of a step, for which its program is compiled."""
 
     num_tokens: int
     num_rows: int
     table_width: int
-    tile: int  # queries of an attention item, at most
+    tile: int  # max queries per attention item
     num_items: int
 
 
 @cache
 def step_layout(bucket: Bucket) -> Layout:
-    """Of a step's arrays: int32, padded with zeros, which write to the null block."""
+    """The layout of a step's arrays: int32, zero-padded; padding tokens write to the null block."""
     tokens, items = bucket.num_tokens, bucket.num_items
     sizes = {
         "token_ids": tokens,
         "positions": tokens,
         "write_slots": tokens,
-        "slots": tokens,  # of the token's row
-        "logit_rows": tokens,  # as many as `sample` needs
+        "slots": tokens,  # slot of the token's row
+        "logit_rows": tokens,  # indices of the tokens that `sample` needs
         "tables": bucket.num_rows * bucket.table_width,
-        "token": items,  # attention's items, see `Work`
+        "token": items,  # attention items, see `Work`
         "length": items,
         "row": items,
-        "num_items": 2,  # of one query; all
+        "num_items": 2,  # items of one query; all items
     }
     return Layout(sizes, dict.fromkeys(sizes, 0))
 
@@ -69,7 +69,7 @@ class Buckets:
     max_slots: int
     block_size: int
     max_seq_len: int
-    chunk: int  # positions that attention reads at once, which tables must hold whole
+    chunk: int  # positions that attention reads at once; tables hold whole chunks
 
     def of(self, inputs: BatchInputs) -> Bucket:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.slots)
@@ -91,7 +91,7 @@ class Buckets:
 
 
 def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
-    """The arrays of a step as one vector."""
+    """A step's arrays, packed into one vector."""
     counts = np.diff(inputs.query_start)
     tokens, lengths, rows = attention_items(inputs.query_start, counts, bucket.tile)
     tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
@@ -112,7 +112,7 @@ def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
 
 
 def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
-    """Each row's queries in runs of at most a tile: first token, length, row; single ones first."""
+    """Cuts rows into items of at most `tile` queries: first token, length, row; singles first."""
     if tile == 1:
         rows = np.arange(len(counts), dtype=np.int32)
         return rows, np.ones_like(rows), rows

@@ -1,4 +1,4 @@
-"""From a model source and a configuration to a loaded runner, and what device there is for it."""
+"""Builds a loaded runner from a model source and a configuration; finds devices."""
 
 import logging
 import re
@@ -28,17 +28,17 @@ from engine.core.errors import ConfigError
 from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
-# It tells of every kind of device that this machine does not have.
+# This logger reports every kind of device that the machine does not have.
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 DEVICE = re.compile(r"(?P<platform>cpu|cuda)(?::(?P<first>\d+)(?:-(?P<last>\d+))?)?")
-# Programs that took less are compiled again rather than kept.
+# Programs that compile faster than this are not kept on disk.
 MIN_KEPT_COMPILE_S = 0.1
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Decide "auto": CUDA in bfloat16 when JAX has one, else the CPU in float32."""
+    """Resolves "auto": CUDA in bfloat16 if JAX has it, else the CPU in float32."""
     if device == "auto":
         device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     devices = _devices(device)
@@ -51,7 +51,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """What the weights and a token's keys and values take."""
+    """Bytes of the weights and of a token's keys and values."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
@@ -59,7 +59,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
-    """Load the model's weights and allocate its cache; programs are compiled when first used."""
+    """Loads the weights and allocates the cache; programs are compiled on first use."""
     _check(source, config)
     keep_compiled(store_directory().parent / "jax")
     devices = _devices(config.device)
@@ -74,13 +74,13 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """What XLA's profiler sees of a runner's calls."""
+    """Profiles a runner's calls with XLA's profiler."""
     assert isinstance(runner, JAXRunner), runner
     return JAXProfiler(runner)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keep compiled programs for the next start. A folder that cannot be had costs only time."""
+    """Keeps compiled programs on disk for the next start. Without a folder, starts are slower."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

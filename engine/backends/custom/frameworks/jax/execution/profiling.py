@@ -1,4 +1,4 @@
-"""XLA's own profiler over a runner's calls: kernels on a GPU, operations on a CPU."""
+"""Profiles a runner's calls with XLA's profiler: kernels on a GPU, operations on a CPU."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from engine.backends.custom.runtime.model_runner import KernelTime
 class JAXProfiler:
     def __init__(self, runner: JAXRunner) -> None:
         self._runner = runner
-        self._trace = b""  # JSON, as Chrome reads it
+        self._trace = b""  # JSON in Chrome's trace format
 
     @contextmanager
     def barrier(self, name: str) -> Iterator[None]:
@@ -40,7 +40,7 @@ class JAXProfiler:
             self._trace = gzip.decompress(written.read_bytes())
 
     def kernels(self) -> list[KernelTime]:
-        """Operations of compiled programs by name. XLA numbers those that are alike: `dot.17`."""
+        """Operations of compiled programs by name. XLA numbers equal ones, as in `dot.17`."""
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for event in json.loads(self._trace)["traceEvents"]:

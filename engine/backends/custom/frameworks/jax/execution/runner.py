@@ -1,11 +1,12 @@
-"""`JAXRunner`: the seam's two calls, each of them one compiled function over donated state.
+"""`JAXRunner`: `forward` and `sample` are each one compiled function over donated state.
 
-Nothing here waits for the device but `JAXPendingTokens.wait`. A call returns as soon as its work is
-queued; the cache and the slots' state that it gave are the next call's input, in the same memory.
+Only `JAXPendingTokens.wait` waits for the device. A call returns as soon as its work is queued. The
+cache and slot state that it returns are the next call's input, in the same memory.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,34 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from engine.backends.custom.frameworks.jax.execution.buckets import Buckets, packed_step
-from engine.backends.custom.frameworks.jax.execution.draws import (
+from engine.backends.custom.frameworks.jax.execution.buckets import (
+    Bucket,
+    Buckets,
+    packed_step,
+    step_layout,
+)
+from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
+from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
     Settings,
     Traits,
     packed_settings,
     settings_layout,
     traits_of,
 )
-from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
-from engine.backends.custom.frameworks.jax.execution.sharding import CACHE_SPEC, home
-from engine.backends.custom.frameworks.jax.execution.step import StepProgram, forward
-from engine.backends.custom.frameworks.jax.kernels.attention import attention_backend
+from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC, home
+from engine.backends.custom.frameworks.jax.kernels.attention import (
+    AttentionBackend,
+    attention_backend,
+)
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
 from engine.backends.custom.frameworks.jax.layers.linear import Params
-from engine.backends.custom.frameworks.jax.models.base import Model, final_norm, head_logits
+from engine.backends.custom.frameworks.jax.models.base import (
+    Model,
+    decode,
+    final_norm,
+    head_logits,
+)
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
@@ -42,22 +56,22 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 
-# Where a step's activations leave the second-level cache, a larger one gains nothing.
+# In a larger step, activations do not fit the second-level cache, and it gains nothing.
 MOST_CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `sample` needs of a `forward`."""
+    """What `forward` passes on to `sample`."""
 
-    states: Array  # (T, D), those that logits are made of first
-    finite: Array  # (T,) of tokens
+    states: Array  # (T, D), tokens with logits first
+    finite: Array  # (T,) per token
     query_start: I32
 
 
 @dataclass(frozen=True, slots=True)
 class JAXPendingTokens:
-    """A step's results on their way to the host."""
+    """A step's results while they are copied to the host."""
 
     sampled: Sampled | None  # None: no row samples
     hidden: Array | None  # (R, D)
@@ -68,6 +82,16 @@ class JAXPendingTokens:
     def wait(self) -> StepOutput:
         sampled, hidden, finite = jax.tree.map(np.asarray, (self.sampled, self.hidden, self.finite))
         return step_output(sampled, hidden, finite, self.query_start, self.sampling)
+
+
+class StepProgram(NamedTuple):
+    """What is known at trace time, besides a step's bucket."""
+
+    model: Model
+    tree: jax.tree_util.PyTreeDef  # structure of the parameters
+    attention: AttentionBackend
+    block_size: int
+    mesh: Mesh | None
 
 
 class JAXRunner:
@@ -87,20 +111,20 @@ class JAXRunner:
             max_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
-        self._params, tree = jax.tree.flatten(params)  # once, not with every step
-        # What `sample` needs of them: every array of a call costs the host time.
+        self._params, tree = jax.tree.flatten(params)  # once, not in every step
+        # The part that `sample` needs: every array argument of a call costs host time.
         self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
         shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
-        # A layer's keys and values: zeros, since NaN would show through a mask.
+        # Keys and values per layer. Zeros, because NaN would leak through a mask.
         self._caches = [
             jnp.zeros(shape, dtype, device=pages) for _ in range(model.config.num_layers)
         ]
         self._last_token = jnp.zeros(config.max_slots, jnp.int32, device=self._home)
-        self._counts: Array | None = None  # (max_slots, V), made for the first row with penalties
+        self._counts: Array | None = None  # (max_slots, V), allocated for the first penalties
         self._words = jax.device_put(token_words(model.config.vocab_size), self._home)
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, tree, attention, config.block_size, mesh)
@@ -145,17 +169,17 @@ class JAXRunner:
         return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Waits until the device is idle."""
         jax.block_until_ready((self._caches, self._last_token))
 
     def close(self) -> None:
-        """Free the model and the cache; the runner cannot be used again."""
+        """Frees the model and the cache; the runner cannot be used again."""
         del self._params, self._ends, self._caches, self._last_token, self._counts, self._words
 
     def _settings_of(self, sampling: SamplingInputs) -> Settings:
-        """Those of greedy rows that only continue, with the same arrays, are there already."""
+        """The settings on the device. Greedy decode steps with the same arrays reuse the last."""
         last = self._settings
-        if last is None or last[0] is not sampling.temperature or last[1].draws:
+        if last is None or last[0] is not sampling.temperature or last[1].samples:
             traits = traits_of(sampling, self._spec.vocab_size)
             packed = packed_settings(sampling, traits, self._spec.max_slots)
             last = (sampling.temperature, traits, jax.device_put(packed, self._home))
@@ -163,7 +187,7 @@ class JAXRunner:
         return last
 
     def _histories(self, sampling: SamplingInputs) -> Array:
-        """The slots' counts, with the histories that came with the step."""
+        """The slots' token counts, updated with the histories that came with this step."""
         counts, size = self._counts, self._spec.vocab_size
         if counts is None:
             counts = jnp.zeros((self._spec.max_slots, size), jnp.int32, device=self._home)
@@ -171,6 +195,58 @@ class JAXRunner:
             row = IN_PROMPT * in_prompt + PER_OUTPUT * in_output
             counts = set_row(counts, np.int32(slot), row)
         return counts
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def forward(
+    program: StepProgram,
+    bucket: Bucket,
+    leaves: list[Array],
+    caches: list[Array],
+    last_token: Array,
+    packed: Array,
+) -> tuple[list[Array], Array, Array]:
+    """The forward pass. `leaves` are the parameters; `last_token` (max_slots,) has each slot's last
+    sampled token. The layers' caches (slots, 2, K, H), key before value, are donated and written in
+    place. Returns them, the residual stream (T, D) of the tokens in `logit_rows`, and for each
+    token whether its residual stream is finite after the last layer.
+    """
+    model, tree, attention, block_size, mesh = program
+    params = jax.tree.unflatten(tree, leaves)
+    step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
+    token_ids, positions = step["token_ids"], step["positions"]
+    token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
+    window, scale = model.config.sliding_window, model.config.attention_scale
+    shape = AttentionShape(bucket.tile, block_size, window, scale)
+    items = (step[name] for name in ("token", "length", "row"))
+    work = Work(positions, step["tables"], *items, *step["num_items"])
+    write = partial(write_and_attend, attention, shape)
+    if mesh is not None:
+        heads, pages = P(None, AXIS), CACHE_SPEC
+        given, made = (heads, heads, heads, pages, P(), P()), (heads, pages)
+        write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+
+    def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
+        return write(q, k, v, cache, step["write_slots"], work)
+
+    states, caches = decode(model, params, token_ids, positions, attend, caches)
+    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
+    return caches, states[-1][step["logit_rows"]], finite
+
+
+def write_and_attend(
+    attention: AttentionBackend,
+    shape: AttentionShape,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Array,
+    write_slots: Array,
+    work: Work,
+) -> tuple[Array, Array]:
+    """Writes and attends in one layer, over the heads that a device holds."""
+    cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
+    return attention(q, cache, work, shape), cache
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
@@ -185,7 +261,7 @@ def sample_step(
     packed: Array,
     mask: Array | None,
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
-    """The second half of a step: the slots' state after it, the tokens, hidden states."""
+    """Samples: gives the new slot state, the sampled tokens and the hidden states."""
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)
     hidden = final_norm(model, params, states)

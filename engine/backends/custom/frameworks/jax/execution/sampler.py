@@ -1,6 +1,4 @@
-"""From logits to tokens: what `runtime/host_sampler.py` says and does, as pure functions that are
-traced.
-"""
+"""Samples tokens in traced pure functions, with `runtime/host_sampler.py`'s semantics."""
 
 from collections.abc import Mapping
 
@@ -8,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from engine.backends.custom.frameworks.jax.execution.draws import Traits
+from engine.backends.custom.frameworks.jax.execution.sampling_traits import Traits
 from engine.backends.custom.runtime.host_sampler import gumbel
-from engine.backends.custom.runtime.model_runner import DRAW
+from engine.backends.custom.runtime.model_runner import SAMPLE
 from engine.backends.custom.runtime.outputs import Sampled
 
-# In a slot's count of a token: the lowest bit says that the prompt has it, and the rest how often
-# the output does.
+# A slot's count of a token: the lowest bit is set if the prompt has the token; the other bits count
+# its occurrences in the output.
 IN_PROMPT, PER_OUTPUT = 1, 2
 
 Settings = Mapping[str, Array]  # of `frameworks/settings.py`
@@ -28,8 +26,8 @@ def sample(
     counts: Array | None,
     mask: Array | None,
 ) -> Sampled:
-    """logits (R, V) float32; `words` (V,) are the vocabulary's `token_words`. None: no penalties in
-    `counts` (R, V), all tokens allowed by `mask` (R, ceil(V / 32)).
+    """logits (R, V) float32; `words` (V,) are the vocabulary's `token_words`. `counts` (R, V): None
+    without penalties. `mask` (R, ceil(V / 32)): None if all tokens are allowed.
     """
     adjusted = logits
     if counts is not None:
@@ -41,16 +39,16 @@ def sample(
     if mask is not None:
         adjusted = apply_mask(adjusted, mask)
     tokens = adjusted.argmax(axis=-1)
-    if traits.draws:
+    if traits.samples:
         tokens = jnp.where(
-            settings["temperature"] > 0, draw(adjusted, settings, traits, words), tokens
+            settings["temperature"] > 0, random_sample(adjusted, settings, traits, words), tokens
         )
-    tokens = jnp.where(settings["forced"] == DRAW, tokens, settings["forced"]).astype(jnp.int32)
+    tokens = jnp.where(settings["forced"] == SAMPLE, tokens, settings["forced"]).astype(jnp.int32)
     return with_logprobs(logits, tokens, traits.num_top)
 
 
 def penalize(logits: Array, counts: Array, settings: Settings) -> Array:
-    """Repetition scales away from likely; frequency and presence subtract, over output only."""
+    """Repetition scales logits toward unlikely; frequency and presence subtract, output only."""
     num_output = (counts // PER_OUTPUT).astype(jnp.float32)
     repetition = settings["repetition"][:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -66,8 +64,8 @@ def apply_mask(logits: Array, mask: Array) -> Array:
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def draw(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
-    """A token for each row as if its temperature were above 0: (R,)"""
+def random_sample(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
+    """Samples one token per row, (R,), as if every temperature were above 0."""
     temperature = jnp.where(settings["temperature"] > 0, settings["temperature"], 1)
     logits = logits / temperature[:, None]
     if traits.filters:
@@ -77,11 +75,11 @@ def draw(logits: Array, settings: Settings, traits: Traits, words: Array) -> Arr
 
 
 def keep_top_k(logits: Array, top_k: Array) -> Array:
-    """The k-th largest is found bit by bit, whatever k: several times faster than sorting."""
+    """Finds the k-th largest logit by bisecting its bits: several times faster than sorting."""
     wanted = jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)
-    order = jnp.where(bits >= sign, ~bits, bits | sign)  # unsigned, in the order of the floats
+    order = jnp.where(bits >= sign, ~bits, bits | sign)  # uint32 that sorts like the floats
 
     def try_bit(index: Array, floor: Array) -> Array:
         higher = floor | (sign >> index.astype(jnp.uint32))
@@ -93,7 +91,7 @@ def keep_top_k(logits: Array, top_k: Array) -> Array:
 
 
 def keep_likely(logits: Array, top_p: Array, min_p: Array) -> Array:
-    """Top-p, then min-p (a share of the best token's probability, which top-p never removes)."""
+    """Top-p, then min-p: a fraction of the best token's probability, which top-p always keeps."""
     probs = jax.nn.softmax(logits, axis=-1)
     floor = probs.max(axis=-1, keepdims=True) * min_p[:, None]
     nucleus = jnp.where(top_p < 1, nucleus_floor(probs, top_p), 0)
@@ -101,15 +99,15 @@ def keep_likely(logits: Array, top_p: Array, min_p: Array) -> Array:
 
 
 def nucleus_floor(probs: Array, target: Array) -> Array:
-    """The largest probability at or above which tokens sum to at least the target: (R,)
+    """The max probability such that tokens at or above it sum to at least the target: (R,)
 
-    Found by bisection over the bits of a float, whose order is that of the values. The last 7 bits
-    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
+    Bisects over the bits of a float, which sort like the values. The last 7 bits stay 0, so tokens
+    whose probabilities agree to one part in 65,536 count as equally likely.
     """
     lowest = jnp.full(len(probs), 2.0**-63, jnp.float32)
 
     def try_bit(index: Array, floor: Array) -> Array:
-        higher = floor | (1 << (28 - index))  # of those set in 2 ** -63 .. 1, all but the highest
+        higher = floor | (1 << (28 - index))  # bits that vary in 2 ** -63 .. 1, highest excluded
         least = lax.bitcast_convert_type(higher, jnp.float32)[:, None]
         mass = jnp.where(probs >= least, probs, 0).sum(axis=1)
         return jnp.where(mass >= target, higher, floor)

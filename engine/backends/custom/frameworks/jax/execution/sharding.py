@@ -1,7 +1,7 @@
-"""Tensor parallelism: which axis of each parameter is spread over a mesh's devices.
+"""Tensor parallelism: which axis of each parameter is sharded over a mesh's devices.
 
-Matrices that make heads or inner values are cut by rows, those that take them by columns, so that
-each half of a block ends with one sum over the devices. XLA inserts the sums.
+Matrices that produce heads or inner values are split by rows, those that consume them by columns.
+Attention and MLP then each end with one all-reduce, which XLA inserts.
 """
 
 import jax
@@ -18,7 +18,7 @@ BY_COLUMNS = frozenset({"o", "down"})
 
 
 def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
-    """None for a single device. Raises `ConfigError` if the model cannot be cut so often."""
+    """None for a single device. Raises `ConfigError` if the model cannot be split that way."""
     count = len(devices)
     if count == 1:
         return None
@@ -33,7 +33,7 @@ def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
 
 
 def param_spec(name: str) -> P:
-    """By a weight's name, such as "layers.3.attn.q.bias"."""
+    """The sharding of a weight, by a name such as "layers.3.attn.q.bias"."""
     *_, part, kind = name.split(".")
     if part in BY_ROWS:
         return P(AXIS)
@@ -44,5 +44,5 @@ CACHE_SPEC = P(None, None, AXIS)  # (slots, 2, K, H)
 
 
 def home(spec: P, mesh: Mesh | None, device: jax.Device) -> jax.Device | NamedSharding:
-    """Of an array: spread over the mesh, or whole on the device if there is none."""
+    """An array's placement: sharded over the mesh, or whole on the device without a mesh."""
     return device if mesh is None else NamedSharding(mesh, spec)

@@ -1,1 +1,1 @@
-"""Paged attention for JAX: in XLA operations everywhere, in Pallas where the device has it."""
+"""Paged attention for JAX: XLA operations on every device, Pallas on GPUs."""

@@ -1,6 +1,6 @@
-"""The attention backends: how queries of a mixed batch meet keys and values in the paged cache.
+"""Attention backends: a mixed batch's queries attend to keys and values in the paged cache.
 
-Backends differ in speed only: all of them are tested against attention over a plain sequence.
+Backends differ only in speed: all are tested against attention over a plain sequence.
 """
 
 from typing import Protocol
@@ -16,20 +16,20 @@ from engine.core.errors import ConfigError
 
 class AttentionBackend(Protocol):
     def __call__(self, q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
-        """One layer. q (T, N, H); cache (slots, 2, K, H) holds the step's own keys and values
-        already, a key before its value. Gives (T, N, H); what no item covers is undefined.
+        """One layer. q (T, N, H); cache (slots, 2, K, H), key before value, already has the step's
+        own keys and values. Returns (T, N, H); tokens that no item covers are undefined.
         """
         ...
 
 
-MAX_OFFSET = 2**31 - 1  # the kernel counts a layer's values in 32 bits
+MAX_OFFSET = 2**31 - 1  # the kernel uses 32-bit offsets within a layer
 ATTENTION: dict[str, AttentionBackend] = {"xla": xla_attention, "pallas": pallas_attention}
 
 
 def attention_backend(
     name: str, config: ModelConfig, platform: str, num_slots: int
 ) -> AttentionBackend:
-    """ "auto": Pallas on a GPU for the heads that it can do, else plain XLA."""
+    """ "auto": Pallas on a GPU if it supports the head size, else plain XLA."""
     if name == "auto":
         can_tile = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
         name = "pallas" if platform == "gpu" and can_tile else "xla"

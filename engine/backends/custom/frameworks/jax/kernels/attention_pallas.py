@@ -1,8 +1,8 @@
-"""Paged attention as a Pallas kernel for GPUs: one program for each work item and key head.
+"""Paged attention as a Pallas kernel for GPUs: one program per work item and KV head.
 
-A program holds the queries of all heads that share its key head, walks the row's context a chunk at
-a time through the block table, and keeps a running maximum and sum, so that nothing of the size of
-the context is ever stored. Off a GPU it is interpreted, for tests.
+A program holds the queries of all heads that share its KV head. It walks the row's context in
+chunks through the block table with an online softmax, so nothing of the context's size is stored.
+Without a GPU, Pallas interprets it, for tests.
 """
 
 from functools import partial
@@ -17,15 +17,15 @@ from jax.experimental.pallas import triton
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
 from engine.backends.custom.frameworks.jax.layers.linear import precision
 
-CHUNK = 64  # positions of the context at a time
-MIN_DOT = 16  # rows that a tensor core multiplies, at least
+CHUNK = 64  # context positions per iteration
+MIN_DOT = 16  # min rows of a tensor core matmul
 HIDDEN = -1e30
 Ref = Any
 
 
 def pallas_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
     """See `AttentionBackend`."""
-    group = q.shape[1] // cache.shape[2]  # query heads of a key head
+    group = q.shape[1] // cache.shape[2]  # query heads per KV head
     num_queries = max(MIN_DOT, pl.next_power_of_2(shape.tile * group))
     call = pl.pallas_call(
         partial(_attend, shape=shape, group=group, num_queries=num_queries),
@@ -68,7 +68,7 @@ def _attend(
         mask = jnp.broadcast_to(is_own[:, None], (num_queries, head_dim))
         scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(shape.scale, q_ref.dtype)
         positions = first + index // group
-        end = first + count  # of what the row may see
+        end = first + count  # end of the context that the item may see
 
         def attend_chunk(chunk: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
             best, total, mixed = state

@@ -1,7 +1,7 @@
-"""Paged attention in plain XLA: no more memory than a chunk of the context at a time.
+"""Paged attention in plain XLA; it gathers one chunk of the context at a time.
 
 Trip counts are values, not shapes, so one compiled step serves contexts of any length. Single
-queries of several rows go together; a longer run of queries goes by itself.
+queries of several rows are batched; a longer run of queries is processed alone.
 """
 
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from jax import Array, lax
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
 from engine.backends.custom.frameworks.jax.layers.linear import einsum
 
-CHUNK = 128  # positions that are gathered at once, at least a block
-GROUP = 8  # rows of one query that go together
-HIDDEN = -1e30  # a score that adds nothing, and unlike infinity has a difference to itself
-NO_QUERY = -1  # as a position
+CHUNK = 128  # positions gathered at once, at least one block
+GROUP = 8  # single-query rows per batch
+HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
+NO_QUERY = -1  # position of a padding query
 
 
 def xla_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
@@ -41,7 +41,7 @@ def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array
 
 
 def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
-    """Tiles overlap the next row's tokens, or the padding behind the last: those keep their own."""
+    """Tiles may overlap the next row's tokens or the padding; those keep their own results."""
     size, offsets = shape.tile, jnp.arange(shape.tile)
     padding = ((0, size), (0, 0), (0, 0))
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
@@ -63,11 +63,11 @@ def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape
 def _attend(
     q: Array, positions: Array, tables: Array, cache: Array, shape: AttentionShape
 ) -> Array:
-    """G rows of Q queries each, q (G, Q, N, H) at positions (G, Q), over tables (G, B)."""
+    """G rows of Q queries each: q (G, Q, N, H) at positions (G, Q), block tables (G, B)."""
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads = cache.shape[2]
     blocks = cache.reshape(-1, shape.block_size, *cache.shape[1:])
-    width = max(1, CHUNK // shape.block_size)  # blocks of a chunk
+    width = max(1, CHUNK // shape.block_size)  # blocks per chunk
     chunk = width * shape.block_size
     grouped = (q.astype(jnp.float32) * shape.scale).astype(q.dtype)
     grouped = grouped.reshape(rows, queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
@@ -78,7 +78,7 @@ def _attend(
         table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         taken = _take(blocks, table).reshape(rows, chunk, 2, num_kv_heads, head_dim)
         keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
-        # What lies behind a row's end is somebody else's, and may be NaN.
+        # Slots past a row's end belong to other sequences and may hold NaN.
         values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
         visible = is_visible(distance, shape.window)
@@ -105,5 +105,5 @@ def _attend(
 
 
 def _take(array: Array, indices: Array) -> Array:
-    """Rows of an array; the host made the indices, so none is out of bounds."""
+    """Rows of an array; the host computed the indices, so they are in bounds."""
     return array.at[indices].get(mode="promise_in_bounds")

@@ -1,4 +1,4 @@
-"""A step as work for attention: its queries, cut on the host into items of one row each."""
+"""A step's attention work: the host cuts its queries into items of one row each."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from jax import Array
 
 
 class Work(NamedTuple):
-    """What attention has to do in a step. Items of one query come first; the last ones are unused.
+    """Attention's work in a step. Single-query items come first; padding items come last.
 
     Letters: T tokens, S rows, B blocks of a table, I items.
     """
@@ -15,14 +15,14 @@ class Work(NamedTuple):
     positions: Array  # (T,)
     tables: Array  # (S, B)
     token: Array  # (I,) an item's first query, index into T
-    length: Array  # (I,) its queries; 0: unused
+    length: Array  # (I,) number of queries; 0: padding
     row: Array  # (I,) index into S
     num_singles: Array  # () items of one query
     num_items: Array  # () items in use
 
 
 def is_visible(distance: Array, window: int | None) -> Array:
-    """Whether a query sees a key that lies so many positions before it."""
+    """Whether a query sees a key that lies `distance` positions before it."""
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
@@ -31,7 +31,7 @@ def is_visible(distance: Array, window: int | None) -> Array:
 class AttentionShape:
     """What is known when attention is traced."""
 
-    tile: int  # queries of an item, at most
+    tile: int  # max queries per item
     block_size: int
     window: int | None
-    scale: float  # of scores
+    scale: float  # multiplies scores

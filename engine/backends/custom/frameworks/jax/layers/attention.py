@@ -1,4 +1,4 @@
-"""Self-attention but for attending over a cache, which is the step's own affair."""
+"""Self-attention's projections and norms; attending over the cache is passed in by the step."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 
 
 def heads(
-    params: Params, config: ModelConfig, x: Array, turn: Rotation | None
+    params: Params, config: ModelConfig, x: Array, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
+    """Queries (T, N, H), keys and values (T, K, H), normed and rotated (RoPE)."""
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
@@ -23,8 +23,8 @@ def heads(
     if config.qk_norm == "head":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)
-    if turn is not None:
-        q, k = rotate(q, turn), rotate(k, turn)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
     return q, k, v
 
 

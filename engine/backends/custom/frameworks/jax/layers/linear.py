@@ -1,20 +1,20 @@
-"""Matrix products and lookups. A parameter is a dictionary with "weight", (out, in), and perhaps
-"bias".
+"""Matmul and embedding lookup. A parameter is a dictionary with "weight", (out, in), and an
+optional "bias".
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-Params = dict  # names to arrays or to further ones: the pytree of a part of the model
+Params = dict  # names to arrays or to nested dictionaries: a pytree
 
 
 def precision(dtype: jnp.dtype) -> str:
-    """Float32 stays float32 on a GPU, too, where tensor cores would shorten it."""
+    """Keeps float32 matmuls in float32 on a GPU, whose tensor cores would use TF32."""
     return "highest" if dtype == jnp.float32 else "default"
 
 
 def einsum(formula: str, a: Array, b: Array) -> Array:
-    """Summed up in float32 whatever the arrays' type."""
+    """Accumulates in float32, whatever the arrays' dtype."""
     exact = precision(a.dtype)
     return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=jnp.float32)
 
@@ -25,5 +25,5 @@ def linear(params: Params, x: Array) -> Array:
 
 
 def embedding(params: Params, ids: Array) -> Array:
-    """Rows of a table: (T,) -> (T, D)"""
+    """Table lookup: (T,) -> (T, D)"""
     return params["weight"].at[ids].get(mode="clip")

@@ -1,4 +1,4 @@
-"""Rotary embedding: angles depend on the position alone, by the model's scaling rule."""
+"""RoPE: angles depend only on the position, by the model's scaling rule."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from jax import Array
 
 
 class Rotation(NamedTuple):
-    """Of a step's tokens."""
+    """Cosines and sines of a step's tokens."""
 
     cos: Array  # (T, 1, dim / 2)
     sin: Array  # (T, 1, dim / 2)
@@ -18,12 +18,15 @@ def rotation(
 ) -> Rotation:
     """`frequencies` are radians per position, for half of the rotated dimensions."""
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.array(frequencies, jnp.float32)
-    return Rotation(*((turn(angles) * scale).astype(dtype) for turn in (jnp.cos, jnp.sin)))
+    return Rotation(*((rotation(angles) * scale).astype(dtype) for rotation in (jnp.cos, jnp.sin)))
 
 
-def rotate(x: Array, turn: Rotation) -> Array:
-    """The first `dim` values of each head of x (T, N, H); value i pairs with i + dim / 2."""
-    half = turn.cos.shape[-1]
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
+    half = rotation.cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = (first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin)
+    turned = (
+        first * rotation.cos - second * rotation.sin,
+        second * rotation.cos + first * rotation.sin,
+    )
     return jnp.concatenate((*turned, rest), axis=-1)

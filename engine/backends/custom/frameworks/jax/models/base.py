@@ -1,8 +1,8 @@
 """The decoder of every family, as functions of its parameters.
 
-A model is a `Model`, which is data known when a function is traced, and a pytree of parameters,
-which is not. Serving runs `decode` with an `attend` that reads and writes the paged cache; parity
-tests and training call `forward_sequence`, which is differentiable with respect to the parameters.
+A `Model` is data known at trace time; the parameters are a pytree. Serving runs `decode` with an
+`attend` that reads and writes the paged cache. Parity tests and training call `forward_sequence`,
+which is differentiable with respect to the parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,23 @@ from engine.backends.custom.frameworks.jax.layers.norm import layer_norm, rms_no
 from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotation
 from engine.backends.custom.frameworks.jax.models.gpt2 import add_positions
 
-Memory = Any  # a pytree of the step's own kind
-# From a layer's queries (T, N, H), keys and values (T, K, H), and what it remembers of earlier
-# tokens: (T, N, H), and what it remembers now.
+Memory = Any  # a layer's KV state: a pytree that the step defines
+# From a layer's queries (T, N, H), keys and values (T, K, H) and its KV state to the attention
+# output (T, N, H) and the new KV state.
 Attend = Callable[[Array, Array, Array, Memory], tuple[Array, Memory]]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Hashable, so that models of the same shape share their compiled programs."""
+    """Hashable, so that models of the same shape share compiled programs."""
 
     config: ModelConfig
-    # Radians per position, dim / 2 of them, and what cosines and sines are multiplied by.
+    # Radians per position, dim / 2 of them, and the factor of cosines and sines.
     frequencies: tuple[float, ...] | None = None
     rotary_scale: float = 1.0
 
 
-def turn_of(model: Model, params: Params, positions: Array) -> Rotation | None:
+def rotation_of(model: Model, params: Params, positions: Array) -> Rotation | None:
     if model.frequencies is None:
         return None
     dtype = params["norm"]["weight"].dtype
@@ -50,13 +50,13 @@ def block(
     attend: Attend,
     params: Params,
     x: Array,
-    turn: Rotation | None,
+    rotation: Rotation | None,
     memory: Memory,
 ) -> tuple[Array, Memory]:
-    """Attention, then MLP, each of which adds to the stream. `params` are the layer's own."""
+    """Attention, then MLP; each adds to the residual stream. `params` are the layer's."""
     config = model.config
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
-    attended, memory = attend(*heads(params["attn"], config, read, turn), memory)
+    attended, memory = attend(*heads(params["attn"], config, read, rotation), memory)
     half = linear(params["attn"]["o"], attended.reshape(len(x), -1))
     x = merged(config, params["attn_norm"], x, half)
     read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
@@ -65,7 +65,7 @@ def block(
 
 
 def merged(config: ModelConfig, params: Params, x: Array, half: Array) -> Array:
-    """The stream with what attention or the MLP gave; `params` are of that half's norm."""
+    """Adds the output `half` of attention or MLP to the stream; `params` are its norm's."""
     if config.norm_placement == "output":
         half = norm(config, params, half)
     if config.residual_multiplier != 1:
@@ -78,7 +78,7 @@ def norm(config: ModelConfig, params: Params, x: Array) -> Array:
 
 
 def embed(config: ModelConfig, params: Params, token_ids: Array, positions: Array) -> Array:
-    """(T,) twice -> (T, D)"""
+    """Token ids (T,) and positions (T,) -> (T, D)"""
     x = embedding(params["embed"], token_ids)
     if config.embedding_multiplier != 1:
         x = x * config.embedding_multiplier
@@ -93,12 +93,12 @@ def decode(
     attend: Attend,
     memories: Sequence[Memory],
 ) -> tuple[list[Array], list[Memory]]:
-    """The residual stream before the first block and after each, (T, D); each layer's memory."""
-    turn = turn_of(model, params, positions)
-    one_layer = jax.jit(partial(block, model, attend))  # traced once: layers are alike
+    """The residual stream (T, D) before the first block and after each; each layer's KV state."""
+    rotation = rotation_of(model, params, positions)
+    one_layer = jax.jit(partial(block, model, attend))  # traced once: all layers have equal shapes
     states, after = [embed(model.config, params, token_ids, positions)], []
     for own, memory in zip(params["layers"], memories, strict=True):
-        x, remembered = one_layer(own, states[-1], turn, memory)
+        x, remembered = one_layer(own, states[-1], rotation, memory)
         states.append(x)
         after.append(remembered)
     return states, after
@@ -109,14 +109,14 @@ def final_norm(model: Model, params: Params, x: Array) -> Array:
 
 
 def head_logits(model: Model, params: Params, hidden: Array) -> Array:
-    """Of normed states: (R, D) -> (R, V) float32"""
+    """Normed states (R, D) -> logits (R, V) float32"""
     head = params["head" if "head" in params else "embed"]
     logits, scaling = linear(head, hidden).astype(jnp.float32), model.config.logits_scaling
     return logits if scaling == 1 else logits / scaling
 
 
 def forward_sequence(model: Model, params: Params, token_ids: Array) -> tuple[Array, list[Array]]:
-    """Logits (T, V) of one sequence (T,), and the states of `decode`."""
+    """Logits (T, V) of one sequence (T,), and the states that `decode` returns."""
 
     config = model.config
 

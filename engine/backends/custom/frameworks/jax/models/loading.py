@@ -1,4 +1,4 @@
-"""A model and its parameters from a checkpoint, one tensor at a time."""
+"""Loads a model and its parameters from a checkpoint, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,11 +20,11 @@ from engine.backends.custom.frameworks.parameters import (
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.weights.random import RandomWeight
 
-Place = Callable[[str, Array | NDArray[np.generic]], Array]  # by name, onto the devices
+Place = Callable[[str, Array | NDArray[np.generic]], Array]  # puts a named array on the devices
 
 
 def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len: int) -> Model:
-    """What is known before any weight is read, but for the factors of a rotary rule."""
+    """The trace-time part of a model; reads no weight except RoPE's frequency factors."""
     check_decoder(config, "jax")
     if config.rope is None:
         return Model(config)
@@ -33,10 +33,10 @@ def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len:
 
 
 def load_params(weights: Mapping[str, Weight], dtype: jnp.dtype, place: Place) -> Params:
-    """Every weight as the given type, under the names of `architectures`."""
+    """Every weight in the given dtype, under the names of `architectures`."""
 
     def decode(weight: Weight) -> Array | NDArray[np.generic]:
-        if isinstance(weight, RandomWeight):  # drawn where it is needed
+        if isinstance(weight, RandomWeight):  # generated on the device
             normal = weight.values
             drawn = jax.random.normal(jax.random.key(normal.seed), weight.spec.shape, dtype)
             return drawn * normal.std + normal.mean

@@ -1,1 +1,1 @@
-"""The native model runner: from an `ExecutionPlan` to the program that the C++ executor runs."""
+"""The native model runner: turns an `ExecutionPlan` into the program of the C++ executor."""

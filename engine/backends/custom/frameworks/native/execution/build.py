@@ -1,25 +1,26 @@
-"""From a model source and a configuration to a loaded runner."""
+"""Builds a loaded runner from a model source and a configuration."""
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.native.execution.program import (
-    LAYOUTS,
-    Numbered,
-    add_program,
-)
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.ir.choice import product_kernel
+from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
+    AddNormStep,
+    AttentionStep,
+    EmbedStep,
     ExecutionPlan,
+    GatherStep,
     LinearStep,
     Machine,
     Precision,
+    RopeWriteStep,
     step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
@@ -41,18 +42,36 @@ from engine.core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 KERNELS = "engine.backends.custom.frameworks.native._native"
-STORED = "stored"  # weights as their file has them, arithmetic to suit
+STORED = "stored"  # weights as stored in the file, with matching arithmetic
 KV_TYPES = ("float32", "bfloat16", "int8")
-TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables that are no products
-TILE_TOKENS = 16  # of the paged cache
-ROW_TOKENS = 12  # of prompts in a step, where no token saves the next one anything
-STEP_TOKENS = 512  # activations of more do not stay in a second-level cache
+TOKENS, POSITIONS = "embed.weight", "position.weight"  # lookup tables, not matmul weights
+TILE_TOKENS = 16  # positions per tile of the paged cache
+ROW_TOKENS = 12  # prefill tokens per step on CPUs where batching tokens saves nothing
+STEP_TOKENS = 512  # activations of more tokens do not fit a second-level cache
 USUAL_POOL_BYTES = 224 * MIB
-MIN_CACHED_BYTES = 32 * MIB  # less is packed sooner than a file is found
+MIN_CACHED_BYTES = 32 * MIB  # packing less takes less time than finding a file
+# Codes of csrc/base/layout.h and csrc/base/kernels.h.
+LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
+NUMERICS = ("f32", "int8", "bf16")
+ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
+NORMS = ("none", "rms", "layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The numbers of weights that were given to the executor, by name."""
+
+    matrices: Mapping[str, int]
+    vectors: Mapping[str, int]
+    biases: Mapping[str, int]  # by the name of their matrix
+    per_channel: Mapping[str, int]  # per-channel int8 weights, for steps of many rows
+
+    def vector(self, name: str | None) -> int:
+        return -1 if name is None else self.vectors[name]
 
 
 def kernels() -> Any:
-    """The compiled module. Raises a `ConfigError` that says what to do when there is none."""
+    """The compiled module. Raises a `ConfigError` that says how to get it if it is missing."""
     try:
         return import_module(KERNELS)
     except ModuleNotFoundError as error:
@@ -76,7 +95,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
             f"the native backend takes weights as they are stored; --dtype {dtype} needs "
             "--backend torch, and --dtype float32 means float arithmetic throughout"
         )
-    import psutil  # which an engine process that is started ahead can wait for
+    import psutil  # late: an engine process that is started ahead need not wait for it
 
     kernels()
     free_bytes = psutil.virtual_memory().available
@@ -94,14 +113,14 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
-    """What a token takes in the cache, with the padding of its heads."""
+    """Bytes of a token in the KV cache, with the padding of its heads."""
     dim = -(-config.head_dim // 32) * 32
     head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
     return 2 * config.num_layers * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:
-    """Of a weight in the form that kernels read, which is wider than some types of file."""
+    """Bytes of a weight as packed for kernels, which is wider than some file types."""
     native, shape = kernels(), weight.spec.shape
     if len(shape) == 1:
         return 4 * shape[0]
@@ -111,7 +130,7 @@ def _packed_bytes(weight: Weight) -> int:
 
 
 def _per_channel_bytes(source: ModelSource) -> int:
-    """Of the per-channel int8 copies that `--numerics fast` adds, where the CPU has the kernels."""
+    """Bytes of the per-channel int8 weights that `--numerics fast` adds, if the CPU has kernels."""
     native = kernels()
     if not native.has_per_channel(native.instruction_sets()[-1]):
         return 0
@@ -122,13 +141,13 @@ def _per_channel_bytes(source: ModelSource) -> int:
             continue
         rows, columns = weight.spec.shape
         layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
-        if product_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
+        if matmul_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
             total += -(-rows // PANEL_ROWS) * native.per_channel_panel_bytes(columns)
     return total
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
-    """Map or repack the weights, hand plan and weights to the executor, allocate the cache."""
+    """Maps or packs the weights, gives plan and weights to the executor, allocates the cache."""
     from engine.backends.custom.frameworks.native.machine import choose_cpus, default_threads
     from engine.backends.custom.frameworks.native.weights.cache import PackedCache
     from engine.backends.custom.frameworks.native.weights.loading import load_weights
@@ -181,12 +200,84 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
 def _add_per_channel(
     model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]
 ) -> dict[str, int]:
-    """Per-channel int8 copies of quantized matrices, where the CPU has kernels for them."""
+    """Adds per-channel int8 requantized weights, if the CPU has kernels for them."""
     if not kernels().has_per_channel(plan.machine.instruction_set):
         return {}
-    products = (step for step in plan.steps if isinstance(step, LinearStep))
-    names = dict.fromkeys(step.matrix for step in products if step.kernel.decode == "int8")
+    matmuls = (step for step in plan.steps if isinstance(step, LinearStep))
+    names = dict.fromkeys(step.matrix for step in matmuls if step.kernel.decode == "int8")
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
+
+
+def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
+    """Gives a plan to the compiled executor, with names as numbers and types as codes."""
+    model.begin_program(plan.capacity.tokens)
+    for step in plan.steps:
+        if isinstance(step, EmbedStep):
+            table, positions = weights.matrices[step.table], weights.vector(step.positions)
+            model.embed(step.out, table, positions, step.scale)
+        elif isinstance(step, LinearStep):
+            _add_linear(model, plan, step, weights)
+        elif isinstance(step, RopeWriteStep):
+            model.rope_write(
+                qkv=step.qkv,
+                layer=step.layer,
+                heads=step.heads,
+                kv_heads=step.kv_heads,
+                head_dim=step.head_dim,
+                rope_dim=step.rope_dim,
+                query_norm=weights.vector(step.q_norm),
+                key_norm=weights.vector(step.k_norm),
+                eps=step.eps,
+                whole_norm=step.whole_norm,
+            )
+        elif isinstance(step, AttentionStep):
+            model.attention(
+                qkv=step.qkv,
+                out=step.out,
+                layer=step.layer,
+                heads=step.heads,
+                kv_heads=step.kv_heads,
+                head_dim=step.head_dim,
+                scale=step.scale,
+                window=step.window or 0,
+            )
+        elif isinstance(step, AddNormStep):
+            model.add_norm(
+                source=step.source,
+                out=step.out,
+                weight=weights.vector(step.weight),
+                eps=step.eps,
+                over_logits=plan.buffers[step.out].per == "logit",
+            )
+        else:
+            assert isinstance(step, GatherStep)
+            model.gather(step.source, step.out)
+    model.end_program()
+
+
+def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered) -> None:
+    norm = step.norm
+    model.linear(
+        source=step.source,
+        out=step.out,
+        matrix=weights.matrices[step.matrix],
+        per_channel=weights.per_channel.get(step.matrix, -1),
+        norm=0 if norm is None else NORMS.index(norm.kind),
+        norm_weight=-1 if norm is None else weights.vector(norm.weight),
+        norm_bias=-1 if norm is None else weights.vector(norm.bias),
+        eps=0.0 if norm is None else norm.eps,
+        bias=weights.biases[step.matrix] if step.has_bias else -1,
+        activation=ACTIVATIONS.index(step.activation),
+        gated=step.gated,
+        residual=step.residual,
+        multiply=step.multiply,
+        over_logits=plan.buffers[step.out].per == "logit",
+        column=step.column,
+        grain=step.split.grain,
+        decode=NUMERICS.index(step.kernel.decode),
+        prefill=NUMERICS.index(step.kernel.prefill),
+        scale=step.scale,
+    )
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
@@ -213,7 +304,7 @@ def _check(model: ModelConfig, config: RunnerConfig) -> None:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """Seconds of a runner's calls by the steps of its plan."""
+    """Profiles a runner's calls by plan step."""
     from engine.backends.custom.frameworks.native.execution.profiling import NativeProfiler
     from engine.backends.custom.frameworks.native.machine import default_threads
 
@@ -223,14 +314,14 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
 
 
 def machine_with(threads: int) -> Machine:
-    """This machine, as a planner sees it."""
+    """This machine's capabilities, for the planner."""
     native = kernels()
     instruction_set = native.instruction_sets()[-1]
     return Machine(threads, instruction_set, native.has_bf16(instruction_set))
 
 
 def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> list[ExecutionPlan]:
-    """One for each size class of a step; they differ in how work is split, in nothing else."""
+    """One plan per size class of a step; they differ only in how work is split."""
     layout_of = kernels().layout_of
     max_tokens = max(config.max_batch_tokens, config.max_slots)
     cache = plan_cache(

@@ -1,4 +1,4 @@
-"""The executor's own clock over a runner's calls: seconds of each step of the plan, by its name."""
+"""Times a runner's calls with the executor's own clock: seconds of each plan step, by name."""
 
 import json
 import os
@@ -24,8 +24,8 @@ class Event:
 
 
 class NativeProfiler:
-    """`labels` name the plan's steps, in order. A call ends when its work has, so that nothing has
-    to be waited for.
+    """`labels` name the plan steps, in order. Calls are synchronous, so there is nothing to wait
+    for.
     """
 
     def __init__(self, runner: NativeRunner, labels: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ class NativeProfiler:
         path.write_text(json.dumps({"traceEvents": lanes + events}))
 
     def _note_steps(self, ended_at: float) -> None:
-        """Steps follow one another and the last of them ended with the call."""
+        """Plan steps run back to back, and the last one ended with the call."""
         spent = self._model.op_seconds()
         began_at = ended_at - sum(spent)
         for label, seconds in zip(self._labels, spent, strict=True):

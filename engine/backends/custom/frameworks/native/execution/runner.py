@@ -1,4 +1,4 @@
-"""`NativeRunner`: the seam's two calls, each of them one call into C++ with the GIL released."""
+"""`NativeRunner`: `forward` and `sample` are each one call into C++ with the GIL released."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     FROM_DEVICE,
     I32,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -18,15 +18,15 @@ from engine.backends.custom.runtime.model_runner import (
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `sample` needs of a `forward`; the logits stay where they were computed."""
+    """What `forward` passes on to `sample`; the logits stay in the executor's memory."""
 
     finite: np.ndarray  # (S,) bool
     num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A step whose results are here already."""
+class FinishedTokens:
+    """The results of a finished step; `wait` returns at once."""
 
     output: StepOutput
 
@@ -35,7 +35,7 @@ class Finished:
 
 
 class NativeRunner:
-    """`model` is the compiled module's `Model`, complete; `hidden_size` is that of its states."""
+    """`model` is the compiled module's `Model`, ready to run; `hidden_size` is its state width."""
 
     def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int) -> None:
         self._model = model
@@ -63,28 +63,30 @@ class NativeRunner:
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 
-    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> FinishedTokens:
         if not handle.num_logits:
-            return Finished(StepOutput(np.empty(0, np.int32), handle.finite))
+            return FinishedTokens(StepOutput(np.empty(0, np.int32), handle.finite))
         tokens, logprobs, top_ids, top_logprobs = self._model.sample(sampling)
-        drawn = sampling.forced == DRAW
-        self._last_token[sampling.slots[drawn]] = tokens[drawn]
+        sampled = sampling.forced == SAMPLE
+        self._last_token[sampling.slots[sampled]] = tokens[sampled]
         hidden = self._hidden(sampling)
-        return Finished(StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden))
+        return FinishedTokens(
+            StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden)
+        )
 
     def logits(self, handle: StepHandle) -> np.ndarray:
-        """The last step's logits, (R, V); they are copied out only for who asks."""
+        """The last step's logits, (R, V), as a copy."""
         rows = np.empty((handle.num_logits, self._spec.vocab_size), np.float32)
         for index, row in enumerate(rows):
             self._model.logits(index, row)
         return rows
 
     def close(self) -> None:
-        """Free the cache and let the weights go; the runner cannot be used again."""
+        """Frees the cache and releases the weights; the runner cannot be used again."""
         del self._model
 
     def _token_ids(self, inputs: BatchInputs) -> I32:
-        """FROM_DEVICE stands for the last token drawn for the row's slot."""
+        """Replaces FROM_DEVICE by the last token sampled for the row's slot."""
         if inputs.token_ids.min(initial=0) >= 0:
             return inputs.token_ids
         slots = np.repeat(inputs.slots, np.diff(inputs.query_start))

@@ -1,4 +1,4 @@
-"""How long each step of a plan takes on this machine, in forwards like those of a server."""
+"""Measures each plan step's time on this machine, in forward passes like a server's."""
 
 import time
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from engine.core.errors import ConfigError
 
 WARM_UPS = 3
 MIN_FORWARDS, MAX_FORWARDS = 20, 200
-MIN_SECONDS = 1.0  # quick forwards are repeated for so long, up to their maximum
+MIN_SECONDS = 1.0  # repeat quick forward passes for this long, up to their max number
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians over the quicker half of the forwards, which other work disturbed least; seconds."""
+    """Medians in seconds over the faster half of the forward passes, to exclude disturbed ones."""
 
-    steps: tuple[float, ...]  # in the order of the plan
+    steps: tuple[float, ...]  # in plan order
     forward: float  # the whole call
-    forwards: int  # in that half
+    forwards: int  # passes in the faster half
 
 
 def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
-    """A server's settings, with room for a step of so many tokens and sequences of this length."""
+    """A server's settings, with space for `sequences` of `context` and a step of `tokens`."""
     usual = _usual_options()
     return RunnerConfig(
         device="cpu",
@@ -51,8 +51,8 @@ def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
 
 
 def time_steps(source: ModelSource, config: RunnerConfig, tokens: int, is_prompt: bool) -> Timing:
-    """Times forwards of one generated token for each of `tokens` sequences, or of one prompt's last
-    `tokens`; sequences are `config.max_seq_len` long, and what lies before is in the cache.
+    """Times forward passes of one decode token for each of `tokens` sequences, or of the last
+    `tokens` of one prompt. Sequences are `config.max_seq_len` long; the cache has earlier tokens.
     """
     _check_memory(source, config)
     runner = build_runner(source, config)
@@ -100,7 +100,7 @@ def _check_memory(source: ModelSource, config: RunnerConfig) -> None:
 
 
 class _Inputs:
-    """Batches over sequences of random tokens, each in blocks of its own."""
+    """Batches over sequences of random tokens, each with its own blocks."""
 
     def __init__(self, config: RunnerConfig, vocab_size: int, sequences: int) -> None:
         self.sequences = sequences
@@ -113,7 +113,7 @@ class _Inputs:
     def make(
         self, rows: Sequence[int], start: int, stop: int, is_prompt: bool, logits: bool
     ) -> BatchInputs:
-        """Positions `start` to `stop` of these sequences; the logits of the last of each."""
+        """Positions `start` to `stop` of these sequences, with the logits of each one's last."""
         slots = np.array(rows, np.int32)
         positions = np.arange(start, stop, dtype=np.int32)
         blocks = self._tables[slots][:, positions // self._block_size].astype(np.int64)

@@ -1,1 +1,1 @@
-"""A model's weights as the kernels read them: packed once, mapped from disk afterwards."""
+"""A model's weights in the kernels' packed form: packed once, then mapped from disk."""

@@ -1,7 +1,7 @@
-"""Where each packed weight lies in one stretch of memory, known before a byte of it is read.
+"""Computes each packed weight's offset in one memory arena, before any weight is read.
 
-The places follow from the model's shapes and storage types alone. So a file of packed weights
-needs no table of contents, and nothing that a file says is ever taken for an offset.
+Offsets follow from the model's shapes and storage types alone. A file of packed weights therefore
+needs no table of contents, and no offset is ever taken from a file.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 
 class MatrixParts(Protocol):
-    """Weights that are one matrix to a kernel; `biases` has one name for each part, or none."""
+    """Weights that a kernel reads as one matrix; `biases` has one name per part, or none."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class MatrixParts(Protocol):
 
 
 class Panels(NamedTuple):
-    """A matrix in panels. `rows` counts the padding between interleaved parts, not the last one."""
+    """A matrix in panels. `rows` includes padding between interleaved parts, not the last one's."""
 
     layout: int
     rows: int
@@ -74,7 +74,7 @@ class ArenaPlan:
     num_bytes: int = 0
 
     def add(self, place: Place) -> Place:
-        """Count the place in; the next one begins on the boundary after it."""
+        """Appends the place; the next one starts on the following boundary."""
         self.num_bytes = _round_up(place.offset + place.num_bytes, _ALIGNMENT)
         return place
 
@@ -89,7 +89,7 @@ class ArenaPlan:
 def plan_arena(
     source: ModelSource, matrices: Sequence[MatrixParts], vectors: Sequence[str]
 ) -> ArenaPlan:
-    """Vectors first, then matrices in the order given, each with its bias before it."""
+    """Vectors first, then matrices in the given order, each preceded by its bias."""
     plan = ArenaPlan()
     for name in vectors:
         plan.vectors[name] = plan.add(VectorPlace(plan.num_bytes, source.weights[name].spec.shape))
@@ -103,7 +103,7 @@ def plan_arena(
 
 
 def stacked_bias(source: ModelSource, matrix: MatrixParts) -> NDArray[np.float32]:
-    """The parts' biases in the order of the matrix's rows, zero where rows are padding."""
+    """The parts' biases in the order of the matrix's rows, zero for padding rows."""
     parts = [source.weights[name].numpy() for name in matrix.biases]
     stacked = np.zeros(_padded_rows(source, matrix), np.float32)
     if matrix.interleaved:

@@ -1,6 +1,6 @@
-"""Packed weights on disk: one file per model, found by what the model's files are, bounded in size.
+"""Packed weights on disk: one file per model, keyed by the identity of its files, bounded in size.
 
-Nothing here is needed for serving: a disk that is full, slow or read-only costs a line in the log.
+Serving never depends on it: a full, slow or read-only disk costs only a line in the log.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".packed"
 _GIB = 1024**3
-# A writer that was killed leaves its file behind; none takes this long.
+# A killed writer leaves its temporary file behind; no live writer takes this long.
 _ABANDONED_SECONDS = 3600
 
 
@@ -46,24 +46,24 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PackedCache:
-    """A directory of packed files. `free_share` bounds a new file by what the disk has left."""
+    """A directory of packed files. `free_share` limits a new file to a share of the free disk."""
 
     directory: Path = field(default_factory=cache_directory)
     max_bytes: int = 16 * _GIB
     free_share: float = 0.1
 
     def path_for(self, source: ModelSource) -> Path:
-        """Models at different places have different files; another version replaces the one."""
+        """One file per model path; a new version of a model replaces the old file."""
         places = "\n".join(str(file.path.resolve()) for file in source.checkpoint.files)
         digest = hashlib.sha256(places.encode()).hexdigest()[:16]
         return self.directory / f"{source.path.stem[:64]}-{digest}{SUFFIX}"
 
     def open(self, path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
-        """The arena, mapped; None when there is no such file or it cannot be trusted."""
+        """The mapped arena; None if there is no such file or it is invalid."""
         try:
             arena = map_packed(path, key, num_bytes)
             with suppress(OSError):  # a read-only disk
-                # Files used last are removed last. The time of change is the file's seal.
+                # Eviction removes the least recently used file. The mtime is the file's seal.
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return None
@@ -73,7 +73,7 @@ class PackedCache:
         return arena
 
     def write(self, path: Path, key: bytes, arena: NDArray[np.uint8]) -> bool:
-        """Keep an arena, removing the files used least recently where it takes too much room."""
+        """Writes an arena and removes the least recently used files if it needs their space."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             size = HEADER_BYTES + arena.size
@@ -112,9 +112,9 @@ class PackedCache:
 def cache_key(
     source: ModelSource, matrices: Sequence[MatrixParts], plan: ArenaPlan
 ) -> bytes | None:
-    """A digest of the files' identity, of how weights are stored and of where they are packed.
+    """A digest of the files' identity, of the storage types and of the packed layout.
 
-    Reads headers only. None when a file is no longer the one that was opened.
+    Reads headers only. None if a file was replaced since it was opened.
     """
     files = [_identity(source, file) for file in source.checkpoint.files]
     if None in files:
@@ -138,7 +138,7 @@ def cache_key(
 
 
 def _identity(source: ModelSource, file: FileBytes) -> tuple[str, int, int, str] | None:
-    """Path, size, time of change, and a digest of all that comes before the first tensor."""
+    """Path, size, mtime, and a digest of everything before the first tensor."""
     status = _status(file.path)
     if status is None or any(
         getattr(status, fact) != getattr(file.status, fact)

@@ -1,4 +1,4 @@
-"""Weights for the kernels: mapped from the cache when it has them, else packed now and kept."""
+"""Loads weights for the kernels: mapped from the cache if present, else packed and cached."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ _LEAST_URGENT = 19
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Read-only views by name. Biases have their matrix's name and are padded like its rows."""
+    """Read-only views by name. Biases are keyed by their matrix and padded like its rows."""
 
     matrices: dict[str, Panels]
     biases: dict[str, NDArray[np.float32]]
@@ -44,7 +44,7 @@ def load_weights(
     cache: PackedCache | None,
     progress: Progress | None = None,
 ) -> PackedWeights:
-    """Pack or map all weights. The source may be closed afterwards; its pages are let go."""
+    """Packs or maps all weights. The source may be closed afterwards; its pages are released."""
     plan = plan_arena(source, matrices, vectors)
     key = cache_key(source, matrices, plan) if cache is not None else None
     path = cache.path_for(source) if cache is not None else None
@@ -52,7 +52,7 @@ def load_weights(
     from_cache, writer = arena is not None, None
     if arena is None:
         arena = pack(source, matrices, plan, threads, progress)
-        # A file may have been replaced meanwhile; then this is not what the key stands for.
+        # If a file was replaced meanwhile, the key no longer describes these weights.
         if cache and path and key and cache_key(source, matrices, plan) == key:
             writer = _write_behind(cache, path, key, arena)
     let_go(source)
@@ -62,7 +62,7 @@ def load_weights(
 def _write_behind(
     cache: PackedCache, path: Path, key: bytes, arena: NDArray[np.uint8]
 ) -> threading.Thread:
-    """Write the cache file while the model is being served, when nothing else wants the CPU."""
+    """Writes the cache file while the model is served, at the lowest CPU priority."""
 
     def write() -> None:
         with suppress(OSError):

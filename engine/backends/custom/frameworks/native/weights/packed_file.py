@@ -1,8 +1,8 @@
-"""One file of packed weights: a page of header, then the arena as it lies in memory.
+"""A file of packed weights: a header page, then the arena as it lies in memory.
 
-The header's last bytes are a digest of the rest of it. A file counts only if that digest, the key
-and the file's size are right, and if its time of change is the one in the header: whatever writes
-to it later changes that. The digest of the data is there for `verify`, which reads all of it.
+The header ends with a digest of itself. A file is valid only if that digest, the key and the file
+size match, and if its mtime equals the one in the header, because any later write changes the
+mtime. The digest of the data is only for `verify`, which reads all of it.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from engine.core.sandbox.private_files import new_version, open_private, write_a
 
 HEADER_BYTES = 4096
 _MAGIC = b"ENGPACK2"
-_FIELDS = struct.Struct("<8s32sQ32sQ")  # magic, key, bytes of data, digest of data, time of change
+_FIELDS = struct.Struct("<8s32sQ32sQ")  # magic, key, bytes of data, digest of data, mtime
 _DIGEST_BYTES = 32
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
 class PackedFileError(Exception):
-    """The file is damaged, or is none of ours, or holds something else; its text says which."""
+    """The file is damaged, foreign, or holds other weights; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Header:
     key: bytes
     num_bytes: int
     data_digest: bytes
-    sealed_s: int  # whole seconds, and even, which every file system can keep
+    sealed_s: int  # mtime in even seconds, which every file system can store
 
     def encode(self) -> bytes:
         fields = _FIELDS.pack(_MAGIC, self.key, self.num_bytes, self.data_digest, self.sealed_s)
@@ -43,7 +43,7 @@ class Header:
 
 
 def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
-    """The arena of a file that has this key, mapped read-only and shared; no data is read."""
+    """The arena of a file with this key, mapped read-only and shared; reads no data."""
     with open_private(path) as file:
         header = _read_header(file)
         if header.key != key or header.num_bytes != num_bytes:
@@ -53,7 +53,7 @@ def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def verify(path: Path) -> None:
-    """Read the whole file and raise `PackedFileError` unless its data is what was written."""
+    """Reads the whole file and raises `PackedFileError` unless its data matches its digest."""
     with open_private(path) as file:
         header = _read_header(file)
         digest = hashlib.sha256()
@@ -64,7 +64,7 @@ def verify(path: Path) -> None:
 
 
 def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
-    """Write beside `path` and rename when the data is safely on disk; no half file is ever seen."""
+    """Writes beside `path`, syncs, then renames, so that no partial file is ever visible."""
     with new_version(path) as file:
         digest = hashlib.sha256()
         file.seek(HEADER_BYTES)

@@ -1,4 +1,4 @@
-"""Packs a model's weights into fresh memory, on several threads, straight from the mapped files."""
+"""Packs a model's weights into fresh memory on several threads, directly from the mapped files."""
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +16,9 @@ from engine.backends.custom.frameworks.native.weights.arena import (
 from engine.backends.custom.weights.model import ModelSource, Weight
 from engine.core.errors import ModelFormatError
 
-Progress = Callable[[int, int], None]  # bytes packed, bytes in all
+Progress = Callable[[int, int], None]  # bytes packed, total bytes
 
-# Packed at a time: between batches progress is told and the pages that were read are let go.
+# Batch size: after each batch, progress is reported and the pages that were read are released.
 _BATCH_BYTES = 32 * 1024 * 1024
 
 
@@ -55,7 +55,7 @@ def pack(
 
 
 def _fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros on huge pages where the system has them: fewer faults now, fewer misses later."""
+    """Zeroed memory on huge pages where available: fewer page faults and fewer TLB misses."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -91,7 +91,7 @@ def _part(weight: Weight) -> tuple[Any, ...]:
 
 
 def let_go(source: ModelSource) -> None:
-    """Mapped pages that were read count as ours until they are given back; the files keep them."""
+    """Releases mapped pages that were read: they count as ours until then."""
     for file in source.checkpoint.files:
         if isinstance(file.buffer, mmap.mmap):
             file.buffer.madvise(mmap.MADV_DONTNEED)

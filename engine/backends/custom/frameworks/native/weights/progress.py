@@ -1,4 +1,4 @@
-"""Tells how far packing is: a bar in a terminal, once it takes long; else lines of the log."""
+"""Reports packing progress: a bar in a terminal if it takes long, else log lines."""
 
 import logging
 import sys
@@ -21,7 +21,7 @@ class PackingProgress:
         self._bar: Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Bytes packed so far, and in all."""
+        """Takes the bytes packed so far and the total."""
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         if not is_terminal:
             log.info("packing %s: %d of %d MiB", self._name, done // _MIB, total // _MIB)

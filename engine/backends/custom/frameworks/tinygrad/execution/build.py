@@ -1,4 +1,4 @@
-"""From a model source and a configuration to a loaded runner."""
+"""Builds a loaded runner from a model source and a configuration."""
 
 import ctypes
 import re
@@ -10,8 +10,11 @@ from tinygrad.helpers import PARALLEL
 
 from engine.backends.custom.frameworks.refusals import check_plain
 from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
-from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
-from engine.backends.custom.frameworks.tinygrad.execution.steps import make_cache, padded_size
+from engine.backends.custom.frameworks.tinygrad.execution.runner import (
+    TinygradRunner,
+    make_cache,
+    padded_size,
+)
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
@@ -29,7 +32,7 @@ NAME = re.compile(r"(cpu|metal|cuda(:\d+)?)")
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Decide "auto": CUDA when tinygrad finds one, else the CPU; float32, as weights are exact."""
+    """Resolves "auto": CUDA if tinygrad finds it, else the CPU; float32, so weights stay exact."""
     if device == "auto":
         device = "cuda" if _is_there("CUDA") else "cpu"
     open_device(device)
@@ -40,7 +43,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def open_device(device: str) -> str:
-    """tinygrad's name of a device that is there and can be used."""
+    """tinygrad's name of a device, after a check that it exists and works."""
     if NAME.fullmatch(device) is None:
         raise ConfigError(f"device '{device}' is unknown; use cpu, cuda, cuda:N or metal")
     problem = missing_clang() if device == "cpu" else None
@@ -53,7 +56,7 @@ def open_device(device: str) -> str:
 
 
 def _is_there(name: str) -> bool:
-    """Opening is the only way to ask, and each kind of device fails in its own way."""
+    """Opens the device, which is the only check; each kind of device raises its own errors."""
     try:
         Device[name]
     except Exception:
@@ -62,7 +65,7 @@ def _is_there(name: str) -> bool:
 
 
 def _free_cuda_bytes() -> int:
-    """Of the device that was opened last."""
+    """Free memory of the device that was opened last."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     status = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
     if status != 0:
@@ -77,12 +80,12 @@ DTYPES = {
     "bfloat16": dtypes.bfloat16,
     "float16": dtypes.float16,
 }
-# A larger step gains little, and every size is one more program to compile.
+# A larger step gains little, and every size is another program to compile.
 MOST_STEP_TOKENS = 128
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """Attention keeps a score and a weight for every position that a step's tokens could see."""
+    """Attention stores a score and a weight for every position that a step's tokens may see."""
     config = source.config
     needs = dense_needs(config, device)
     longest = min(options.max_seq_len or config.max_position, config.max_position)
@@ -96,10 +99,10 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
-    """Load the model's weights and allocate its cache; steps are compiled when first used."""
+    """Loads the weights and allocates the cache; steps are compiled on first use."""
     _check(source, config)
     device, dtype = open_device(config.device), DTYPES[config.dtype]
-    PARALLEL.value = 0  # an engine's process has no children of its own
+    PARALLEL.value = 0  # an engine process has no child processes
     model = load_model(source.config, source.weights, config.max_seq_len, dtype, device)
     cache = make_cache(
         model,
@@ -120,7 +123,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """tinygrad tells the time of each program itself, when it is started so."""
+    """tinygrad reports kernel times itself, when DEBUG=2 is set at its start."""
     raise ConfigError(
         "the tinygrad backend has no profile; start it with DEBUG=2 in the environment, and "
         "tinygrad prints every program with its time"

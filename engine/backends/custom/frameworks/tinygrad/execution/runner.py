@@ -1,22 +1,36 @@
-"""`TinygradRunner`: the seam's two calls. Logits come to the host, which draws from them."""
+"""`TinygradRunner`, and its captured steps. Logits are copied to the host, which samples from them.
+
+tinygrad compiles a program per shape, so sizes are few and steps are padded to them. The context
+length that attention reads is a variable of the program, not a shape.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad.device import Buffer
+from tinygrad.dtype import DType
 
-from engine.backends.custom.frameworks.tinygrad.execution.steps import (
-    Cache,
-    Forwarded,
-    ForwardStep,
-    HeadStep,
-    padded_size,
+from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
+    Pages,
+    Work,
+    attend,
+    write,
 )
-from engine.backends.custom.frameworks.tinygrad.models.base import Model
+from engine.backends.custom.frameworks.tinygrad.kernels.rows import take_rows
+from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
+from engine.backends.custom.frameworks.tinygrad.models.base import (
+    Model,
+    decode,
+    final_norm,
+    head_logits,
+)
 from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     FROM_DEVICE,
     I32,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -24,10 +38,157 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import step_output
 
+MIN_SIZE, GROWTH = 8, 4  # except a single token, which has its own program
+
+
+def padded_size(count: int) -> int:
+    if count == 1:
+        return 1
+    size = MIN_SIZE
+    while size < count:
+        size *= GROWTH
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """State and limits that steps of every size share."""
+
+    pages: tuple[Pages, ...]  # per layer
+    block_size: int
+    max_blocks: int  # per sequence
+    max_rows: int
+    device: str
+
+
+def make_cache(
+    model: Model,
+    num_blocks: int,
+    block_size: int,
+    max_seq_len: int,
+    max_rows: int,
+    dtype: DType,
+    device: str,
+) -> Cache:
+    """Filled with zeros, because 0 * NaN is NaN under a mask."""
+    config = model.config
+
+    def room(*shape: int) -> Tensor:
+        return Tensor.zeros(num_blocks, config.num_kv_heads, *shape, dtype=dtype, device=device)
+
+    pages = [
+        Pages(
+            room(config.head_dim, block_size).contiguous().realize(),
+            room(block_size, config.head_dim).contiguous().realize(),
+        )
+        for _ in range(config.num_layers)
+    ]
+    # tinygrad folds a variable with only one possible value to a constant, not an argument.
+    max_blocks = max(2, -(-max_seq_len // block_size))
+    return Cache(tuple(pages), block_size, max_blocks, max_rows, device)
+
+
+class Input:
+    """A step's input array at a fixed device address."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, device: str) -> None:
+        self.tensor = Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+        self._buffer = self.tensor.uop.base.buffer
+        self._host = np.zeros(shape, np.float32 if dtype == dtypes.float32 else np.int32)
+        memory = self._host.reshape(-1).view(np.uint8).data
+        self._source = Buffer("PYTHON", self._host.size, dtype, opaque=memory)
+
+    def put(self, values: NDArray[np.generic]) -> None:
+        """Copies the values and zero-fills the rest, so nothing remains of earlier steps."""
+        self._host.fill(0)
+        self._host[tuple(slice(size) for size in values.shape)] = values
+        self._buffer.copy_from(self._source)
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """Results on the device, valid until the next step of the same size."""
+
+    states: Tensor  # (T, D) the residual stream, tokens with logits first
+    sums: Tensor  # (T,) each token's summed residual stream, to detect NaN and infinity
+
+
+class ForwardStep:
+    """The forward pass of steps of one size: its inputs, and the captured program."""
+
+    def __init__(self, model: Model, cache: Cache, size: int) -> None:
+        self._model, self._cache = model, cache
+
+        def numbers(*shape: int) -> Input:
+            return Input(shape, dtypes.int32, cache.device)
+
+        self._token_ids, self._positions, self._write_slots = (numbers(size) for _ in range(3))
+        self._rows, self._logit_rows = numbers(size), numbers(size)
+        # At least two tables: with one, a kernel would not need the row index, and tinygrad would
+        # then number the kernel's arguments wrongly.
+        self._tables = numbers(max(2, min(size, cache.max_rows)), cache.max_blocks)
+        self._rotation: tuple[Input, ...] = ()
+        if model.rotary is not None:
+            shape = (size, model.rotary[0].shape[1])
+            self._rotation = tuple(Input(shape, dtypes.float32, cache.device) for _ in range(2))
+        self._program = TinyJit(self._forward)
+
+    def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
+        """`token_ids` has no FROM_DEVICE left."""
+        counts = np.diff(inputs.query_start)
+        self._token_ids.put(token_ids)
+        self._positions.put(inputs.positions)
+        self._write_slots.put(inputs.write_slots)
+        self._rows.put(np.repeat(np.arange(len(counts)), counts))
+        self._logit_rows.put(inputs.logit_rows)
+        self._tables.put(inputs.block_tables[:, : self._cache.max_blocks])
+        for place, table in zip(self._rotation, self._model.rotary or (), strict=True):
+            place.put(table[inputs.positions])
+        num_blocks = -(-int(inputs.seq_lens.max()) // self._cache.block_size)
+        variable = Variable("num_blocks", 1, self._cache.max_blocks)
+        return Forwarded(*self._program(variable.bind(num_blocks)))
+
+    def _forward(self, num_blocks: UOp) -> tuple[Tensor, Tensor]:
+        work = Work(
+            self._positions.tensor,
+            self._write_slots.tensor,
+            self._rows.tensor,
+            self._tables.tensor,
+            num_blocks,
+            self._model.config.sliding_window,
+            self._model.config.attention_scale,
+        )
+
+        def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, write(self._cache.pages[layer], k, v, work.write_slots), work)
+
+        rotation = Rotation(*(place.tensor for place in self._rotation)) if self._rotation else None
+        ids, positions = self._token_ids.tensor, self._positions.tensor
+        state = decode(self._model, ids, positions, rotation, write_and_attend)[-1]
+        states = take_rows(state, self._logit_rows.tensor)
+        return states, state.float().sum(axis=-1)
+
+
+class HeadStep:
+    """From a step's first states to logits, for one number of rows."""
+
+    def __init__(self, model: Model, num_rows: int) -> None:
+        self._model, self._num_rows = model, num_rows
+        self._program = TinyJit(self._logits)
+
+    def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed states (R, D) and logits (R, V), float32."""
+        hidden, logits = self._program(states)
+        return hidden, logits
+
+    def _logits(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = final_norm(self._model, states[: self._num_rows]).contiguous()
+        return hidden.float().contiguous(), head_logits(self._model, hidden).contiguous()
+
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `sample` needs of a `forward`."""
+    """What `forward` passes on to `sample`."""
 
     size: int
     forwarded: Forwarded
@@ -35,8 +196,8 @@ class StepHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A step that is done."""
+class FinishedTokens:
+    """The results of a finished step; `wait` returns at once."""
 
     output: StepOutput
 
@@ -66,19 +227,19 @@ class TinygradRunner:
         token_ids = np.where(is_known, inputs.token_ids, self._last_token[slots])
         return StepHandle(size, self._forwards[size](inputs, token_ids), inputs.query_start)
 
-    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> Finished:
+    def sample(self, handle: StepHandle, sampling: SamplingInputs) -> FinishedTokens:
         finite = np.isfinite(handle.forwarded.sums.numpy())
         sampled, states, count = None, None, len(sampling.slots)
         if count:
             hidden, logits = self._head(handle.size, count)(handle.forwarded.states)
             sampled = self._sampler.sample(logits.numpy()[:count], sampling)
-            is_drawn = sampling.forced == DRAW
-            self._last_token[sampling.slots[is_drawn]] = sampled.tokens[is_drawn]
+            is_sampled = sampling.forced == SAMPLE
+            self._last_token[sampling.slots[is_sampled]] = sampled.tokens[is_sampled]
             states = hidden.numpy() if len(sampling.hidden_rows) else None
-        return Finished(step_output(sampled, states, finite, handle.query_start, sampling))
+        return FinishedTokens(step_output(sampled, states, finite, handle.query_start, sampling))
 
     def close(self) -> None:
-        """Free the model and the cache; the runner cannot be used again."""
+        """Frees the model and the cache; the runner cannot be used again."""
         del self._model, self._cache, self._forwards, self._heads
 
     def _head(self, size: int, count: int) -> HeadStep:

@@ -1,8 +1,8 @@
-"""Attention over a paged cache, as a few kernels whose loops end at the longest table of the step.
+"""Attention over a paged cache, as a few kernels whose loops end at the step's longest table.
 
-Keys lie with the positions of a block side by side, values with the dimensions of a head side by
-side: what a kernel makes vectors of is contiguous in either. Letters: N query heads, K of keys and
-values, H of a head, B blocks, P positions of a block.
+Within a block, keys are contiguous along positions and values along head dimensions, which are the
+axes that kernels vectorize. Letters: N query heads, K KV heads, H head size, B blocks, P block
+size.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from engine.backends.custom.frameworks.tinygrad.kernels.launch import (
     reduction,
 )
 
-HIDDEN = -1e30  # a score that adds nothing, and unlike infinity has a difference to itself
+HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 
 Stored = tuple[UOp, tuple[UOp, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A layer's part of the cache."""
+    """One layer's part of the cache."""
 
     keys: Tensor  # (B, K, H, P)
     values: Tensor  # (B, K, P, H)
@@ -34,25 +34,25 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Where a step's tokens are and what they see."""
+    """The positions, slots and tables of a step's tokens."""
 
     positions: Tensor  # (T,)
     write_slots: Tensor  # (T,)
-    rows: Tensor  # (T,) index into tables
+    rows: Tensor  # (T,) index into `tables`
     tables: Tensor  # (S, B)
-    num_blocks: UOp  # variable: of the longest table in use
+    num_blocks: UOp  # variable: length of the longest table in use
     window: int | None
-    scale: float  # of scores
+    scale: float  # multiplies scores
 
 
 def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
-    """k, v (T, K, H)"""
+    """Writes k, v (T, K, H) to their slots."""
     keys, values, *_ = launch("write", _write, pages.keys, pages.values, k, v, write_slots)
     return Pages(keys, values)
 
 
 def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
-    """q (T, N, H): (T, N, H)"""
+    """q (T, N, H) -> (T, N, H)"""
     num_tokens, num_heads, head_dim = q.shape
     block_size, bound, on_cpu = pages.keys.shape[3], work.num_blocks, q.device == "CPU"
     places = (num_tokens, num_heads, work.tables.shape[1], block_size)
@@ -112,7 +112,7 @@ def _score(
     window: int | None,
     scale: float,
 ) -> Stored:
-    """Each query's product with each key of its table; hidden where it may not look."""
+    """The score of each query with each key of its table; HIDDEN where it may not attend."""
     num_tokens, num_heads, head_dim = q.shape
     block_size, group = keys.shape[3], num_heads // keys.shape[1]
     t, n, b = loop(num_tokens, 0), loop(num_heads, 1), loop(bound, 2)
@@ -153,8 +153,8 @@ def _mix(
     *,
     bound: UOp,
 ) -> Stored:
-    """The mean of the values by weight. What lies behind a query is somebody else's, and may be
-    NaN, so it is left out rather than multiplied by 0.
+    """The weighted mean of the values. Slots past a query's position belong to other sequences and
+    may hold NaN, so they are skipped rather than multiplied by 0.
     """
     num_tokens, num_heads, head_dim = out.shape
     block_size, group = values.shape[2], num_heads // values.shape[1]

@@ -1,4 +1,4 @@
-"""A kernel of our own: written as loops over tinygrad's operations, compiled for any device."""
+"""Custom kernels: written as loops over tinygrad's operations, compiled for any device."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 MAX_LANES = 16
-# From the tensors' places in memory to the store of one element, and the loops around it.
+# From the tensors' buffers to the store of one element, and the loops around it.
 Body = Callable[..., tuple[UOp, tuple[UOp, ...]]]
 
 
@@ -17,8 +17,8 @@ def launch(
     bound: UOp | None = None,
     as_written: bool = False,
 ) -> list[Tensor]:
-    """The tensors after the kernel has run. `bound` is a variable that the body's loops may end at,
-    with its value; unless loops stay as written, tinygrad makes vectors and threads of them.
+    """Returns the tensors after the kernel has run. `bound` is a bound variable at which loops may
+    end. tinygrad vectorizes and threads the loops unless they stay `as_written`.
     """
     sources = [tensor.uop for tensor in tensors]
     places = [UOp.placeholder_like(source, slot) for slot, source in enumerate(sources)]
@@ -29,7 +29,7 @@ def launch(
 
 
 def inside(bound: UOp) -> UOp:
-    """A bound variable as a kernel sees it."""
+    """A bound variable as the kernel sees it: without its value."""
     variable, _ = bound.unbind()
     return UOp.variable(variable.expr, variable.vmin, variable.vmax, param=True)
 
@@ -43,12 +43,12 @@ def reduction(size: int | UOp, number: int) -> UOp:
 
 
 def index(value: UOp) -> UOp:
-    """A loaded integer as an index."""
+    """Casts a loaded integer to an index."""
     return value.load().cast(dtypes.weakint)
 
 
 def lanes(size: int, number: int) -> tuple[UOp, tuple[UOp, UOp]]:
-    """An index over `size`, whose innermost part is a vector's lanes, and its two loops."""
+    """An index over `size`, and its two loops, of which the inner one runs over vector lanes."""
     width = next(width for width in range(min(size, MAX_LANES), 0, -1) if size % width == 0)
     outer, inner = UOp.range(size // width, number), UOp.range(width, number + 1, AxisType.UPCAST)
     return outer * width + inner, (outer, inner)

@@ -1,4 +1,4 @@
-"""Rows of a table by index."""
+"""Table lookup: rows by index."""
 
 from tinygrad import Tensor, UOp
 
@@ -6,7 +6,7 @@ from engine.backends.custom.frameworks.tinygrad.kernels.launch import index, lau
 
 
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """table (V, D), indices (T,): (T, D)"""
+    """table (V, D), indices (T,) -> (T, D)"""
     out = Tensor.empty(*indices.shape, table.shape[1], dtype=table.dtype, device=table.device)
     return launch("take_rows", _copy, out, table, indices)[0]
 

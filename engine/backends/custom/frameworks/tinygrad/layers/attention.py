@@ -1,4 +1,4 @@
-"""Self-attention but for attending over a cache, which is the step's own affair."""
+"""Self-attention's projections and norms; attending over the cache is passed in by the step."""
 
 from tinygrad import Tensor
 
@@ -9,9 +9,9 @@ from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation, r
 
 
 def heads(
-    params: Params, config: ModelConfig, x: Tensor, turn: Rotation | None
+    params: Params, config: ModelConfig, x: Tensor, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (T, N, H), keys and values (T, K, H), normalised and rotated."""
+    """Queries (T, N, H), keys and values (T, K, H), normed and rotated (RoPE)."""
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q.contiguous(), config.norm_eps)
@@ -20,8 +20,8 @@ def heads(
     if config.qk_norm == "head":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)
-    if turn is not None:
-        q, k = rotate(q, turn), rotate(k, turn)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
     return q, k, v
 
 

@@ -1,8 +1,8 @@
-"""Matrix products. A parameter is a dictionary with "weight", (out, in), and perhaps "bias"."""
+"""Matmul. A parameter is a dictionary with "weight", (out, in), and an optional "bias"."""
 
 from tinygrad import Tensor
 
-Params = dict  # names to tensors or to further ones
+Params = dict  # names to tensors or to nested dictionaries
 
 
 def linear(params: Params, x: Tensor) -> Tensor:

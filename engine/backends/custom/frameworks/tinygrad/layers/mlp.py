@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: gated (Llama and its descendants) or plain (GPT-2)."""
+"""The feed-forward layer: gated (Llama and its descendants) or plain (GPT-2)."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Rotary embedding by the cosines and sines of a step's positions, which the host looks up."""
+"""RoPE by the cosines and sines of a step's positions, which the host looks up."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ from tinygrad import Tensor
 
 
 class Rotation(NamedTuple):
-    """Of a step's tokens."""
+    """Cosines and sines of a step's tokens."""
 
     cos: Tensor  # (T, dim / 2) float32
     sin: Tensor  # (T, dim / 2) float32
 
 
-def rotate(x: Tensor, turn: Rotation) -> Tensor:
-    """The first `dim` values of each head of x (T, N, H); value i pairs with i + dim / 2."""
-    cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in turn)
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
+    cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in rotation)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = (first * cos - second * sin).cat(second * cos + first * sin, dim=-1)

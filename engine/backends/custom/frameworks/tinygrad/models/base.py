@@ -1,6 +1,6 @@
 """The decoder of every family, as functions of its parameters.
 
-Serving runs `decode` with an `attend` that reads and writes the paged cache; parity tests call
+Serving runs `decode` with an `attend` that reads and writes the paged cache. Parity tests call
 `forward_sequence`.
 """
 
@@ -20,7 +20,7 @@ from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
 from engine.backends.custom.frameworks.tinygrad.models.gpt2 import add_positions
 from engine.backends.custom.runtime.model_runner import F32
 
-# From a layer's number, queries (T, N, H), keys and values (T, K, H): (T, N, H)
+# From a layer's index, queries (T, N, H), keys and values (T, K, H) to the output (T, N, H)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,11 +32,11 @@ class Model:
     rotary: tuple[F32, F32] | None
 
 
-def block(model: Model, layer: int, x: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
-    """Attention, then MLP, each of which adds to the stream."""
+def block(model: Model, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    """Attention, then MLP; each adds to the residual stream."""
     config, params = model.config, model.params["layers"][layer]
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
-    attended = attend(layer, *heads(params["attn"], config, read, turn))
+    attended = attend(layer, *heads(params["attn"], config, read, rotation))
     half = linear(params["attn"]["o"], attended.reshape(x.shape[0], -1))
     x = merged(config, params["attn_norm"], x, half)
     read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
@@ -45,7 +45,7 @@ def block(model: Model, layer: int, x: Tensor, turn: Rotation | None, attend: At
 
 
 def merged(config: ModelConfig, params: Params, x: Tensor, half: Tensor) -> Tensor:
-    """The stream with what attention or the MLP gave; `params` are of that half's norm."""
+    """Adds the output `half` of attention or MLP to the stream; `params` are its norm's."""
     if config.norm_placement == "output":
         half = norm(config, params, half.contiguous())
     if config.residual_multiplier != 1:
@@ -58,7 +58,7 @@ def norm(config: ModelConfig, params: Params, x: Tensor) -> Tensor:
 
 
 def embed(model: Model, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """(T,) twice -> (T, D)"""
+    """Token ids (T,) and positions (T,) -> (T, D)"""
     config, params = model.config, model.params
     x = take_rows(params["embed"]["weight"], token_ids)
     if config.embedding_multiplier != 1:
@@ -70,13 +70,13 @@ def decode(
     model: Model,
     token_ids: Tensor,
     positions: Tensor,
-    turn: Rotation | None,
+    rotation: Rotation | None,
     attend: Attend,
 ) -> list[Tensor]:
-    """The residual stream before the first block and after each, (T, D)."""
+    """The residual stream (T, D) before the first block and after each."""
     states = [embed(model, token_ids, positions)]
     for layer in range(model.config.num_layers):
-        states.append(block(model, layer, states[-1], turn, attend))
+        states.append(block(model, layer, states[-1], rotation, attend))
     return states
 
 
@@ -85,25 +85,25 @@ def final_norm(model: Model, x: Tensor) -> Tensor:
 
 
 def head_logits(model: Model, hidden: Tensor) -> Tensor:
-    """Of normed states: (R, D) -> (R, V) float32"""
+    """Normed states (R, D) -> logits (R, V) float32"""
     params, scaling = model.params, model.config.logits_scaling
     logits = linear(params["head" if "head" in params else "embed"], hidden).float()
     return logits if scaling == 1 else logits / scaling
 
 
 def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Logits (T, V) of one sequence, and the states of `decode`."""
+    """Logits (T, V) of one sequence, and the states that `decode` returns."""
     device = model.params["norm"]["weight"].device
     positions = np.arange(len(token_ids), dtype=np.int32)
     ids, places = (Tensor(x, device=device) for x in (np.array(token_ids, np.int32), positions))
-    turn = None
+    rotation = None
     if model.rotary is not None:
-        turn = Rotation(*(Tensor(table[positions], device=device) for table in model.rotary))
+        rotation = Rotation(*(Tensor(table[positions], device=device) for table in model.rotary))
 
     config = model.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, config.sliding_window, config.attention_scale)
 
-    states = decode(model, ids, places, turn, attend)
+    states = decode(model, ids, places, rotation, attend)
     return head_logits(model, final_norm(model, states[-1])), states

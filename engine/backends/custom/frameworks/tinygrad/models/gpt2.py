@@ -1,4 +1,4 @@
-"""GPT-2's positions: learned, and added to the embedded tokens. The rest is the decoder's."""
+"""GPT-2's learned positions, added to the token embeddings; `base.py` has the rest."""
 
 from tinygrad import Tensor
 

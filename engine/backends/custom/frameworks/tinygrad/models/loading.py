@@ -1,4 +1,4 @@
-"""A model with its weights from a checkpoint, one tensor at a time."""
+"""Loads a model with its weights from a checkpoint, one tensor at a time."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""The PyTorch model runners (CUDA graphs, and eager for a CPU), sampling, and the encoder."""
+"""The PyTorch model runners (CUDA graphs on a GPU, eager on a CPU), sampling, and the encoder."""

@@ -1,4 +1,4 @@
-"""From a model source and a configuration to a loaded runner, and what device there is for it."""
+"""Builds a loaded runner from a model source and a configuration; finds devices."""
 
 from dataclasses import replace
 
@@ -33,10 +33,10 @@ DTYPES = {
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Decide "auto": CUDA in bfloat16 when there is one, else the CPU in float32.
+    """Resolves "auto": CUDA in bfloat16 if there is a GPU, else the CPU in float32.
 
-    On a CPU bfloat16 is about twice as fast for many rows, but it is the user's choice: its
-    rounding changes what a small model says.
+    On a CPU bfloat16 is about twice as fast for many rows, but the user must choose it: its
+    rounding changes a small model's output.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +50,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """What the weights and a token's keys and values take."""
+    """Bytes of the weights and of a token's keys and values."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return needs
@@ -59,13 +59,13 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
         return needs
     shrinks = options.quantization != "auto"
     weight_bytes = placed_bytes(source.weights, DTYPE_BYTES[device.dtype], shrinks)
-    if shrinks and source.config.tie_embeddings:  # the head is a smaller copy of the table
+    if shrinks and source.config.tie_embeddings:  # the head is a quantized copy of the table
         weight_bytes += source.config.vocab_size * source.config.hidden_size
     return replace(needs, weight_bytes=weight_bytes)
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
-    """Load the model's weights and allocate its cache; the runner is ready when this returns."""
+    """Loads the weights and allocates the cache; the runner is ready when this returns."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
     check_config("torch", "PyTorch", source.config, config)
     if config.quantization != "auto" and device.type != "cuda":
@@ -83,14 +83,14 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """What PyTorch's profiler sees of a runner's calls."""
+    """Profiles a runner's calls with PyTorch's profiler."""
     return TorchProfiler(torch.device(config.device))
 
 
 def build_encoder(
     source: ModelSource, device: str, dtype: str, num_threads: int | None = None
 ) -> Encoder:
-    """Load the weights of a text encoder; it is ready when this returns."""
+    """Loads the weights of a text encoder; it is ready when this returns."""
     found = find_device(device, dtype)
     place, kind = torch.device(found.name), DTYPES[found.dtype]
     if num_threads is not None:

@@ -1,7 +1,7 @@
-"""The paged key-value tensors: one allocation, addressed by block or by slot.
+"""The paged KV tensors: one allocation, addressed by block or by slot.
 
-A slot is block * block_size + offset. Key and value of a slot lie side by side, so one gather of
-blocks brings both. Block 0 is nobody's: padding is written there.
+A slot is block * block_size + offset. A slot's key and value are adjacent, so one gather of blocks
+fetches both. Block 0 belongs to no sequence: padding is written there.
 """
 
 import math
@@ -17,7 +17,7 @@ from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Of what attention keeps for one token, alike in all layers."""
+    """The shape of one token's keys and values, equal in all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,19 +40,19 @@ class PagedCache:
         )
         self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
         self._null_slot = NULL_BLOCK * block_size
-        # Per layer, indexed once here rather than in every step.
+        # Per-layer views, made once rather than in every step.
         self._layer_slots = self.slots.unbind(0)
         self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, 2, K, H) each
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v (T, K, H) to slots (T,)"""
+        """Writes k, v (T, K, H) to slots (T,)."""
         self._layer_slots[layer].index_copy_(0, slots, torch.stack((k, v), dim=1))
 
     def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
-        """Which rows of a step are finite, (S,); what the others wrote here is erased.
+        """Which rows of a step are finite, (S,); erases what the other rows wrote to the cache.
 
-        x (T, D) are the states after the last block: the residual stream carries any NaN or
-        infinity of a token to its end, so its sum tells.
+        x (T, D) is the residual stream after the last block. It carries any NaN or infinity of a
+        token to its end, so its sum reveals them.
         """
         bad = ~torch.isfinite(x.sum(dim=-1, dtype=torch.float32))  # (T,)
         self.erase(write_slots, bad)
@@ -63,10 +63,10 @@ class PagedCache:
         return num_bad.index_add_(0, to_device(row_of, x.device), bad.float()) == 0
 
     def erase(self, slots: Tensor, where: Tensor) -> None:
-        """Zero the slots (T,) where the flag (T,) is set, in every layer.
+        """Zeroes the slots (T,) where the flag (T,) is set, in every layer.
 
-        A block that held NaN would poison its next owner through masked positions. The flag stays
-        on the device: slots that keep their contents are replaced by one of the null block.
+        NaN in a block would reach its next owner through masked positions. The flag stays on the
+        device: slots that keep their contents are replaced by a slot of the null block.
         """
         self.slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
 
@@ -75,7 +75,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros, not empty: positions past a row's end are read under a mask, and 0 * NaN is NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy gets zero pages from the system, which take memory only once they are written; PyTorch
-    # would write them all.
+    # NumPy gets zero pages from the system, which use memory only once written; PyTorch would
+    # write them all.
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

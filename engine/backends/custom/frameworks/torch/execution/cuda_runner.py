@@ -1,8 +1,8 @@
 """`CudaRunner`: steps as CUDA graphs over static buffers, with one copy in and one out.
 
-A step that only continues its rows, and a small one that also computes prompts, is padded to a size
-that has a graph; a larger one launches its kernels one by one, which takes less time than they run.
-All of them read their arrays from one buffer on the device, so a graph serves any lengths.
+Decode-only steps and small steps with prefill are padded to a size that has a graph. A larger step
+launches its kernels one by one, which takes less time than they run. All steps read their arrays
+from one device buffer, so a graph serves any sequence lengths.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +15,6 @@ from torch import Tensor
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.draw_graphs import PLAIN, Drawer
-from engine.backends.custom.frameworks.torch.execution.drawing import (
-    StepHandle,
-    TorchPendingTokens,
-)
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
     Capturer,
@@ -27,12 +22,17 @@ from engine.backends.custom.frameworks.torch.execution.graphs import (
     row_sizes,
 )
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
+from engine.backends.custom.frameworks.torch.execution.sampling_graphs import PLAIN, GraphSampler
+from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
+    StepHandle,
+    TorchPendingTokens,
+)
 from engine.backends.custom.frameworks.torch.execution.staging import Pinned, PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     SHARED_FIELDS,
     SPAN_FIELDS,
     TILE_FIELDS,
-    Room,
+    ListLengths,
     TritonAttention,
     TritonPlan,
 )
@@ -55,18 +55,18 @@ Arrays = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a step's buffers have room for."""
+    """The padded size of a step's buffers."""
 
     tokens: int
     rows: int
-    draws: int
+    samples: int
     only_decodes: bool
     shares: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CachedStep:
-    """A forward pass whose keys and values go to the cache before anything attends to them."""
+    """A forward pass that writes keys and values to the cache before any query attends to them."""
 
     positions: Tensor  # (T,) int32
     write_slots: Tensor  # (T,) int32
@@ -99,42 +99,42 @@ class CachedStep:
 
 
 class BufferedStep:
-    """One size of step: its part of the device's buffer, its outputs, and its graphs if any."""
+    """One size of step: its part of the device buffer, its outputs, and its graphs if any."""
 
-    def __init__(self, runner: "CudaRunner", size: Size, room: Room) -> None:
+    def __init__(self, runner: "CudaRunner", size: Size, room: ListLengths) -> None:
         self.size, self.room = size, room
         self.layout = runner.layout(size, room)
         self.num_uses = 0
         self.views: dict[str, Tensor] = {}
-        self.results = torch.empty(0)  # (draws + rows + 1,) int32: tokens, whether finite
-        self.logits: Tensor | None = None  # (draws, V)
-        self.stream: Tensor | None = None  # (draws, D) before the last norm
+        self.results = torch.empty(0)  # (samples + rows + 1,) int32: tokens, then finite flags
+        self.logits: Tensor | None = None  # (samples, V)
+        self.stream: Tensor | None = None  # (samples, D) before the last norm
         self.forward: torch.cuda.CUDAGraph | None = None
-        self.draws: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self.sample_graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
 
     @property
     def tokens(self) -> Tensor:
-        return self.results[: self.size.draws]
+        return self.results[: self.size.samples]
 
     @property
-    def draw_slots(self) -> Tensor:
-        return self.views["draw_slots"]
+    def sample_slots(self) -> Tensor:
+        return self.views["sample_slots"]
 
 
 @dataclass(frozen=True, slots=True)
 class CudaHandle:
     step: BufferedStep
     num_rows: int
-    num_draws: int
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class CudaPendingTokens:
-    """Tokens on their way to the host, without anything beside them."""
+    """Sampled tokens while they are copied to the host, without logprobs or hidden states."""
 
     pinned: Pinned
     ring: PinnedRing
-    num_draws: int
+    num_samples: int
     finite_at: int
     num_rows: int
 
@@ -142,7 +142,7 @@ class CudaPendingTokens:
         self.pinned.copied.synchronize()
         array, start = self.pinned.array, self.finite_at
         output = StepOutput(
-            tokens=array[: self.num_draws].copy(),
+            tokens=array[: self.num_samples].copy(),
             finite=array[start : start + self.num_rows] != 0,
         )
         self.ring.give_back(self.pinned)
@@ -158,8 +158,8 @@ class CudaRunner(TorchRunner):
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         if device.type == "cuda":
-            # On an H200, for matrices of Llama models, never more than a tenth slower than cuBLAS,
-            # and up to a third faster.
+            # With matrices of Llama models on an H200, cuBLASLt is at most a tenth slower than
+            # cuBLAS and up to a third faster.
             torch.backends.cuda.preferred_blas_library("cublaslt")
         self._angles = None
         if model.rotary is not None:
@@ -173,7 +173,7 @@ class CudaRunner(TorchRunner):
         self._steps: dict[Size, BufferedStep] = {}
         self._capturer = Capturer(device)
         self._inbound, self._outbound = PinnedRing(), PinnedRing()
-        self._drawer = Drawer(
+        self._sampler = GraphSampler(
             config.max_slots,
             self._spec.vocab_size,
             self._history,
@@ -199,20 +199,20 @@ class CudaRunner(TorchRunner):
     def sample(  # type: ignore[override]
         self, handle: CudaHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
-        if handle.num_draws:
-            kind = self._drawer.kind_of(sampling)
+        if handle.num_samples:
+            kind = self._sampler.kind_of(sampling)
             if kind is None:
                 return super().sample(self._plain_handle(handle, sampling), sampling)
-            self._drawer.draw(handle.step, kind, sampling)
+            self._sampler.sample(handle.step, kind, sampling)
         return self._send_results(handle)
 
     def close(self) -> None:
         self._steps.clear()
-        del self._drawer
+        del self._sampler
         super().close()
 
-    def layout(self, size: Size, room: Room) -> Layout:
-        rows, nobody = size.rows, self._spec.max_slots
+    def layout(self, size: Size, room: ListLengths) -> Layout:
+        rows, spare_slot = size.rows, self._spec.max_slots
         sizes = {
             "counts": 4,
             "token_ids": size.tokens,
@@ -230,28 +230,28 @@ class CudaRunner(TorchRunner):
                 "token_rows": size.tokens,
                 "query_start": rows + 1,
                 "tiles": TILE_FIELDS * room.tiles,
-                "logit_rows": size.draws,
-                "draw_slots": size.draws,
+                "logit_rows": size.samples,
+                "sample_slots": size.samples,
             }
         pads = dict.fromkeys(("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0)
-        pads |= {"slots": nobody, "draw_slots": nobody, "token_rows": rows}
+        pads |= {"slots": spare_slot, "sample_slots": spare_slot, "token_rows": rows}
         return Layout(sizes, pads, last="tables")
 
     def _size(self, inputs: BatchInputs) -> Size | None:
-        """The padded size of a step that has a graph, or None."""
-        tokens, rows, draws = len(inputs.token_ids), len(inputs.slots), len(inputs.logit_rows)
-        if tokens == rows == draws:
+        """The padded size if the step has a graph, else None."""
+        tokens, rows, samples = len(inputs.token_ids), len(inputs.slots), len(inputs.logit_rows)
+        if tokens == rows == samples:
             bucket = at_least(self._row_sizes, rows)
             if bucket is not None:
                 return Size(bucket, bucket, bucket, True, self._lists.has_shared(inputs))
         padded = at_least(TOKEN_SIZES, tokens)
         most = min(padded or 0, self._spec.max_slots)
-        if padded is None or rows > most or draws > most:
+        if padded is None or rows > most or samples > most:
             return None
         return Size(padded, most, most, False, False)
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
-        """The graph's static buffers, with this step's arrays on their way into them."""
+        """The graph's static buffers; the copy of this step's arrays into them is queued."""
         step = self._steps.get(size)
         if step is None:
             step = self._steps[size] = BufferedStep(self, size, self._room_for(size))
@@ -289,7 +289,7 @@ class CudaRunner(TorchRunner):
         arrays["token_rows"] = token_rows
         arrays["query_start"] = inputs.query_start
         arrays["logit_rows"] = inputs.logit_rows
-        arrays["draw_slots"] = inputs.slots[token_rows[inputs.logit_rows]]
+        arrays["sample_slots"] = inputs.slots[token_rows[inputs.logit_rows]]
         return arrays
 
     def _send_arrays(self, step: BufferedStep, arrays: Arrays, static: bool) -> None:
@@ -306,7 +306,7 @@ class CudaRunner(TorchRunner):
         self._inbound.give_back(pinned)
 
     def _largest_buffer(self, config: RunnerConfig) -> int:
-        """Values that the arrays of any step with a graph can have. Graphs keep the address."""
+        """Max number of values in a graph step's arrays. Graphs keep the buffer's address."""
         slots, tokens = config.max_slots, TOKEN_SIZES[-1]
         tables = np.empty(slots * -(-config.max_seq_len // config.block_size), np.bool_)
         sizes = (
@@ -317,7 +317,7 @@ class CudaRunner(TorchRunner):
             self.layout(size, self._room_for(size)).length({"tables": tables}) for size in sizes
         )
 
-    def _room_for(self, size: Size) -> Room:
+    def _room_for(self, size: Size) -> ListLengths:
         return self._lists.room_for(
             size.tokens, size.rows, only_decodes=size.only_decodes, shares=size.shares
         )
@@ -329,16 +329,16 @@ class CudaRunner(TorchRunner):
         if size.only_decodes:
             views["token_rows"] = self._each[: size.rows]
             views["query_start"] = self._each[: size.rows + 1]
-            views["draw_slots"] = views["slots"]
+            views["sample_slots"] = views["slots"]
         step.views = views
         step.results = torch.empty(
-            size.draws + size.rows + 1, dtype=torch.int32, device=self._device
+            size.samples + size.rows + 1, dtype=torch.int32, device=self._device
         )
 
     def _compute(self, step: BufferedStep) -> None:
         """The forward pass, from the step's arrays to its logits."""
         views, size, model = step.views, step.size, self._model
-        finite = step.results[size.draws :].fill_(1)
+        finite = step.results[size.samples :].fill_(1)
         cached = CachedStep(
             views["positions"],
             views["write_slots"],
@@ -350,28 +350,28 @@ class CudaRunner(TorchRunner):
             views["token_ids"], views["token_rows"], views["slots"], self._last_token
         )
         token_rows, write_slots = views["token_rows"], views["write_slots"]
-        if size.tokens < 2 * size.draws:
+        if size.tokens < 2 * size.samples:
             x = model(token_ids, cached)  # (T, D)
             guard(x, token_rows, write_slots, self._cache.slots, finite)
             x = x if size.only_decodes else x.index_select(0, views["logit_rows"])
-        else:  # a prompt's tokens but for its last are only remembered
+        else:  # of a prompt, the last layer's MLP and the head run for the last token only
             rows = views["logit_rows"]
             x, attended = model.forward_rows(token_ids, cached, rows)
             guard(attended, token_rows, write_slots, self._cache.slots, finite)
             guard(x, token_rows[rows], write_slots[rows], self._cache.slots, finite)
-        if size.draws:
+        if size.samples:
             step.stream, step.logits = x, model.stream_logits(x)
 
     def _capture(self, step: BufferedStep) -> None:
-        """Record both halves. The recording's outputs are new ones, which only a replay fills."""
+        """Captures forward and sampling. Capture allocates new outputs, which only replay fills."""
         step.forward = self._capturer.capture(lambda: self._compute(step))
-        if step.size.draws:
-            self._drawer.capture(step, PLAIN)
+        if step.size.samples:
+            self._sampler.capture(step, PLAIN)
 
     def _plain_handle(self, handle: CudaHandle, sampling: SamplingInputs) -> StepHandle:
-        step, count = handle.step, handle.num_draws
+        step, count = handle.step, handle.num_samples
         assert step.logits is not None and step.stream is not None
-        start = step.size.draws
+        start = step.size.samples
         hidden = self._model.norm(step.stream[:count]) if len(sampling.hidden_rows) else None
         return StepHandle(
             step.logits[:count].float(),
@@ -385,5 +385,5 @@ class CudaRunner(TorchRunner):
         pinned.tensor[: len(step.results)].copy_(step.results, non_blocking=True)
         pinned.copied.record()
         return CudaPendingTokens(
-            pinned, self._outbound, handle.num_draws, step.size.draws, handle.num_rows
+            pinned, self._outbound, handle.num_samples, step.size.samples, handle.num_rows
         )

@@ -1,8 +1,8 @@
-"""`sampler.sample` as kernels over settings that lie on the device, one value per row.
+"""`sampler.sample` as GPU kernels over settings on the device, one value per row.
 
-What the settings mean is the sampler's, to which tests hold this. They travel in one copy. Nothing
-here depends on their values but which kernels run, which `Kind` says: `choose` over buffers that
-stay where they are can be captured once for each kind.
+Tests compare it with `sampler.py`, which defines the settings. All settings travel in one copy.
+Their values select only which kernels run, which is the `Kind`. So `choose` over static buffers can
+be captured once per kind.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from engine.backends.custom.frameworks.torch.execution.sampler import with_logpr
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.sampling import (
     add_bias_,
-    draw,
     greedy,
     penalize,
+    random_sample,
 )
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
@@ -33,18 +33,18 @@ PADS = settings.PADS | {"position": 0, "num_prompt": 0}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What some row of a step asks for, and thus which kernels run."""
+    """What at least one row of a step asks for, and thus which kernels run."""
 
     adjusts: bool  # penalties or biases
     masks: bool
-    draws: bool  # at random
+    samples: bool  # some row's temperature is above 0
 
 
 def kind_of(sampling: SamplingInputs) -> Kind:
     return Kind(
         adjusts=sampling.has_penalties or len(sampling.bias_rows) > 0,
         masks=sampling.mask is not None,
-        draws=not sampling.all_greedy,
+        samples=not sampling.all_greedy,
     )
 
 
@@ -55,9 +55,9 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
 def settings_arrays(
     sampling: SamplingInputs, history: TokenHistory
 ) -> dict[str, NDArray[np.generic]]:
-    """All of them int32."""
+    """All arrays are int32."""
     mask = np.zeros(0, np.uint32) if sampling.mask is None else sampling.mask
-    return settings.settings_arrays(sampling, history.nobody) | {
+    return settings.settings_arrays(sampling, history.spare_slot) | {
         "position": sampling.position,
         "num_prompt": history.num_prompt(sampling.slots),
         MASK: mask.view(np.int32),
@@ -71,9 +71,9 @@ def settings_views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
 def choose(
     logits: Tensor, given: Mapping[str, Tensor], kind: Kind, history: Tensor, words: Tensor
 ) -> Tensor:
-    """(R,) int64 from logits (R, V), which are left as they are, and the first R of the settings.
+    """Tokens (R,) int64 from logits (R, V), which are not modified, and the first R settings.
 
-    `history` is the slots' tokens, `words` the vocabulary's `token_words`.
+    `history` has the slots' tokens, `words` are the vocabulary's `token_words`.
     """
     rows, vocabulary = logits.shape
     of_rows = {name: given[name][:rows] for name in PADS if not name.startswith("bias")}
@@ -84,8 +84,8 @@ def choose(
     if kind.masks:
         width = -(-vocabulary // 32)
         mask = given[MASK][: rows * width].view(rows, width)
-    if kind.draws:
-        tokens = draw(
+    if kind.samples:
+        tokens = random_sample(
             adjusted,
             of_rows["temperature"],
             of_rows["top_k"],
@@ -103,7 +103,7 @@ def choose(
 def _adjusted(
     logits: Tensor, given: Mapping[str, Tensor], of_rows: Mapping[str, Tensor], history: Tensor
 ) -> Tensor:
-    """A copy with penalties and biases."""
+    """A copy of the logits with penalties and biases applied."""
     adjusted = penalize(
         logits,
         history,
@@ -123,7 +123,7 @@ def _adjusted(
 def sample(
     logits: Tensor, sampling: SamplingInputs, history: TokenHistory, words: Tensor
 ) -> Sampled:
-    """logits (R, V) float32 are left as they are; `words` are the vocabulary's `token_words`."""
+    """logits (R, V) float32 are not modified; `words` are the vocabulary's `token_words`."""
     sizes = settings_sizes(len(logits), len(sampling.bias_rows))
     layout = Layout(sizes, PADS, last=MASK)
     packed = layout.packed(settings_arrays(sampling, history))

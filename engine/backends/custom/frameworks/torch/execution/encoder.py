@@ -1,8 +1,7 @@
-"""`TorchEncoder`: token ids in, one vector for each text out.
+"""`TorchEncoder`: token ids in, one vector per text out.
 
-Texts are sorted by length and computed in groups. Within a group the tokens lie one behind the
-other, so that no matrix product sees padding; only attention pads, to the group's longest text, and
-masks what it padded with.
+Texts are sorted by length and computed in groups. Within a group tokens are concatenated, so no
+matmul computes padding. Only attention pads, to the group's longest text, and masks the padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,18 +18,18 @@ from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt
 
-# Tokens of a group as attention sees them, padding included.
+# Max tokens per group, attention's padding included.
 GROUP_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class TextsStep:
-    """Some texts at once, each attending to itself only."""
+    """A group of texts, each attending only to itself."""
 
     lengths: Tensor  # (S,) int64
     positions: Tensor  # (T,) int64
-    padded: Tensor  # (T,) int64: where a token lies when every text is as long as the longest
-    visible: Tensor  # (S, 1, 1, L) bool: which places of a padded text hold a token
+    padded: Tensor  # (T,) int64: a token's index when every text is padded to the longest
+    visible: Tensor  # (S, 1, 1, L) bool: which positions of a padded text hold a token
     rotation: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ class TorchEncoder:
         return vectors
 
     def close(self) -> None:
-        """Free the model; the encoder cannot be used again."""
+        """Frees the model; the encoder cannot be used again."""
         del self._model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -97,7 +96,7 @@ class TorchEncoder:
         )
 
     def _pool(self, states: Tensor, step: TextsStep) -> Tensor:
-        lasts = step.lengths.cumsum(0) - 1  # of each text, among all tokens
+        lasts = step.lengths.cumsum(0) - 1  # index of each text's last token
         if self._encoder.pooling == "last":
             return states.index_select(0, lasts)
         if self._encoder.pooling == "cls":
@@ -118,8 +117,8 @@ class TorchEncoder:
 
 
 def groups(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Rows of similar length together; rows times the longest of them stays within `max_tokens`,
-    unless one row alone is longer.
+    """Groups texts of similar length; count times max length stays within `max_tokens`, unless one
+    text alone is longer.
     """
     group: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):

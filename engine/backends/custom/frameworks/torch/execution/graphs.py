@@ -1,7 +1,7 @@
-"""CUDA graphs of a step's halves, captured when a size is first met.
+"""CUDA graphs of the forward pass and of sampling, captured when a size first occurs.
 
-Launching a step's kernels one by one takes the host longer than the device needs for small steps;
-replaying a graph is one launch. Steps are padded to the next size that there is a graph for.
+In small steps, launching kernels one by one takes the host longer than they run; replaying a graph
+is one launch. Steps are padded to the next size that has a graph.
 """
 
 from bisect import bisect_left
@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 
 _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_COARSE = 64  # beyond the last of those
-# Steps that also compute prompts: larger ones keep the device busy while they are launched.
+_COARSE = 64  # spacing of larger sizes
+# Sizes of steps with prefill: larger steps keep the device busy while their kernels are launched.
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes of steps that only continue; the last is `max_rows`."""
+    """Batch sizes of decode-only steps; the last is `max_rows`."""
     sizes = [size for size in _FINE if size < max_rows]
     sizes.extend(range(_FINE[-1] + _COARSE, max_rows, _COARSE))
     return (*sizes, max_rows)
@@ -28,17 +28,17 @@ def at_least(sizes: tuple[int, ...], size: int) -> int | None:
 
 
 class Capturer:
-    """Records functions of one stream as graphs that share their memory: they never overlap."""
+    """Captures functions as graphs on one stream. Graphs share memory, as they never overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._device = device
-        # Memory that no graph uses any more cannot be captured into again: one always stays.
+        # PyTorch cannot capture again into a memory pool that no graph uses: one always stays.
         self._anchor = self.capture(lambda: torch.zeros(1, device=device))
 
     def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """`work` must have run before: what is compiled or allocated once is no part of it."""
+        """`work` must have run once before, so that compilation and allocation are not captured."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)

@@ -1,8 +1,8 @@
 """The tokens of each slot's sequence, on the device, for penalties.
 
-Given once when a slot begins to sample; from then on the sampler's own tokens are appended there,
-so a penalty sees a token that has not reached the host yet. A sequence's token lies at its
-position, so a row drawing for position p has exactly p tokens behind it.
+A slot's history is uploaded once, when it begins to sample. From then on the sampler appends its
+tokens on the device, so penalties see tokens that have not reached the host yet. A token is stored
+at its position, so a row that samples position p has exactly p earlier tokens.
 """
 
 import numpy as np
@@ -15,15 +15,15 @@ from engine.backends.custom.runtime.model_runner import I32, SamplingInputs
 
 class TokenHistory:
     def __init__(self, max_slots: int, max_seq_len: int, device: torch.device) -> None:
-        # One more column: the token that follows a full sequence is drawn though never computed on.
-        # One more slot: the padding of a step draws for nobody.
+        # One spare column: the token after a full sequence is sampled though never computed.
+        # One spare slot: padding rows sample into it.
         size = max_slots + 1, max_seq_len + 1
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._num_prompt = np.zeros(max_slots, np.int64)
         self._device = device
 
     def begin(self, sampling: SamplingInputs) -> None:
-        """Take over the histories that came with a step."""
+        """Uploads the histories that came with a step."""
         if not len(sampling.history_slots):
             return
         self._num_prompt[sampling.history_slots] = sampling.history_num_prompt
@@ -36,8 +36,8 @@ class TokenHistory:
         )
 
     @property
-    def nobody(self) -> int:
-        """The slot that padding has."""
+    def spare_slot(self) -> int:
+        """The slot that padding rows sample into; no sequence owns it."""
         return len(self._num_prompt)
 
     @property
@@ -54,7 +54,7 @@ class TokenHistory:
     def read(self, slots: I32, positions: I32) -> tuple[Tensor, Tensor]:
         """The tokens of each row, (P, L), and which of them are output, (P, L) float32.
 
-        Rows shorter than L repeat their first token, marked as no output.
+        Rows shorter than L are padded with their first token, which is not marked as output.
         """
         length = int(positions.max())
         columns = torch.arange(length, device=self._device)

@@ -1,4 +1,4 @@
-"""PyTorch's own profiler over a runner's calls: kernels on a GPU, operations on a CPU."""
+"""Profiles a runner's calls with PyTorch's profiler: kernels on a GPU, operations on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.runtime.model_runner import KernelTime
 
-SPAN = "engine: "  # begins the names of the runner's calls, which are no kernels
+SPAN = "engine: "  # prefix of the runner's calls in a trace, to tell them from kernels
 _US = 1e-6
 
 

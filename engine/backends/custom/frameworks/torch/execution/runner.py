@@ -1,4 +1,4 @@
-"""`TorchRunner`: the seam's two calls over a model and its paged cache."""
+"""`TorchRunner`: `forward` and `sample` over a model and its paged cache."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cache import KVShape, PagedCache
-from engine.backends.custom.frameworks.torch.execution.drawing import DrawingRunner, StepHandle
+from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
+    SamplingRunner,
+    StepHandle,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
@@ -34,7 +37,7 @@ class PagedStep:
         return self.plan.attend(q, k, v, self.cache.layers[attention.layer])
 
 
-class TorchRunner(DrawingRunner):
+class TorchRunner(SamplingRunner):
     def __init__(
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -74,6 +77,6 @@ class TorchRunner(DrawingRunner):
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
 
     def close(self) -> None:
-        """Free the model and the cache; the runner cannot be used again."""
+        """Frees the model and the cache; the runner cannot be used again."""
         del self._model, self._cache
         super().close()

@@ -1,9 +1,9 @@
-"""From logits to tokens: one stateless function, in a fixed order.
+"""Samples tokens from logits: one stateless function, in a fixed order.
 
-Penalties, bias, mask, temperature, top-k, top-p, min-p, draw. Log-probabilities are those of the
-model itself, before any of these. Top-k, top-p and min-p are floors: every token as likely as the
-least likely one kept is kept too, so that the result depends on values alone. The draw adds keyed
-Gumbel noise and takes the maximum; a row at temperature 0 takes the maximum without noise.
+The order is penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Log-probabilities are
+the model's own, before all of these. Top-k, top-p and min-p are thresholds: tokens that tie with
+the last one kept are kept too, so the result depends on values alone. Sampling adds keyed Gumbel
+noise and takes the argmax; a row at temperature 0 takes the argmax without noise.
 """
 
 import numpy as np
@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.random import gumbel
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.host_sampler import row_keys
-from engine.backends.custom.runtime.model_runner import DRAW, I32, U32, SamplingInputs
+from engine.backends.custom.runtime.model_runner import I32, SAMPLE, U32, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
 
 MINUS_INFINITY = float("-inf")
@@ -24,7 +24,7 @@ MINUS_INFINITY = float("-inf")
 def sample(
     logits: Tensor, sampling: SamplingInputs, history: TokenHistory, words: Tensor
 ) -> Sampled:
-    """logits (R, V) float32 are left as they are; `words` are the vocabulary's `token_words`."""
+    """logits (R, V) float32 are not modified; `words` are the vocabulary's `token_words`."""
     adjusted = logits
     if sampling.has_penalties:
         adjusted = penalize(adjusted, sampling, history)
@@ -35,9 +35,9 @@ def sample(
     tokens = adjusted.argmax(dim=-1)
     if not sampling.all_greedy:
         rows = np.flatnonzero(sampling.temperature)
-        drawn = draw(_take(adjusted, rows), sampling, rows, words)
-        tokens = tokens.index_copy(0, to_device(rows, logits.device), drawn)
-    forced = np.flatnonzero(sampling.forced != DRAW)
+        sampled = random_sample(_take(adjusted, rows), sampling, rows, words)
+        tokens = tokens.index_copy(0, to_device(rows, logits.device), sampled)
+    forced = np.flatnonzero(sampling.forced != SAMPLE)
     if len(forced):
         given = to_device(sampling.forced[forced].astype(np.int64), logits.device)
         tokens = tokens.index_copy(0, to_device(forced, logits.device), given)
@@ -47,7 +47,7 @@ def sample(
 
 
 def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) -> Tensor:
-    """Repetition scales away from likely; frequency and presence subtract, over output only."""
+    """Repetition scales logits toward unlikely; frequency and presence subtract, output only."""
     active = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     rows = np.flatnonzero(active)
 
@@ -62,7 +62,7 @@ def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) ->
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= column(sampling.frequency) * counts
     values -= column(sampling.presence) * (counts > 0)
-    # A token that occurs twice is written twice, with the same value.
+    # A token that occurs twice is written twice with the same value.
     penalized = some.scatter(1, tokens, values)
     return logits.index_copy(0, to_device(rows, logits.device), penalized)
 
@@ -79,8 +79,8 @@ def apply_mask(logits: Tensor, mask: U32) -> Tensor:
 
 
 def forbidden(mask: U32, vocab_size: int, device: torch.device) -> Tensor:
-    """The bits as booleans, (R, V). On a CPU by numpy: each operation of PyTorch wakes its threads,
-    which takes longer than the work. Elsewhere the bits travel as they are.
+    """Mask bits as booleans, (R, V). On a CPU numpy unpacks them: waking PyTorch's threads takes
+    longer than the work. On other devices the packed bits are copied and unpacked there.
     """
     if device.type == "cpu":
         bits = np.unpackbits((~mask).view(np.uint8), axis=1, count=vocab_size, bitorder="little")
@@ -90,8 +90,10 @@ def forbidden(mask: U32, vocab_size: int, device: torch.device) -> Tensor:
     return ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size] == 0
 
 
-def draw(logits: Tensor, sampling: SamplingInputs, rows: NDArray[np.intp], words: Tensor) -> Tensor:
-    """One token for each of the chosen rows, whose temperature is above 0: (len(rows),)"""
+def random_sample(
+    logits: Tensor, sampling: SamplingInputs, rows: NDArray[np.intp], words: Tensor
+) -> Tensor:
+    """Samples one token for each of `rows`, whose temperature is above 0: (len(rows),)"""
     device = logits.device
     logits = logits / to_device(sampling.temperature[rows], device)[:, None]
     top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
@@ -117,7 +119,7 @@ def keep_top_k(logits: Tensor, top_k: I32) -> Tensor:
 
 
 def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.float32]) -> Tensor:
-    """Top-p, then min-p (a share of the best token's probability, which top-p never removes)."""
+    """Top-p, then min-p: a fraction of the best token's probability, which top-p always keeps."""
     probs = logits.softmax(dim=-1)
     floor = probs.amax(dim=-1, keepdim=True) * to_device(min_p, logits.device)[:, None]
     rows = np.flatnonzero(top_p < 1)
@@ -130,17 +132,17 @@ def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.fl
 
 
 def nucleus_floor(probs: Tensor, target: Tensor) -> Tensor:
-    """The largest probability at or above which tokens sum to at least the target: (R, 1).
+    """The max probability such that tokens at or above it sum to at least the target: (R, 1).
 
-    Found by bisection over the bits of a float, whose order is that of the values: several times
-    faster than sorting the vocabulary on a CPU. The last 7 bits stay 0, so tokens whose
-    probabilities agree to one part in 65,536 count as equally likely.
+    Bisects over the bits of a float, which sort like the values: on a CPU several times faster than
+    sorting the vocabulary. The last 7 bits stay 0, so tokens whose probabilities agree to one part
+    in 65,536 count as equally likely.
     """
     floor = torch.full_like(probs[:, :1], 2.0**-63).view(torch.int32)
     above = torch.empty_like(probs)
-    for bit in reversed(range(7, 29)):  # of those set in 2 ** -63 .. 1, all but the highest
+    for bit in reversed(range(7, 29)):  # bits that vary in 2 ** -63 .. 1, highest excluded
         higher = floor | (1 << bit)
-        torch.ge(probs, higher.view(torch.float32), out=above)  # as float: no slower bool pass
+        torch.ge(probs, higher.view(torch.float32), out=above)  # float output: bool is slower
         mass = torch.linalg.vecdot(probs, above)
         floor = torch.where((mass >= target)[:, None], higher, floor)
     return floor.view(torch.float32)

@@ -1,7 +1,7 @@
-"""Buffers for a step's arrays, and for its results, on their way in one copy each.
+"""Pinned buffers for a step's arrays and for its results, with one copy each.
 
-The host writes into pinned memory that no copy in flight is reading, so it never waits: buffers go
-round, and one that is still in use is left alone.
+The host never waits: it writes only to pinned memory that no copy in flight is reading. Buffers are
+reused, and a buffer still in use is skipped.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from engine.backends.custom.runtime.model_runner import I32
 
 @dataclass(slots=True)
 class Pinned:
-    """Page-locked memory, seen by both sides, and when its last copy was done."""
+    """Page-locked memory as tensor and array, and the event of its last copy."""
 
     tensor: Tensor
     array: I32 = field(init=False)
@@ -25,13 +25,13 @@ class Pinned:
 
 
 class PinnedRing:
-    """Buffers that are used in turn; `taken` ones are kept by whoever took them."""
+    """A pool of reusable buffers; a buffer that was taken is out of the pool until given back."""
 
     def __init__(self) -> None:
         self._free: list[Pinned] = []
 
     def take(self, size: int) -> Pinned:
-        """A buffer of at least so many values that nothing is being copied from."""
+        """A buffer of at least `size` values that no copy is reading."""
         for index, pinned in enumerate(self._free):
             if len(pinned.array) >= size and pinned.copied.query():
                 return self._free.pop(index)

@@ -1,7 +1,7 @@
-"""Host arrays to device tensors, without waiting.
+"""Copies host arrays to device tensors and back, without waiting.
 
-On CUDA every array goes through fresh pinned memory, so that its copy is queued behind earlier work
-and the host goes on; PyTorch's pinned allocator does not reuse the memory before the copy is done.
+On CUDA every array goes through fresh pinned memory, so its copy is queued behind earlier work and
+the host continues. PyTorch's pinned allocator does not reuse the memory before the copy is done.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Shares memory with the array on the CPU: what the seam hands over is never written again."""
+    """On a CPU the tensor shares the array's memory: the runtime never modifies step arrays."""
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     if device.type == "cpu":
         return tensor
@@ -19,7 +19,7 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Start copying to the host. Valid only after an event recorded behind this call has passed."""
+    """Starts a copy to the host. Valid only after an event recorded after this call has passed."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,1 +1,1 @@
-"""Operations with several implementations: a PyTorch reference, Triton, CUDA; `base.py` chooses."""
+"""Ops with several implementations: PyTorch reference, Triton, CUDA; `base.py` chooses."""

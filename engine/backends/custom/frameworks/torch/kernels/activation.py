@@ -1,4 +1,4 @@
-"""The gate of a feed-forward half: the activation of one half of each row times the other."""
+"""The gate of a gated MLP: activation(first half of each row) times the second half."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated(gate_up: Tensor, kind: str) -> Tensor:
-    """`kind` is "silu", "gelu" or "gelu_tanh", as a model's configuration has it."""
+    """`kind` is "silu", "gelu" or "gelu_tanh", as in a model's config."""
     return _GATED(gate_up, kind)
 
 
@@ -50,7 +50,7 @@ _GATED = register(
     KernelSpec(
         name="gated",
         reference=_reference,
-        triton=compiled("activation:gated"),
+        triton=compiled("epilogue:gated"),
         examples=_examples,
         bytes_of=lambda gate_up, kind: size_of(gate_up) * 3 // 2,
     )

@@ -1,7 +1,7 @@
-"""The attention backends: how queries of a mixed batch meet keys and values in the paged cache.
+"""Attention backends: a mixed batch's queries attend to keys and values in the paged cache.
 
-A backend plans once per step, on the host, from the step's arrays; the plan is then applied in
-every layer. Backends differ in speed only: all of them are tested against "reference".
+A backend plans once per step, on the host, from the step's arrays; every layer then uses the plan.
+Backends differ only in speed: all are tested against "reference".
 """
 
 from typing import Protocol
@@ -21,7 +21,7 @@ class AttentionPlan(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         """One layer. q (T, N, H); k, v (T, K, H) are the step's own, already written to the cache.
 
-        cache is (num_blocks, block_size, 2, K, H), a key before its value. Gives (T, N, H).
+        cache is (num_blocks, block_size, 2, K, H), key before value. Returns (T, N, H).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Attention as its definition reads: one row at a time, scores written out. Slow and plain."""
+"""Attention by its definition: one row at a time, with all scores in memory. Slow and simple."""
 
 from dataclasses import dataclass
 

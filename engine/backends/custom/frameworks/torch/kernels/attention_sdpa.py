@@ -1,9 +1,9 @@
-"""Attention through torch's `scaled_dot_product_attention`, over blocks gathered from the cache.
+"""Attention through PyTorch's `scaled_dot_product_attention`, over blocks gathered from the cache.
 
-Rows with one query are batched, with a mask over the padding; a row with more is a call of its own.
-A row that starts at position 0 reads its own keys and needs neither gather nor mask. Query heads
-that share a key head are folded into the query axis where there is one query, so keys are never
-repeated for them.
+Rows with one query are batched with a mask over the padding; a row with more queries is its own
+call. A row that starts at position 0 reads its own keys and needs neither gather nor mask. For
+single queries, the query heads that share a KV head are folded into the query axis, so keys are
+never repeated.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-# Rows whose block counts lie within one power of two are padded to one another; so are all short
-# ones, where a kernel call costs more than the padding.
+# Rows whose block counts round to the same power of two are padded together. So are all short rows,
+# where a kernel launch costs more than the padding.
 SHORT_BLOCKS = 8
 
 Rows = NDArray[np.intp]
-Tokens = slice | Tensor  # where a part's queries lie in the step's T
+Tokens = slice | Tensor  # indices of a part's queries within the step's T tokens
 
 
 class Part(Protocol):
-    """Some rows of a step."""
+    """A subset of a step's rows."""
 
     @property
     def tokens(self) -> Tokens: ...
@@ -39,11 +39,11 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SingleQueries:
-    """S rows of one query each: a decode step."""
+    """S rows with one query each (decode)."""
 
     tokens: Tokens
     blocks: Tensor  # (S * B,)
-    seen: slice  # which of the B * block_size gathered positions
+    seen: slice  # which of the B * block_size gathered positions are attended to
     mask: Tensor | None  # (S, 1, 1, L) added to the scores
     scale: float | None
 
@@ -57,7 +57,7 @@ class SingleQueries:
 
 @dataclass(frozen=True, slots=True)
 class LaterChunk:
-    """One row of several queries with earlier positions before them."""
+    """One row with several queries that follow earlier positions."""
 
     tokens: slice
     blocks: Tensor  # (B,)
@@ -80,7 +80,7 @@ class LaterChunk:
 
 @dataclass(frozen=True, slots=True)
 class FirstChunk:
-    """One row of several queries from position 0 on, all of them within the window."""
+    """One row with several queries from position 0 on, all within the window."""
 
     tokens: slice
     scale: float | None
@@ -112,7 +112,7 @@ class SdpaPlan:
 
 
 class SdpaAttention:
-    """`scale` multiplies the scores; None: the inverse square root of a head's size."""
+    """`scale` multiplies the scores; None: 1 / sqrt(head_dim)."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SdpaAttention:
         return SdpaPlan(tuple(parts))
 
     def _groups(self, inputs: BatchInputs, rows: Rows) -> list[Rows]:
-        """Split rows of one query by the power of two that their number of blocks reaches."""
+        """Groups single-query rows by their block count, rounded up to a power of two."""
         if len(rows) < 2:
             return [rows] if len(rows) else []
         last = inputs.seq_lens[rows] - 1
@@ -146,7 +146,7 @@ class SdpaAttention:
         return [rows[size == value] for value in np.unique(size)]
 
     def _first_key(self, query: I32) -> I32:
-        """The first position that a query at this position sees."""
+        """The first position that a query at this position attends to."""
         if self._window is None:
             return np.zeros_like(query)
         return np.maximum(query - self._window + 1, 0)
@@ -157,7 +157,7 @@ class SdpaAttention:
         first = self._first_key(last)
         first_block = first // size
         width = int((last // size - first_block).max()) + 1
-        # A table may end before the padding does; what is repeated there is masked.
+        # A table may end before the padding does; the repeated blocks there are masked.
         columns = np.minimum(
             first_block[:, None] + np.arange(width), inputs.block_tables.shape[1] - 1
         )
@@ -186,7 +186,7 @@ class SdpaAttention:
         return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._scale)
 
     def _mask(self, query: Tensor, key: Tensor) -> Tensor:
-        """0 where a query position sees a key position, -inf elsewhere; broadcasts the two."""
+        """0 where a query position sees a key position, -inf elsewhere; the two broadcast."""
         distance = query - key
         hidden = distance < 0
         if self._window is not None:
@@ -196,7 +196,7 @@ class SdpaAttention:
 
 
 def _tokens(indices: I32, device: torch.device) -> Tokens:
-    """A slice where the indices are consecutive (they ascend), so that no copy is made."""
+    """A slice if the ascending indices are consecutive, which avoids a copy."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
         return slice(first, last + 1)

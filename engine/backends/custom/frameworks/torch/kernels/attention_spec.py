@@ -1,4 +1,4 @@
-"""The attention kernels as tests and the micro-benchmark see them: one layer of a planned step."""
+"""Attention kernels as `KernelSpec`s for tests and benchmarks: one layer of a planned step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class Plans:
 
     reference: ReferencePlan
     triton: TritonPlan
-    num_keys: int  # that must be read, a shared one once
-    num_pairs: int  # of a query and a key that it sees
+    num_keys: int  # keys that must be read; a shared key counts once
+    num_pairs: int  # visible (query, key) pairs
 
 
 Rows = list[tuple[int, int]]  # (keys, queries)
@@ -57,7 +57,7 @@ def _bytes_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
 
 
 def _flops_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
-    """A product and a sum for each value of a key, and again of what it stands for."""
+    """Two FLOPs per value for the score, and two for the weighted sum of values."""
     return 4 * plans.num_pairs * q.shape[1] * q.shape[2]
 
 
@@ -79,7 +79,7 @@ def _config(shape: Shape) -> ModelConfig:
 
 
 def _tables(rows: Rows, shared: int, block_size: int) -> I32:
-    """Blocks of each row, in no order; all of them begin with the same `shared` ones."""
+    """Block tables in random order; all rows begin with the same `shared` blocks."""
     widths = np.array([-(-keys // block_size) for keys, _ in rows])
     own = widths - shared
     blocks = np.random.default_rng(0).permutation(int(own.sum()) + shared).astype(np.int32) + 1
@@ -127,7 +127,7 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
     blocks = int(step.block_tables.max()) + 1
     q = inputs.normal(len(step.token_ids), shape.num_heads, shape.head_dim)
     cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
-    cache[0] = float("nan")  # what lies behind a row's end is never looked at
+    cache[0] = float("nan")  # slots past a row's end must not be read
     for table, length in zip(step.block_tables, step.seq_lens, strict=True):
         if length % size:
             cache[int(table[length // size]), length % size :] = float("nan")

@@ -1,10 +1,10 @@
-"""Attention over the pages by our own kernels: the host plans a step as lists of small work items.
+"""Paged attention by our own kernels: the host plans a step as lists of small work items.
 
-Rows of one query are cut into spans of keys; rows of several queries into tiles of queries; where
-rows share leading blocks, the shared part is attended to by many rows at once and read once. The
-lists lie in device memory together with their lengths, so that a captured graph, whose launches are
-as large as the longest lists it has room for, serves steps of any lengths. The kernels are Triton
-code, but for that of prompts on a Hopper card, which is CUDA C++.
+Single-query rows are cut into spans of keys (split-K), rows of several queries into tiles of
+queries. Where rows share leading blocks, one work item attends to the shared keys for many rows and
+reads them once. The lists and their lengths lie in device memory. A captured graph launches enough
+programs for its longest lists, so it serves steps of any lengths. The kernels are Triton code,
+except prefill on Hopper, which is CUDA C++.
 """
 
 from collections.abc import Mapping
@@ -23,30 +23,30 @@ from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
-# (queries, keys, warps, stages) of a program, the fastest of those tried on an H200: for heads of
-# up to 64 values, and for wider ones.
+# (queries, keys, warps, stages) per program, the fastest found on an H200: for heads of up to 64
+# values, and for wider heads.
 CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
-# So many keep the device busy with less for each: what a span costs in energy then decides.
+# With this many spans the device is busy anyway; smaller programs then save energy.
 MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
-# Values of four bytes take twice the room.
+# float32 values take twice the shared memory.
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
 NARROW_HEAD = 64
-KEY_BLOCK = 64  # spans are multiples of it
+KEY_BLOCK = 64  # spans are multiples of this many keys
 MIN_SPAN = 128
-SPARE_SPANS = 64  # what a few rows may be cut into
-LONE_PROGRAMS = 128  # that a single row is cut into: one for each of nearly all multiprocessors
-# A prefix that is shorter, or that fewer rows share, is read as often as there are rows.
+SPARE_SPANS = 64  # extra spans for splitting a few rows
+LONE_PROGRAMS = 128  # for a single row: about one per multiprocessor
+# A prefix that is shorter, or shared by fewer rows, is read once per row.
 MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
-MAX_SPLITS = 8  # of a shared prefix
-SHARED_PROGRAMS = 256  # that suffice to keep the device busy; more only write more partial results
+MAX_SPLITS = 8  # per shared prefix
+SHARED_PROGRAMS = 256  # enough to keep the device busy; more only write more partial results
 SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Lengths of the lists: what a step needs, or what a captured graph has room for."""
+class ListLengths:
+    """List lengths: a step's own, or the max that a captured graph allows."""
 
     spans: int
     tiles: int
@@ -74,10 +74,10 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's lists on the device."""
+    """A step's work lists on the device."""
 
     arrays: Mapping[str, Tensor]
-    room: Room
+    room: ListLengths
     scratch: "Scratch | None"
     window: int
     scale: float
@@ -88,7 +88,7 @@ class TritonPlan:
         return self.attend_cached(q, cache)
 
     def attend_cached(self, q: Tensor, cache: Tensor) -> Tensor:
-        """q (T, N, H) against keys and values that are all in the cache: (T, N, H)"""
+        """q (T, N, H) attends to keys and values that are all in the cache: (T, N, H)"""
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_decode
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
@@ -132,7 +132,7 @@ class TritonPlan:
 
 
 class Heads(Protocol):
-    """What attention must know of a model. A `ModelConfig` tells it."""
+    """The attention fields of a model's config; a `ModelConfig` has them."""
 
     @property
     def num_heads(self) -> int: ...
@@ -176,8 +176,8 @@ class TritonAttention:
         self.reserve(len(inputs.seq_lens), positions.device)
         return self.plan_on(on_device, room)
 
-    def plan_on(self, arrays: Mapping[str, Tensor], room: Room) -> TritonPlan:
-        """Over arrays that are on the device already, or will be when the plan is applied."""
+    def plan_on(self, arrays: Mapping[str, Tensor], room: ListLengths) -> TritonPlan:
+        """A plan over arrays that are on the device, or will be when the plan runs."""
         return TritonPlan(
             arrays,
             room,
@@ -189,7 +189,7 @@ class TritonAttention:
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
-        """Make room for the partial results of so many rows. Plans made before keep their own."""
+        """Allocates space for the partial results of `rows` rows. Earlier plans keep their own."""
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
         if self._scratch is None or len(self._scratch.arrived) < rows:
@@ -203,22 +203,24 @@ class TritonAttention:
                 device,
             )
 
-    def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> Room:
-        """The longest lists of a step of so many tokens and rows."""
+    def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
+        """The max list lengths of a step with so many tokens and rows."""
         spans = _span_room(rows)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
-            return Room(spans, tiles, 0, spans)
-        return Room(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
+            return ListLengths(spans, tiles, 0, spans)
+        return ListLengths(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
 
     def has_shared(self, inputs: BatchInputs) -> bool:
-        """Whether a step that only continues may have work items over shared prefixes."""
+        """Whether a decode-only step may have work items over shared prefixes."""
         if self._window or not len(inputs.prefix_blocks):
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
-    def lists(self, inputs: BatchInputs, room: Room | None = None) -> tuple[dict[str, I32], Room]:
-        """The work items of a step; with `room`, no more of them than it has."""
+    def lists(
+        self, inputs: BatchInputs, room: ListLengths | None = None
+    ) -> tuple[dict[str, I32], ListLengths]:
+        """The work items of a step; with `room`, at most as many as it allows."""
         counts = np.diff(inputs.query_start)
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
@@ -238,10 +240,10 @@ class TritonAttention:
             "shared": shared,
             "members": members if len(members) else np.zeros(0, np.int32),
         }
-        return lists, room or Room(len(spans), len(tiles), len(shared), total)
+        return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
-        """(row, first query), those that see the most keys first; a row's begin at `begins`."""
+        """(row, first query) per tile, tiles with the most keys first; rows start at `begins`."""
         which, queries = cut(counts[rows], self._tile_tokens)
         tiles = np.stack((rows[which], queries), axis=1).astype(np.int32)
         return tiles[np.argsort(-(begins[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
@@ -249,8 +251,8 @@ class TritonAttention:
     def _shared(
         self, inputs: BatchInputs, decodes: np.ndarray, has_chunks: bool
     ) -> tuple[I32, I32, I32, I32]:
-        """Work items over shared prefixes, their rows, and for each row of the step where its own
-        keys begin and how many items it has in the prefix.
+        """Work items over shared prefixes, their member rows, and for each row of the step where
+        its own keys begin and how many items cover its prefix.
         """
         rows = len(inputs.seq_lens)
         begins, splits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -294,8 +296,8 @@ def _span_room(rows: int) -> int:
 def _spans(
     inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, most: int
 ) -> tuple[I32, I32]:
-    """(row, first key, last key + 1, place of the result) of each of at most so many spans, and for
-    each row of the step (first place, number of places): those over its prefix come first.
+    """(row, first key, last key + 1, result index) for each of at most `most` spans, and for each
+    row of the step (first result, number of results); results of its shared prefix come first.
     """
     partials = np.zeros((len(begins), 2), np.int32)
     if not len(decodes):
@@ -305,7 +307,7 @@ def _spans(
     size = int(slack * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
     size = max(MIN_SPAN, -(-size // KEY_BLOCK) * KEY_BLOCK)
     each = -(-own // size)
-    width = np.repeat(-(-own // (each * KEY_BLOCK)) * KEY_BLOCK, each)  # a row's spans are alike
+    width = np.repeat(-(-own // (each * KEY_BLOCK)) * KEY_BLOCK, each)  # equal within a row
     places = each + splits[decodes]
     ends = np.cumsum(places)
     partials[decodes, 0] = ends - places
@@ -316,5 +318,5 @@ def _spans(
     spans[:, 1] = np.repeat(begins[decodes], each) + index * width
     spans[:, 2] = spans[:, 1] + width
     spans[:, 3] = np.repeat(partials[decodes, 0] + splits[decodes], each) + index
-    # Long ones first: none is then begun when the others are nearly done.
+    # Longest first, so that no long span starts when the others are nearly done.
     return spans[np.argsort(-width, kind="stable")], partials

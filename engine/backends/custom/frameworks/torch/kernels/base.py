@@ -1,9 +1,9 @@
-"""What a kernel arrives with: a reference, a tolerance, examples, and the bytes it has to move.
+"""A kernel's specification: reference, tolerance, examples, and the bytes it has to move.
 
-An operation is one function of this package. It runs its Triton code on a CUDA tensor and its
-PyTorch reference elsewhere; `KernelSpec` holds the two together, so that tests compare them on the
-same examples that the micro-benchmark measures. Kernels never wait for the device and allocate only
-by the shapes of their inputs, so that each can be captured in a CUDA graph.
+Each op is one function of this package. It runs Triton code on a CUDA tensor and a PyTorch
+reference elsewhere. `KernelSpec` holds both, so that tests compare them on the examples that the
+micro-benchmark measures. Kernels never wait for the device and allocate only by the shapes of their
+inputs, so each can be captured in a CUDA graph.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _PACKAGE = __package__
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's sizes, and the steps to try it with: what examples are made of."""
+    """A model's sizes and the step sizes to try, from which examples are made."""
 
     name: str
     hidden_size: int
@@ -33,8 +33,8 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    rows: tuple[int, ...]  # tokens of a step
-    context: int  # positions behind a row, where that matters
+    rows: tuple[int, ...]  # tokens per step
+    context: int  # context length per row, where it matters
     block_size: int = 16
 
     @property
@@ -42,7 +42,7 @@ class Shape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-# No size of the first is a power of two, so that every edge is partly filled.
+# No size of TINY is a power of two, so that every edge block is partly filled.
 TINY = Shape("tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4)
 LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
 LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
@@ -50,7 +50,7 @@ LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 40
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One call. Tensors among the arguments may be written by it."""
+    """One call. It may write to tensors among its arguments."""
 
     label: str
     args: tuple[Any, ...]
@@ -63,7 +63,7 @@ class Tolerance:
     absolute: float
 
 
-# For a result that is rounded once from float32: a unit or two in the last place.
+# For a result that is rounded once from float32: one or two units in the last place.
 ROUNDED = {
     torch.float32: Tolerance(1e-5, 1e-5),
     torch.float16: Tolerance(2e-3, 2e-3),
@@ -72,7 +72,7 @@ ROUNDED = {
 
 
 class Inputs:
-    """Random tensors for examples, the same ones every time."""
+    """Random tensors for examples, the same in every run."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
@@ -99,8 +99,8 @@ ExampleMaker = Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """`bytes_of` and `flops_of` take a call's arguments and give the least work it can be done in:
-    each input read once, each output written once. The roof is whichever takes longer.
+    """`bytes_of` and `flops_of` take a call's arguments and return the min work: each input read
+    once, each output written once. The roofline is whichever takes longer.
     """
 
     name: str
@@ -125,14 +125,14 @@ def register(spec: KernelSpec) -> KernelSpec:
 
 
 def load_all() -> Mapping[str, KernelSpec]:
-    """Every kernel of the package, whichever of its modules have been imported so far."""
+    """Every kernel of the package; imports all of its modules."""
     for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
         importlib.import_module(f"{_PACKAGE}.{module.name}")
     return KERNELS
 
 
 def compiled(path: str) -> Callable[..., Any]:
-    """ "module:function" of the Triton code, imported at the first call."""
+    """Imports Triton code, named as "module:function", at the first call."""
     module, _, name = path.partition(":")
 
     @cache
@@ -152,7 +152,7 @@ def _has_triton() -> bool:
 
 @cache
 def interpreting() -> bool:
-    """Triton decides when a kernel is defined, so this cannot change within a process."""
+    """Whether Triton interprets kernels. It decides at definition, so this never changes."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,4 +1,4 @@
-"""Runs a kernel beside its reference on one example and compares all that either wrote."""
+"""Runs a kernel and its reference on one example and compares everything they wrote."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import Example, Kernel
 
 
 def check(spec: KernelSpec, example: Example) -> None:
-    """Raises AssertionError where results, or tensors that the call writes to, differ."""
+    """Raises AssertionError if results, or tensors that the call writes to, differ."""
     expected = outcome(spec.reference, example)
     actual = outcome(spec.triton, example)
     tolerance = _tolerance(spec, expected)
@@ -21,7 +21,7 @@ def check(spec: KernelSpec, example: Example) -> None:
 
 
 def outcome(call: Any, example: Example) -> list[Tensor]:
-    """What a call gives, then its own copies of its tensor arguments as it leaves them."""
+    """The call's results, then its copies of the tensor arguments after the call."""
     args = [_copy(each) for each in example.args]
     kwargs = {name: _copy(each) for name, each in example.kwargs.items()}
     with torch.no_grad():
@@ -45,7 +45,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:
-    """That of the least precise type among results and arguments."""
+    """The tolerance of the least precise dtype among results and arguments."""
     found = [spec.tolerance[t.dtype] for t in tensors if t.dtype in spec.tolerance]
     return max(found, key=lambda tolerance: tolerance.relative)
 

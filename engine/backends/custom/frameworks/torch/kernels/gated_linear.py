@@ -1,8 +1,7 @@
-"""A matrix product of many rows and the gate that follows it, without a pass over the product.
+"""A GEMM of many rows with a gated activation as its epilogue.
 
-On a Hopper card this is CUDA C++ (`cuda/gated_linear.cu`): its product takes as long as the library
-does, and the gate next to nothing. Elsewhere, and where rows fill its tiles badly, the two run one
-by one.
+On Hopper this is CUDA C++ (`cuda/gated_linear.cu`): the GEMM is as fast as cuBLAS and the gate
+almost free. Elsewhere, and where rows fill the tiles badly, GEMM and gate run separately.
 """
 
 from collections.abc import Iterator
@@ -23,16 +22,16 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda.library import is_hopper
 
-# With fewer rows, half of a tile is empty and the library is as fast.
+# With fewer rows, half of a tile is empty and cuBLAS is as fast.
 MIN_ROWS = 65
-# From here on two tiles share the weight, and empty rows cost as much as full ones, or more: the
-# library, whose tiles come in more sizes, is faster where there are so many for each full one.
+# Above one tile of rows, two tiles share the weight. Padding rows cost as much as real ones, so
+# cuBLAS, whose tiles come in more sizes, is faster beyond this share of padding.
 _ONE_TILE, _TWO_TILES, _MOST_EMPTY = 128, 256, 0.2
-_VECTOR = 8  # values that are copied at a time
+_VECTOR = 8  # values per copy
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
-    """x (T, D), weight (2 F, D) -> (T, F): the activation of the first half times the second."""
+    """x (T, D), weight (2 F, D) -> (T, F): activation(first half) times the second half."""
     if not fills_tiles(len(x)):
         return _composed(x, weight, bias, gate)
     return _GATED_LINEAR(x, weight, bias, gate)
@@ -57,7 +56,7 @@ def _composed(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tens
 
 
 def _suits(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> bool:
-    """Whether the CUDA code can take these."""
+    """Whether the CUDA kernel supports these arguments."""
     return (
         gate == "silu"
         and bias is None
@@ -97,7 +96,7 @@ _GATED_LINEAR = register(
             size_of(x, weight) + len(x) * len(weight) // 2 * x.element_size()
         ),
         flops_of=lambda x, weight, bias, gate: 2 * len(x) * weight.numel(),
-        # The reference rounds the product before its gate.
+        # The reference rounds the matmul's result before the gate.
         tolerance={
             torch.float32: Tolerance(1e-4, 1e-4),
             torch.float16: Tolerance(1e-2, 1e-2),

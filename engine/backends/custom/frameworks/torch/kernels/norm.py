@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind the addition to the residual stream that precedes it in every block."""
+"""RMSNorm, alone and fused with the residual addition that precedes it."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and the sum itself, which is the stream from here on."""
+    """The norm of x + residual, and the sum itself, which is the new residual stream."""
     return _ADD_RMS_NORM(x, residual, weight, eps)
 
 

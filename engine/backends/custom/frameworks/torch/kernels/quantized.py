@@ -1,7 +1,7 @@
-"""Weights of 4 or 8 bits in small groups, each with a scale and perhaps a minimum.
+"""Matmul with weights of 4 or 8 bits in small groups, each with a scale and optionally a minimum.
 
-A matrix is multiplied as it lies: bits become numbers in registers. Only a step of many rows, which
-reads the weights once for all of them, unfolds a matrix for the time of one product.
+Kernels dequantize in registers. Only a step of many rows, which reads the weights once for all of
+them, dequantizes a whole matrix for the time of one matmul.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
-# From here on a product is bound by arithmetic, and cuBLAS on unfolded weights is faster.
+# With more rows a matmul is compute-bound, and cuBLAS on dequantized weights is faster.
 MAX_ROWS = 128
 
 
@@ -34,8 +34,8 @@ MAX_ROWS = 128
 class GroupedWeight:
     """weight = scale * value + minimum; without minima, scale * (value - 2 ** (bits - 1)).
 
-    Of 4-bit values, byte i of a group holds value i in its low half and value i + group / 2 in its
-    high one.
+    For 4-bit values, byte i of a group holds value i in its low nibble and value i + group / 2 in
+    its high nibble.
     """
 
     values: Tensor  # uint8 (F, D * bits / 8)
@@ -50,7 +50,7 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[int, int, bool]:
-        """Matrices of one layout can be stacked."""
+        """Matrices with the same layout can be stacked."""
         return self.bits, self.group, self.minima is not None
 
     @property
@@ -68,7 +68,7 @@ def grouped_linear(
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As `fused_linear`: residual + gate(rms_norm(x) W^T + bias), each part where it is given."""
+    """As `fused_linear`: residual + gate(rms_norm(x) W^T + bias); omitted parts are skipped."""
     parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
     if len(x) <= MAX_ROWS:
         return _GROUPED_LINEAR(x, weight, bias, **parts)
@@ -81,7 +81,7 @@ def grouped_linear(
 
 
 def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """The matrix, or some rows of it by number (R,): an embedding."""
+    """The dequantized matrix, or only the given rows (R,), as for an embedding."""
     run = _DEQUANTIZE.triton if use_triton(weight.values) else _DEQUANTIZE.reference
     return run(weight, dtype, rows)
 
@@ -123,7 +123,7 @@ def _linear_reference(
     return y if residual is None else residual + y
 
 
-# What GGUF types come to: bits, values in a group, whether there are minima.
+# Layouts of GGUF types: bits, group size, whether there are minima.
 LAYOUTS = {
     "int4": (4, 32, False),
     "int4 minima": (4, 32, True),
@@ -138,7 +138,7 @@ LAYOUTS = {
 def random_weight(
     inputs: Inputs, outputs: int, size: int, bits: int, group: int, has_minima: bool
 ) -> GroupedWeight:
-    """Values of about unit variance over the size."""
+    """Dequantized values have a variance of about 1 / size."""
     step = 3.4 / 2**bits * size**-0.5
     scales = ((0.5 + inputs.uniform(outputs, size // group)) * step).to(torch.float16)
     return GroupedWeight(

@@ -1,8 +1,8 @@
-"""GGUF's quantized blocks as groups that the kernels multiply with, without decoding them.
+"""Repacks GGUF's quantized blocks into the kernels' groups, without dequantizing.
 
-Everything here is bit operations on bytes, on whichever device the bytes are: a file's tensors are
-copied as they are stored and repacked there. A type whose values are not evenly spaced, or have
-more than 4 bits, takes 8; all others stay at 4.
+This is bit manipulation on whichever device the bytes are: a file's tensors are copied as stored
+and repacked on the GPU. Types with uneven levels or more than 4 bits become 8-bit values; all
+others stay at 4.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from engine.backends.custom.weights.quants import traits_of
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Of n blocks: values (n, block_elems) uint8; scales and minima (n, groups) float16."""
+    """n blocks: values (n, block_elems) uint8; scales and minima (n, groups) float16."""
 
     values: Tensor
     scales: Tensor
@@ -46,7 +46,7 @@ def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
 
 
 def packed_bits(dtype: str) -> float:
-    """What a value of a stored type comes to, its share of scales and minima included."""
+    """Bits per value of a stored type after repacking, scales and minima included."""
     traits = traits_of(dtype)
     groups = REPACKED[dtype](torch.zeros((1, traits.block_bytes), dtype=torch.uint8))
     factors = groups.scales.numel() * (1 if groups.minima is None else 2)
@@ -59,7 +59,7 @@ def _half(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _plane(packed: Tensor, width: int, bits: int) -> Tensor:
-    """Runs of `width` bytes, unpacked: all lowest fields of a run, then its next ones."""
+    """Unpacks runs of `width` bytes: all lowest fields of a run, then the next ones."""
     runs = packed.reshape(len(packed), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((runs >> shifts[:, None]) & ((1 << bits) - 1)).flatten(1)
@@ -78,7 +78,7 @@ def _q4_1(blocks: Tensor) -> Groups:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """32 bits per block, in the order of the values, each where it extends four others."""
+    """32 bits per block in value order, each shifted to bit 4 to extend a 4-bit value."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
 
@@ -105,7 +105,7 @@ def _q2_k(blocks: Tensor) -> Groups:
 
 
 def _q3_k(blocks: Tensor) -> Groups:
-    """A clear third bit means "subtract 4", and the middle of four bits is 8: hence the 4."""
+    """A cleared third bit means "subtract 4"; the 4-bit midpoint is 8, hence the offset of 4."""
     low, high = _plane(blocks[:, 96:104], 8, 4), _plane(blocks[:, 104:108], 4, 2)
     scales = _half(blocks, 108) * ((low | high << 4).float() - 32)
     values = _plane(blocks[:, 32:96], 32, 2) | _plane(blocks[:, :32], 32, 1) << 2
@@ -113,7 +113,7 @@ def _q3_k(blocks: Tensor) -> Groups:
 
 
 def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits from 12 bytes, as Q4_K and Q5_K have them."""
+    """Eight 6-bit scales and eight 6-bit minima from 12 bytes, as in Q4_K and Q5_K."""
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6) << 4), dim=1)
     minima = torch.cat((second & 63, (rest >> 4) | (second >> 6) << 4), dim=1)

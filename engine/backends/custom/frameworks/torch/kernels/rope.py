@@ -1,4 +1,4 @@
-"""Rotation of queries and keys, and the writing of keys and values into the cache, in one pass."""
+"""RoPE of queries and keys, fused with writing keys and values to the cache."""
 
 from collections.abc import Iterator
 
@@ -32,9 +32,9 @@ def rope_write(
 ) -> Tensor:
     """qkv (T, (N + 2 K) H) -> rotated queries (T, N, H); keys and values go to `write_slots` (T,).
 
-    `cos_sin_table` is float32 (max_positions, dim): cosines, then sines; the first `dim` values of
+    `cos_sin_table` is float32 (max_positions, dim): cosines, then sines. The first `dim` values of
     a head are rotated, value i with i + dim / 2. `cache_layer` is (num_blocks, block_size, 2, K, H)
-    with any strides but 1 in the last place. The norms are weights (H,) applied before rotation.
+    with stride 1 in the last dimension. The norms are weights (H,) applied before the rotation.
     """
     return _ROPE_WRITE(
         qkv,
@@ -88,7 +88,7 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     inputs = Inputs(device, dtype)
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     max_positions = max(shape.context, max(shape.rows))
-    # A rotation that covers the head, then one that covers a part of it, with norms.
+    # A rotation of the whole head, then a partial one with norms.
     for dim, with_norms in ((head_dim, False), (head_dim // 2, True)):
         angles = inputs.uniform(max_positions, dim // 2) * 6.28
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)

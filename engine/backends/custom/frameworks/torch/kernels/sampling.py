@@ -1,8 +1,8 @@
-"""From logits to tokens on the device, with nothing read back and no shape that depends on values.
+"""Samples on the device, without reading anything back and without value-dependent shapes.
 
-The meaning is `execution/sampler.py`'s, to which tests hold these kernels: penalties, bias, mask,
-temperature, top-k, top-p, min-p, draw. Settings are tensors of one value per row, and a row that
-does not use one of them passes through it, so that one captured graph serves every mix of requests.
+Tests compare these kernels with `execution/sampler.py`: penalties, bias, mask, temperature, top-k,
+top-p, min-p, sample. Settings are tensors with one value per row, and neutral values have no
+effect, so one captured graph serves every mix of requests.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.random import gumbel
+from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.sampler import (
     MINUS_INFINITY,
     nucleus_floor,
@@ -33,14 +33,14 @@ _MAX_ROWS = 256
 
 
 def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The likeliest token of each row, the lowest of equals: (R, V) float32 -> (R,) int64.
+    """The argmax of each row, the lowest id on ties: (R, V) float32 -> (R,) int64.
 
-    `mask` is int32 (R, ceil(V / 32)): a token whose bit is clear cannot be chosen.
+    `mask` is int32 (R, ceil(V / 32)): a token whose bit is clear is not allowed.
     """
     return _GREEDY(logits, mask)
 
 
-def draw(
+def random_sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -50,12 +50,12 @@ def draw(
     words: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """A token for each row, (R,) int64; at temperature 0 the likeliest.
+    """Samples one token per row, (R,) int64; at temperature 0 the argmax.
 
-    Settings are (R,), `top_k` int32; `keys` (R, 2) are the rows' `row_keys`, `words` (V,) the
+    Settings are (R,), `top_k` int32. `keys` (R, 2) are the rows' `row_keys`; `words` (V,) are the
     vocabulary's `token_words`.
     """
-    return _DRAW(logits, temperature, top_k, top_p, min_p, keys, words, mask)
+    return _RANDOM_SAMPLE(logits, temperature, top_k, top_p, min_p, keys, words, mask)
 
 
 def penalize(
@@ -69,10 +69,10 @@ def penalize(
     frequency: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """A copy of the logits with the penalties of each row applied.
+    """A copy of the logits with each row's penalties applied.
 
     Row r's tokens are the first `lengths[r]` of history[slots[r]] (int64), of which `num_prompt[r]`
-    are the prompt's. `counts` is int32 (R, V) of zeros, and zeros again afterwards.
+    are the prompt's. `counts` is int32 (R, V) scratch: zeros before and after.
     """
     return _PENALIZE(
         logits, history, slots, lengths, num_prompt, repetition, presence, frequency, counts
@@ -96,7 +96,7 @@ def _greedy_reference(logits: Tensor, mask: Tensor | None) -> Tensor:
     return _allowed(logits, mask).argmax(dim=-1)
 
 
-def _draw_reference(
+def _random_sample_reference(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -117,8 +117,8 @@ def _draw_reference(
     nucleus = torch.maximum(least, nucleus_floor(probs, top_p))
     least = torch.where((top_p < 1)[:, None], nucleus, least)
     scaled = scaled.masked_fill(probs < least, MINUS_INFINITY)
-    drawn = (scaled + gumbel(keys, words)).argmax(dim=-1)
-    return torch.where(hot, drawn, logits.argmax(dim=-1))
+    sampled = (scaled + gumbel(keys, words)).argmax(dim=-1)
+    return torch.where(hot, sampled, logits.argmax(dim=-1))
 
 
 def _penalize_reference(
@@ -165,9 +165,11 @@ def _mask(inputs: Inputs, rows: int, vocab_size: int) -> Tensor:
     return inputs.integers(2**31 - 1, rows, -(-vocab_size // 32), dtype=torch.int32)
 
 
-def _draw_examples(shape: Shape, device: torch.device, _: torch.dtype) -> Iterator[Example]:
+def _random_sample_examples(
+    shape: Shape, device: torch.device, _: torch.dtype
+) -> Iterator[Example]:
     words = torch.from_numpy(token_words(shape.vocab_size)).to(device)
-    # What the rows of an example use: (top_k, top_p, min_p).
+    # (top_k, top_p, min_p) of the rows of each example.
     uses = {
         "temperature": (0, 1.0, 0.0),
         "top-k": (7, 1.0, 0.0),
@@ -230,12 +232,12 @@ _GREEDY = register(
         tolerance=_LOGITS,
     )
 )
-_DRAW = register(
+_RANDOM_SAMPLE = register(
     KernelSpec(
-        name="draw",
-        reference=_draw_reference,
-        triton=compiled("sampling:draw"),
-        examples=_draw_examples,
+        name="random_sample",
+        reference=_random_sample_reference,
+        triton=compiled("sampling:random_sample"),
+        examples=_random_sample_examples,
         bytes_of=lambda logits, *_: size_of(logits),
         tolerance=_LOGITS,
     )

@@ -1,8 +1,8 @@
-"""Matrix products of a few rows, where reading the weights takes all the time.
+"""Skinny GEMM (few rows), which is bound by reading the weights.
 
-What stands before and after the product in a block (the norm of its input, the gate of its output,
-the addition to the residual stream) is computed in the same launch, so a layer at batch 1 is a
-handful of launches. With more rows the parts run one by one, the product by cuBLAS.
+The norm before the matmul, and the gate and residual addition after it, are fused into the same
+launch, so a layer at batch 1 takes only a few launches. With more rows the parts run separately,
+with cuBLAS for the matmul.
 """
 
 from collections.abc import Iterator
@@ -28,21 +28,21 @@ from engine.backends.custom.frameworks.torch.kernels.gated_linear import gated_l
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
 MAX_ROWS = 16
-# Steps on an H200: with a wide stream the fused launches win from five rows up, with a narrow one
-# the library and a few more launches are always faster, and a single row is a case of its own.
+# Measured on an H200: for a wide model the fused launches win from five rows up; for a narrow one
+# cuBLAS with a few more launches is always faster. A single row always uses the fused launches.
 _WIDE, _FEW = 4096, range(5, MAX_ROWS + 1)
-# Of weights in 8 bits, which cuBLAS cannot read as they lie.
+# For 8-bit weights, which cuBLAS cannot read.
 MAX_SCALED_ROWS = 128
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether products with x (T, D) take a single launch, whatever stands around them."""
+    """Whether matmuls with x (T, D) take a single launch, with norm and epilogue fused."""
     rows, size = x.shape
     return use_triton(x) and (rows == 1 or (size >= _WIDE and rows in _FEW))
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, D), weight (F, D) -> (T, F), for T of at most MAX_ROWS."""
+    """x (T, D), weight (F, D) -> (T, F), for T up to MAX_ROWS."""
     return _SKINNY_LINEAR(x, weight, bias)
 
 
@@ -57,10 +57,10 @@ def fused_linear(
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + gate(rms_norm(x) W^T + bias), each part only where it is given; any T.
+    """residual + gate(rms_norm(x) W^T + bias), for any T; omitted parts are skipped.
 
-    `norm` is the norm's weight; `gate` names an activation, and then the rows of W are its two
-    halves. `scale` (F,) float32 belongs to a weight of 8-bit floats.
+    `norm` is the norm's weight. `gate` names an activation; W then has the gate's rows, followed by
+    the rows that it multiplies. `scale` (F,) float32 belongs to a float8 weight.
     """
     parts: dict[str, Any] = {
         "scale": scale,

@@ -1,4 +1,4 @@
-"""Both ends of a step: which tokens go in, and whether what came out is finite."""
+"""Start and end of a step: resolves input token ids, and checks the outputs for NaN."""
 
 import torch
 from torch import Tensor
@@ -12,21 +12,21 @@ _guard = compiled("tokens:guard")
 def resolve_tokens(
     token_ids: Tensor, token_rows: Tensor, slots: Tensor, last_token: Tensor
 ) -> Tensor:
-    """(T,) int64: ids below 0 stand for the last token drawn for the slot of the token's row."""
+    """(T,) int64; ids below 0 are replaced by the last token sampled for the token's slot."""
     if use_triton(token_ids):
         resolved: Tensor = _resolve(token_ids, token_rows, slots, last_token)
         return resolved
-    drawn = last_token[slots[token_rows.long()].long()]
-    return torch.where(token_ids < 0, drawn, token_ids).long()
+    sampled = last_token[slots[token_rows.long()].long()]
+    return torch.where(token_ids < 0, sampled, token_ids).long()
 
 
 def guard(
     x: Tensor, token_rows: Tensor, write_slots: Tensor, cache_slots: Tensor, finite: Tensor
 ) -> None:
-    """Clear `finite` (S,) for rows with a token in x (T, D) that is not; erase what it cached.
+    """Clears `finite` (S,) for rows with a non-finite token in x (T, D); erases its cache slot.
 
-    The residual stream carries any NaN or infinity of a token to its end, so its sum tells. A block
-    that held NaN would poison its next owner. `cache_slots` is (layers, slots, 2, K, H).
+    The residual stream carries any NaN or infinity of a token to its end, so its sum reveals them.
+    NaN in a block would reach the block's next owner. `cache_slots` is (layers, slots, 2, K, H).
     """
     if use_triton(x):
         _guard(x, token_rows, write_slots, cache_slots, finite)

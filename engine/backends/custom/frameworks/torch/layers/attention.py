@@ -1,6 +1,6 @@
-"""Self-attention but for attending, which is the step's: paged in serving, plain in training.
+"""Self-attention without attending, which the step does: paged in serving, plain in training.
 
-Query and key heads lie side by side in the fused projection, so both are rotated by one operation.
+The fused projection has query and key heads side by side, so one operation rotates both.
 """
 
 from typing import Protocol
@@ -15,7 +15,7 @@ from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rota
 
 
 class Step(Protocol):
-    """What a forward pass is given besides its tokens."""
+    """The inputs of a forward pass besides its tokens."""
 
     @property
     def positions(self) -> Tensor:
@@ -28,7 +28,7 @@ class Step(Protocol):
         ...
 
     def attend(self, attention: "Attention", qkv: Tensor) -> Tensor:
-        """From a layer's projections (T, (N + 2 K) H), attending to whatever came before them too:
+        """Attends from a layer's qkv projections (T, (N + 2 K) H), also to earlier tokens:
         (T, N, H).
         """
         ...
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        self.norms_whole = config.qk_norm == "whole"  # all heads of a token together
+        self.norms_whole = config.qk_norm == "whole"  # one norm over all heads of a token
         if config.qk_norm is not None:
             whole = self.norms_whole
             self.q_norm = RMSNorm(queries if whole else config.head_dim, config.norm_eps)
@@ -57,22 +57,22 @@ class Attention(nn.Module):
         return self.o(self.attended(x, step))
 
     def attended(self, x: Tensor, step: Step) -> Tensor:
-        """All but the last product: (T, N H)"""
+        """Everything before the output projection: (T, N H)"""
         return step.attend(self, self._normed(self.qkv(x))).flatten(1)
 
     def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
-        """x and what the half adds to it, for a few rows."""
+        """x plus attention's output, with few launches, for a few rows."""
         qkv = self._normed(self.qkv.fused(x, norm=norm))
         attended = step.attend(self, qkv).flatten(1)
         return self.o.fused(attended, residual=x)
 
     @property
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
-        """Of each query and key head by itself."""
+        """The norms of each query head and each key head."""
         return (None, None) if self.norms_whole else (self.q_norm, self.k_norm)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """With queries and keys normalised, where the model takes all their heads together."""
+        """qkv with queries and keys normed, if the model norms all heads together."""
         if not self.norms_whole or self.q_norm is None or self.k_norm is None:
             return qkv
         keys = self.num_kv_heads * self.head_dim
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
 
     def heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, N, H), keys and values (T, K, H), normalised each and rotated."""
+        """Queries (T, N, H), keys and values (T, K, H), normed per head and rotated (RoPE)."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)  # (T, N + K, H), (T, K, H)

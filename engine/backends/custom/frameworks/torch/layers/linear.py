@@ -1,7 +1,7 @@
-"""Matrix layers. Fused ones (q, k, v; gate, up) are one matrix whose row ranges are loaded by name.
+"""Linear layers. Fused ones (q, k, v; gate, up) are one matrix whose row ranges are loaded by name.
 
-Parameters are created empty, never initialised: a model is allocated in its final dtype and filled
-from a checkpoint. `pack_linears` is a transform of a finished model, so models know nothing of it.
+Parameters are created uninitialised: a model is allocated in its final dtype and then filled from a
+checkpoint. `pack_linears` transforms a finished model, so model code does not know about it.
 """
 
 from typing import TypeGuard
@@ -36,7 +36,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, stream: Tensor, x: Tensor, multiplier: float = 1.0) -> Tensor:
-        """stream + multiplier W x in the stream's own memory: the product adds as it writes."""
+        """stream + multiplier W x, in place: the GEMM accumulates into the stream."""
         return torch.addmm(stream, x, self.weight.t(), alpha=multiplier, out=stream)
 
     def fused(
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + gate(W norm(x) + b), in one launch where there are few rows."""
+        """residual + gate(W norm(x) + b), in one launch for few rows."""
         if norm is None:
             return fused_linear(x, self.weight, self.bias, gate=gate, residual=residual)
         return fused_linear(
@@ -62,7 +62,7 @@ class Linear(nn.Module):
 
 
 def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
-    """Whether `add_to` is possible, and faster than a product and a norm that adds."""
+    """Whether `add_to` is possible and faster than a matmul followed by an adding norm."""
     return (
         isinstance(layer, Linear)
         and layer.bias is None
@@ -72,7 +72,7 @@ def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
 
 
 class PackedLinear(nn.Module):
-    """A `Linear` whose weight lies in oneDNN's blocked layout: half the time in bfloat16.
+    """A `Linear` with its weight in oneDNN's blocked layout: half the time in bfloat16.
 
     Inference only, on the CPU only; the packed tensor cannot be read back or trained.
     """
@@ -102,7 +102,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every `Linear` below `module`; each plain copy goes before the next pack comes."""
+    """Replaces every `Linear` below `module`; a plain copy is freed before the next is packed."""
     for name, child in module.named_children():
         if isinstance(child, Linear):
             setattr(module, name, PackedLinear(child.weight, child.bias))

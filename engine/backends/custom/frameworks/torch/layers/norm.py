@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 2:  # heads; where there are kernels, their rotation normalises them
+        if x.dim() > 2:  # heads; on a GPU the RoPE kernel norms them instead
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 

@@ -1,7 +1,7 @@
-"""Matrix layers and tables whose weights stay in a few bits; they stand where `Linear` stood.
+"""Linear layers and tables with quantized weights; they replace `Linear`.
 
-Inference only. A layer is made from a filled `Linear`, one at a time as a model is loaded; a GGUF
-model's own bits are put in place by `models/quantized_loading.py` instead.
+Inference only. A layer is made from a filled `Linear`, one at a time while a model loads. For GGUF
+models, `models/quantized_loading.py` places the file's own quantized weights instead.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ _LARGEST_FP8 = 448.0
 
 
 class GroupedLinear(nn.Module):
-    """`stacks` lie below one another: parts that a checkpoint stores in different types differ in
-    layout and are multiplied apart.
+    """`stacks` are stacked by rows: parts with different storage types have different layouts and
+    are multiplied separately.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GroupedEmbedding(nn.Module):
 
 
 class Fp8Linear(nn.Module):
-    """Weights of 8-bit floats with a scale for each output."""
+    """float8 weights with one scale per output channel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Fp8Linear(nn.Module):
 
 
 def int8_weight(weight: Tensor) -> GroupedWeight:
-    """Nearest values; a group's largest is 127 steps from zero."""
+    """Rounds to nearest; a group's absmax becomes 127."""
     groups = weight.detach().float().unflatten(1, (-1, _INT8_GROUP))  # (F, D / 32, 32)
     scales = (groups.abs().amax(dim=2) / 127).clamp(min=2.0**-24).half()
     values = (groups / scales.float()[..., None]).round().clamp(-127, 127) + 128
@@ -132,7 +132,7 @@ def quantized(layer: Linear, kind: str) -> GroupedLinear | Fp8Linear:
 
 
 def quantize_linears(module: nn.Module, kind: str) -> None:
-    """Replace every `Linear` below `module` that can be."""
+    """Replaces every `Linear` below `module` that supports it."""
     for name, child in module.named_children():
         if not isinstance(child, Linear):
             quantize_linears(child, kind)

@@ -1,8 +1,8 @@
-"""Rotary position embedding; every scaling rule comes down to one vector of frequencies.
+"""RoPE; every scaling rule reduces to one vector of frequencies.
 
-A key in the cache keeps the rotation it was written with, and other sequences may read it, so a
-rotation must depend on the position alone. Dynamic NTK scaling, which wants the current length,
-therefore takes the longest length that the runner may hold.
+A cached key keeps the rotation it was written with, and other sequences may read it, so a rotation
+must depend on the position alone. Dynamic NTK scaling depends on the current length; here it uses
+the max length that the runner may hold.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from engine.backends.custom.ir.rotary import rope_frequencies
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Angles of a step's tokens, ready to multiply: `sin` carries the sign of either half."""
+    """Angles of a step's tokens, ready to multiply: `sin` has each half's sign."""
 
     cos: Tensor  # (T, 1, 1, dim / 2)
     sin: Tensor  # (T, 1, 2, dim / 2): -sin for the first half, sin for the second
 
 
 class Rotary:
-    """Not a module: its one tensor is computed, never loaded."""
+    """Not a module: its only tensor is computed, not loaded."""
 
     def __init__(
         self, rope: RopeConfig, max_seq_len: int, device: torch.device, factors: Tensor | None
@@ -47,7 +47,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first `dim` values of each head of x (T, N, H); value i pairs with i + dim / 2."""
+    """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
     half = rotation.cos.shape[-1]
     if 2 * half < x.shape[-1]:
         turned = rotate(x[..., : 2 * half], rotation)

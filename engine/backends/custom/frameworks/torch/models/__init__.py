@@ -1,1 +1,1 @@
-"""The decoder and the encoder as PyTorch modules, and how weights are loaded, also quantized."""
+"""The decoder and the encoder as PyTorch modules, and the loading of weights, also quantized."""

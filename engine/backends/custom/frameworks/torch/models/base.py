@@ -1,6 +1,6 @@
-"""The decoder of every family: tables at both ends, a list of blocks, and its two uses.
+"""The decoder of every family: embedding, blocks and LM head, with two ways to run it.
 
-Serving calls `forward` with a step that reads and writes the paged cache; parity tests and training
+Serving calls `forward` with a step that reads and writes the paged cache. Parity tests and training
 call `forward_sequence`, which is plain differentiable PyTorch over the same modules.
 """
 
@@ -25,7 +25,7 @@ Norm = RMSNorm | LayerNorm
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """A whole sequence at once, attending to itself only."""
+    """A whole sequence at once, attending only to itself."""
 
     positions: Tensor  # (T,)
     rotation: Rotation | None
@@ -41,7 +41,7 @@ class SequenceStep:
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each of which adds to the residual stream."""
+    """One layer: attention, then MLP; each adds to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -54,20 +54,20 @@ class Block(nn.Module):
         return self.halves(x, step)[2]
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention gives, what the MLP gives, and the stream after both."""
+        """Attention's output, the MLP's output, and the stream after both."""
         raise NotImplementedError
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is still to be added to it: the next norm adds as it reads. Where
-        matrix products can add, nothing is left, and x itself may have become the stream.
+        """The stream, and a delta that is not yet added to it: the next norm adds it as it reads.
+        Where matmuls accumulate into the stream, the delta is None and x may be modified in place.
         """
         raise NotImplementedError
 
     def last(
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The stream after it of the given tokens only, (R, D), as nothing reads the others'; and
-        what attention gave all of them, (T, N H), which is finite if what they cached is.
+        """The stream after this layer for the tokens `rows` only, (R, D), since nothing reads the
+        others; and attention's output for all tokens, (T, N H), whose NaN reveals bad cache writes.
         """
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class InputNormBlock(Block):
-    """Attention and MLP read a normalised copy of the stream."""
+    """Attention and MLP read a normed copy of the stream."""
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         attended = self.attn(self.attn_norm(x), step)
@@ -114,16 +114,16 @@ class InputNormBlock(Block):
         return x + self._scaled(self.mlp(normed)), attended
 
     def _is_few(self, x: Tensor) -> bool:
-        """Whether a half is two launches: they add what it gives as it is."""
+        """Whether attention and MLP take two launches each, which add to the stream themselves."""
         return is_few(x) and isinstance(self.mlp, GatedMLP) and self.multiplier == 1
 
     def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What attention reads, and the stream."""
+        """Attention's normed input, and the stream."""
         return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
 
 
 class OutputNormBlock(Block):
-    """Attention and MLP read the stream itself; what they give is normalised before it is added."""
+    """Attention and MLP read the stream itself; their outputs are normed before they are added."""
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         attended = self.attn(x, step)
@@ -155,7 +155,7 @@ def make_norm(config: ModelConfig) -> Norm:
 
 
 class Decoder(nn.Module):
-    """Names of parameters are the names of weights."""
+    """Parameter names equal weight names."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -175,19 +175,19 @@ class Decoder(nn.Module):
         return x if multiplier == 1 else x * multiplier
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Residual stream after the last block, (T, D); `logits` takes the rows that are needed."""
+        """The residual stream after the last block, (T, D); pass the needed rows to `logits`."""
         x, delta = self._through(len(self.layers), token_ids, step)
         return x if delta is None else x + delta
 
     def forward_rows(self, token_ids: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward`, of some tokens only: see `Block.last`."""
+        """`forward` for some tokens only: see `Block.last`."""
         before = len(self.layers) - 1
         block = self.layers[before]
         assert isinstance(block, Block)
         return block.last(*self._through(before, token_ids, step), step, rows)
 
     def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The stream after the first blocks, and what is still to be added to it."""
+        """The stream after the first `count` blocks, and the delta not yet added to it."""
         x, delta = self.embed_tokens(ids, step), None
         for block in self.layers[:count]:
             assert isinstance(block, Block)
@@ -199,13 +199,13 @@ class Decoder(nn.Module):
         return self.head_logits(self.norm(x))
 
     def stream_logits(self, x: Tensor) -> Tensor:
-        """Of the residual stream: (R, D) -> (R, V) in the model's dtype"""
+        """Residual stream (R, D) -> logits (R, V) in the model's dtype"""
         if is_few(x) and isinstance(self.norm, RMSNorm):
             return self._divided(self.head.fused(x, norm=self.norm))
         return self._divided(self.head(self.norm(x)))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Of normed states: (R, D) -> (R, V) float32"""
+        """Normed states (R, D) -> logits (R, V) float32"""
         return self._divided(self.head(hidden).to(torch.float32))
 
     def _divided(self, logits: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
     def forward_sequence(
         self, token_ids: Tensor, with_states: bool = False
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Logits (T, V) of one sequence (T,); on request also the states after each block."""
+        """Logits (T, V) of one sequence (T,); optionally also the states after each block."""
         step = self.sequence_step(token_ids)
         states = [self.embed_tokens(token_ids, step)]
         for block in self.layers:

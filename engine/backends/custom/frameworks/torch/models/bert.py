@@ -1,4 +1,4 @@
-"""BERT: every token attends to all of its text; norms stand behind each half of a block."""
+"""BERT: every token attends to its whole text; norms follow attention and MLP (post-norm)."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm
 
 
 class PostNormBlock(nn.Module):
-    """One layer: attention, then feed-forward, the stream normalised after each."""
+    """One layer: attention, then MLP; the stream is normed after each."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class PostNormBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """Texts lie one behind the other; the step knows where each begins. All are of token type 0."""
+    """Texts are concatenated; the step knows where each begins. All tokens have type 0."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Bert(nn.Module):
         self.layers = nn.ModuleList(PostNormBlock(config, i) for i in range(config.num_layers))
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """(T,) -> the tokens' states, (T, D)"""
+        """Token ids (T,) -> the tokens' states (T, D)"""
         x = self.embed(token_ids) + self.token_type.weight[0] + self.position(step.positions)
         x = self.embed_norm(x)
         for block in self.layers:

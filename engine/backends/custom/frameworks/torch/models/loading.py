@@ -1,8 +1,8 @@
 """Builds a model and fills it from a checkpoint, one tensor at a time.
 
-Parameters are allocated empty in their final dtype and place; each weight is decoded, cast into its
-parameter (or its rows of a fused one) and dropped, so the peak is the model plus one float32
-tensor. A layer that is to have fewer bits is filled and shrunk before the next one gets memory.
+Parameters are allocated empty in their final dtype and place. Each weight is dequantized, cast into
+its parameter (or its rows of a fused one) and dropped, so peak memory is the model plus one float32
+tensor. A layer to be quantized is filled and quantized before the next one is allocated.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ def build_model(
     dtype: torch.dtype,
     quantization: str = "auto",
 ) -> Decoder:
-    """`quantization`: "fp8" or "int8" for matrices that the checkpoint holds in more bits."""
+    """`quantization`: "fp8" or "int8" for matrices that the checkpoint stores in more bits."""
     check_decoder(config, "torch")
     kind = GPT2 if config.rope is None else Decoder
     rotary = None
@@ -67,16 +67,16 @@ def build_model(
             model.head.weight = model.embed.weight
     _fill(model, rest)
     if shrinks:
-        quantize_linears(model, quantization)  # a tied head, which is the table until here
+        quantize_linears(model, quantization)  # only a tied head is left to quantize here
     return model
 
 
 def _shrink(
     model: Decoder, weights: Mapping[str, Weight], quantization: str, device: torch.device
 ) -> set[str]:
-    """Replaces layers of a model that has no memory yet; the names of the weights they took."""
+    """Replaces layers of a model on the meta device; returns the names of the weights used."""
     taken = set()
-    for path in [path for path, _ in model.named_modules()]:  # a list of layers would keep them
+    for path in [path for path, _ in model.named_modules()]:  # a list of modules keeps them
         module = model.get_submodule(path)
         tied = path == "head" and model.config.tie_embeddings
         if tied or not isinstance(module, Linear) or not can_quantize(module, quantization):
@@ -103,7 +103,7 @@ def build_encoder_model(
 
 
 def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
-    """A model's weights as they are now, under the names that they were loaded by."""
+    """A model's current weights, under the names that they were loaded by."""
     return {
         name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
     }
@@ -148,8 +148,8 @@ def _put(name: str, place: Tensor, weight: Weight) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weight name -> where its values go: a parameter, or the rows of one that fuses several."""
-    for name, parameter in model.named_parameters():  # a tied head is not listed twice
+    """Weight name -> the tensor to fill: a parameter, or its rows of a fused one."""
+    for name, parameter in model.named_parameters():  # lists a tied head once
         path, _, kind = name.rpartition(".")
         yield from _parts(path, kind, model.get_submodule(path), parameter)
 
@@ -167,7 +167,7 @@ def _parts(
 
 
 def _tensor(weight: Weight, device: torch.device) -> Tensor:
-    """A weight's values; random ones are drawn on the device, the same for every dtype."""
+    """A weight's values; random ones are generated on the device, the same for every dtype."""
     if isinstance(weight, RandomWeight):
         normal = weight.values
         generator = torch.Generator(device).manual_seed(normal.seed)

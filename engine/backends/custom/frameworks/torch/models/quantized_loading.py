@@ -1,7 +1,7 @@
-"""Puts a checkpoint's quantized matrices into a model as they are stored, repacked on the device.
+"""Loads a checkpoint's quantized matrices into a model without dequantizing; repacks on the device.
 
-A fused layer keeps its parts' own types: neighbours of one layout become one matrix. A layer with a
-part that is not quantized stays a plain one.
+A fused layer keeps its parts' storage types: neighbouring parts of one layout become one matrix. A
+layer with a part that is not quantized stays a plain `Linear`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.weights.model import Weight
 
 EMBED = "embed.weight"
-SHRUNK_BITS = 8.5  # of 8-bit values with scales of 16 bits for every 32
+SHRUNK_BITS = 8.5  # per value: 8 bits, and a 16-bit scale for every 32 values
 
 
 def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool:
-    """Whether there is something to keep and a device whose kernels read it."""
+    """Whether the weights are quantized and the device has kernels for them."""
     has_kernels = device.type == "cuda" or interpreting()
     return has_kernels and any(_is_quantized(weight) for weight in weights.values())
 
@@ -35,7 +35,7 @@ def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool
 def place_quantized(
     model: Decoder, weights: Mapping[str, object], device: torch.device, dtype: torch.dtype
 ) -> set[str]:
-    """Replaces layers of a model that has no memory yet; the names of the weights it took."""
+    """Replaces layers of a model on the meta device; returns the names of the weights used."""
     taken = set()
     if _is_quantized(weights.get(EMBED)):
         table = _grouped(weights[EMBED], device)
@@ -55,8 +55,8 @@ def place_quantized(
 
 
 def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
-    """What the weights take on a device, those that are not quantized at `value_bytes` a value;
-    `shrinks`: matrices but for the table are made smaller.
+    """Bytes of the weights on a device, with `value_bytes` per value that is not quantized.
+    `shrinks`: matrices other than the embedding table get quantized.
     """
     total = 0.0
     for name, weight in weights.items():

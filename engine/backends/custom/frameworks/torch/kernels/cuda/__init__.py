@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++ for Hopper, compiled on first use."""
+"""CUDA C++ kernels for Hopper, compiled on first use."""

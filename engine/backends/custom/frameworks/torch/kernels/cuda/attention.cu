@@ -1,29 +1,29 @@
-// Attention of rows with several queries over the pages, by Hopper's tensor cores.
+// Prefill attention (rows with several queries) over the paged cache, on Hopper's tensor cores.
 //
-// A block stays on its multiprocessor and takes item after item: a tile of queries of one row, with all
-// query heads that share a key head; a line of the tile is a token and one of its heads. One warp copies
-// queries, and keys and values page by page, into shared memory. Each of WORKERS warp groups holds 64
-// lines: their scores for a tile of KEYS keys, the weights of the tile before, and the sums of values. It
-// multiplies queries by the next keys and weights by values while it computes weights; the groups take
-// turns at starting products, so that one's are in flight while another computes. Keys come last tile
-// first, so that those on the diagonal are masked at the start.
+// Thread blocks are persistent: each takes item after item. An item is a tile of one row's queries with
+// all query heads that share a KV head; a line of the tile is one token and one head. One producer warp
+// copies queries, keys and values into shared memory, page by page. Each of WORKERS warp groups holds 64
+// lines: their scores for a tile of KEYS keys, the softmax weights of the previous tile, and the output
+// sums. While it computes softmax weights, its next matmuls (queries by keys, weights by values) are in
+// flight. The groups take turns at starting matmuls, so that one group's run while another computes. Key
+// tiles are visited last to first, so the masked tiles on the diagonal come at the start.
 //
-// Compiled with `hopper.cuh`, HEAD_DIM, HEADS (that share a key head), KV_HEADS, BLOCK_SIZE, WORKERS,
-// STAGES, WINDOW (0: none), and `multiply_keys` and `multiply_values` given.
+// Compiled with `hopper.cuh`, HEAD_DIM, HEADS (per KV head), KV_HEADS, BLOCK_SIZE, WORKERS, STAGES,
+// WINDOW (0: none), and the functions `multiply_keys` and `multiply_values`.
 
 constexpr int KEYS = 128;
-constexpr int PARTS = HEAD_DIM / LINE;  // of a head: lines of 128 bytes
+constexpr int PARTS = HEAD_DIM / LINE;  // 128-byte lines per head
 constexpr int LINES = 64 * WORKERS;
 constexpr int TOKENS = LINES / HEADS;
-constexpr int PAGES = KEYS / BLOCK_SIZE;  // of a tile
+constexpr int PAGES = KEYS / BLOCK_SIZE;  // per key tile
 constexpr u32 QUERY_BYTES = LINES * HEAD_DIM * 2;
 constexpr u32 TILE_BYTES = KEYS * HEAD_DIM * 2;
 constexpr u32 PART_BYTES = KEYS * LINE_BYTES;
-constexpr int NUM_SCORES = KEYS / 2;  // of a thread: 64 lines over 128 threads
+constexpr int NUM_SCORES = KEYS / 2;  // per thread: 64 lines over 128 threads
 constexpr int NUM_SUMS = HEAD_DIM / 2;
 constexpr float NOTHING_SEEN = -1.0e30f, HIDDEN = -3.0e38f;
 
-// Numbers of hardware barriers: a group's own, and where it waits for its turn.
+// Hardware barrier ids: one for each group's own use, and one for its turn to start matmuls.
 constexpr int FIRST_OWN = 1, FIRST_TURN = FIRST_OWN + WORKERS;
 
 static_assert(PAGES * PARTS <= 32, "each lane copies a page of a part");
@@ -50,7 +50,7 @@ struct Item {
     }
 };
 
-// Items get shorter along the list: blocks take them to and fro, so that all have as much to do.
+// Items get shorter along the list. Blocks take them in snake order, which balances their work.
 struct Items {
     int total, round = 0;
 
@@ -73,7 +73,7 @@ struct Producer {
     const TensorMap &q_map, &cache_map;
     int num_slots;
 
-    // Lane by lane a page of a part. Pages behind a row's end are read from behind the cache: as zeros.
+    // Each lane copies one page of one part. Pages past a row's end are read out of bounds, as zeros.
     __device__ __forceinline__ void copy_tile(Tiles& ring, int column, int slot) const {
         int lane = threadIdx.x % 32, page = lane % PAGES, part = lane / PAGES;
         wait_barrier(ring.free(), ring.parity);
@@ -129,7 +129,7 @@ __device__ __forceinline__ float sum_of_four(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// One of a thread's two lines: its softmax so far.
+// The online softmax state of one of a thread's two lines.
 struct Line {
     int number, position;
     float peak, total, fading;
@@ -155,7 +155,7 @@ struct Line {
         }
     }
 
-    // Scores become weights; `fading` is what earlier ones are worth now.
+    // Turns scores into softmax weights; `fading` rescales earlier weights to the new max.
     template <int OFFSET>
     __device__ __forceinline__ void weigh(float (&scores)[NUM_SCORES], float scale) {
         float high = peak;
@@ -185,7 +185,7 @@ struct Worker {
     float scale;
     int group, thread;
     Tiles keys, values;
-    Line upper, lower;  // eight lines apart
+    Line upper, lower;  // the thread's two lines, eight apart
     float scores[NUM_SCORES], sums[NUM_SUMS];
     u32 weights[NUM_SCORES / 2];
 
@@ -256,7 +256,7 @@ struct Worker {
         }
     }
 
-    // What lies behind a row's end in its last page may be anything, and nothing times NaN is NaN.
+    // Zeroes the values past a row's end in its last page: they may be NaN, and 0 * NaN is NaN.
     __device__ __forceinline__ void clear_behind(int tile, int length) {
         int first = length - tile * KEYS, last = (first + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE;
         if (first >= KEYS || first == last) return;
@@ -303,8 +303,8 @@ struct Worker {
             give_turn_to((group + 1) % WORKERS);
             wait_products<1>();
             weigh(tile, lowest, highest);
-            // Totals are never negative. But the compiler does not know, and so cannot compute the
-            // weights after the wait for the sums in flight instead of beside them.
+            // Totals are never negative, but the compiler does not know that. This dependency keeps it
+            // from moving the softmax after the wait for the matmul in flight.
             release(keys.free() + (upper.total + lower.total < 0.0f));
             keys.advance();
             wait_products<0>();

@@ -1,4 +1,4 @@
-"""Launches `attention.cu`: attention of prompts over pages on a Hopper card."""
+"""Launches `attention.cu`: prefill attention over the paged cache on Hopper."""
 
 import ctypes
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
     DEPTH,
     NAMES,
     TARGET,
-    product,
     source_of,
+    wgmma,
 )
 
-KEYS = 128  # of a tile
-_LINES, _WARP_GROUP = 64, 128  # of a warp group: lines of queries, threads
+KEYS = 128  # keys per tile
+_LINES, _WARP_GROUP = 64, 128  # per warp group: query lines, threads
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _LOG2_E = 1.4426950408889634
 _LISTS = ("counts", "tiles", "query_start", "seq_lens", "tables")
 
 
 class _Tiling(NamedTuple):
-    """Of a head size: how many warp groups compute, and tiles of keys that wait for them."""
+    """For one head size: compute warp groups, and pipeline stages of key tiles."""
 
     workers: int
     stages: int
@@ -40,11 +40,11 @@ class _Tiling(NamedTuple):
 _TILINGS = {64: _Tiling(3, 4), 128: _Tiling(2, 2)}
 
 
-class Config(NamedTuple):
-    """What the code is compiled for."""
+class AttentionConfig(NamedTuple):
+    """The sizes that the kernel is compiled for."""
 
     head_dim: int
-    heads: int  # that share a key head
+    heads: int  # query heads per KV head
     kv_heads: int
     block_size: int
     window: int
@@ -55,7 +55,7 @@ class Config(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Of a tile of queries: tokens times heads."""
+        """Lines of a query tile: tokens times heads."""
         return _LINES * self.tiling.workers
 
     @property
@@ -64,7 +64,7 @@ class Config(NamedTuple):
 
 
 def lines_of_tile(head_dim: int, heads: int, block_size: int, dtype: torch.dtype) -> int | None:
-    """How many lines of queries an item has; None: this card, or this code, cannot take them."""
+    """Lines of a work item's query tile; None: unsupported on this GPU or for these sizes."""
     if not torch.cuda.is_available() or not is_hopper(torch.device("cuda")):
         return None
     if head_dim not in _TILINGS or block_size not in _BLOCK_SIZES or dtype not in NAMES:
@@ -82,10 +82,10 @@ def prefill(
     window: int,
     scale: float,
 ) -> None:
-    """Rows of several queries, as the arrays' tiles say. q (T, N, H)"""
+    """Attends for rows of several queries, by the tiles in `arrays`. q (T, N, H)"""
     blocks, block_size, _, kv_heads, head_dim = cache.shape
     heads = q.shape[1] // kv_heads
-    config = Config(head_dim, heads, kv_heads, block_size, window)
+    config = AttentionConfig(head_dim, heads, kv_heads, block_size, window)
     _function(config, q.dtype).launch(
         min(multiprocessors(q.device), len(arrays["tiles"]) * kv_heads),
         (config.tiling.workers + 1) * _WARP_GROUP,
@@ -101,11 +101,11 @@ def prefill(
 
 
 @cache
-def _function(config: Config, dtype: torch.dtype) -> Function:
+def _function(config: AttentionConfig, dtype: torch.dtype) -> Function:
     return Function(compiled(source(config, dtype), TARGET), "attend_prompts", config.shared_bytes)
 
 
-def source(config: Config, dtype: torch.dtype) -> str:
+def source(config: AttentionConfig, dtype: torch.dtype) -> str:
     sizes = {
         "HEAD_DIM": config.head_dim,
         "HEADS": config.heads,
@@ -115,6 +115,6 @@ def source(config: Config, dtype: torch.dtype) -> str:
         "WORKERS": config.tiling.workers,
         "STAGES": config.tiling.stages,
     }
-    keys = product("multiply_keys", KEYS, dtype)
-    values = product("multiply_values", config.head_dim, dtype, from_registers=True)
+    keys = wgmma("multiply_keys", KEYS, dtype)
+    values = wgmma("multiply_values", config.head_dim, dtype, from_registers=True)
     return source_of("attention", dtype, sizes, keys, values)

@@ -1,20 +1,20 @@
-// y (M, N) = silu(x g^T) * (x u^T) for x (M, K) and w (2 N, K), g over u, 16-bit floats, by Hopper's
-// tensor cores.
+// y (M, N) = silu(x g^T) * (x u^T) for x (M, K) and w (2 N, K), g stacked on u, in 16-bit floats, on
+// Hopper's tensor cores.
 //
-// A block of three warp groups stays on its multiprocessor and takes tile after tile of 128 rows and
-// COLUMNS columns, half of them from g and half from u. One warp group copies tiles of x and w into a
-// ring of STAGES buffers; the two others multiply 64 rows each and write the result. CLUSTER blocks that
-// lie below one another share the columns: each copies its part of w to all of them.
+// Thread blocks of three warp groups are persistent: each takes tile after tile of 128 rows and COLUMNS
+// columns, half of them from g and half from u. One warp group copies tiles of x and w into a ring of
+// STAGES buffers; the other two multiply 64 rows each and write the result. CLUSTER blocks, one above the
+// other, share the columns: each copies its part of w's tile to all of them (multicast).
 //
-// Compiled with `hopper.cuh`, COLUMNS, STAGES, CLUSTER and `multiply` given.
+// Compiled with `hopper.cuh`, COLUMNS, STAGES, CLUSTER and the function `multiply`.
 
 constexpr int ROWS = 128, DEPTH = LINE;
-constexpr int PARTS = 2;  // w's tile arrives as two boxes, of g and of u
+constexpr int PARTS = 2;  // w's tile arrives as two boxes, one of g and one of u
 constexpr u32 X_BYTES = ROWS * DEPTH * 2;
 constexpr u32 W_BYTES = COLUMNS * DEPTH * 2;
 constexpr u32 STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int NUM_SUMS = COLUMNS / 2;  // of a thread: 64 rows of a warp group over 128 threads
-constexpr int BAND = 8;                // tiles of rows whose x stays in the second-level cache
+constexpr int NUM_SUMS = COLUMNS / 2;  // per thread: a warp group's 64 rows over 128 threads
+constexpr int BAND = 8;                // row tiles whose x stays in the L2 cache
 
 static_assert(CLUSTER == 1 || CLUSTER == PARTS, "each block copies one part of w");
 
@@ -68,7 +68,7 @@ struct Work {
     __device__ __forceinline__ int step() const { return gridDim.x / CLUSTER; }
     __device__ __forceinline__ int end() const { return m_tiles * n_tiles; }
 
-    // Tiles of rows, of all blocks of a cluster together, go round within a band.
+    // Within a band, the row index varies fastest. A row tile spans all blocks of a cluster.
     __device__ __forceinline__ void place(int tile, int& row, int& n) const {
         int band = tile / (BAND * n_tiles) * BAND, height = min(BAND, m_tiles - band);
         int within = tile - band * n_tiles;
@@ -113,7 +113,7 @@ __device__ __forceinline__ float gated(const float (&sums)[NUM_SUMS], int index)
 
 __device__ __forceinline__ void write(const float (&sums)[NUM_SUMS], u16* y, int row, int column, int m,
                                       int width) {
-    constexpr int BLOCKS = NUM_SUMS / 8;  // of eight columns
+    constexpr int BLOCKS = NUM_SUMS / 8;  // blocks of eight columns
     int lane = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -192,5 +192,5 @@ extern "C" __global__ void __launch_bounds__(3 * WARP_GROUP, 1) __cluster_dims__
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume(Stages(stages, full, 0), work, y, m_rows, width);
     }
-    sync_cluster();  // no block leaves while another may still write to it
+    sync_cluster();  // no block may exit while another can still write to its shared memory
 }

@@ -1,4 +1,4 @@
-"""Launches `gated_linear.cu`: which tiles for which sizes, and its code with those sizes in it."""
+"""Launches `gated_linear.cu`: chooses tile sizes and compiles the kernel for them."""
 
 import ctypes
 from functools import cache
@@ -16,26 +16,26 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.library import (
 from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
     DEPTH,
     TARGET,
-    product,
     source_of,
+    wgmma,
 )
 
 ROWS, THREADS = 128, 384
-_STAGES = {256: 4, 224: 4, 128: 6}  # what a multiprocessor's memory holds, by columns
-_TILE_COST = 28  # columns' worth of time that a tile takes whatever its width
+_STAGES = {256: 4, 224: 4, 128: 6}  # tile columns -> stages that fit in shared memory
+_TILE_COST = 28  # fixed time per tile, in columns' worth of time
 
 
-class Config(NamedTuple):
-    columns: int  # of a tile of the product
-    cluster: int  # blocks that share the tiles of the weight
+class GatedLinearConfig(NamedTuple):
+    columns: int  # of an output tile, gate and up together
+    cluster: int  # thread blocks that share the weight's tiles
 
     @property
     def shared_bytes(self) -> int:
         return _STAGES[self.columns] * (ROWS + self.columns) * DEPTH * 2 + 1024
 
 
-def choose(rows: int, outputs: int, num_multiprocessors: int) -> Config:
-    """The tiles whose last round leaves the fewest multiprocessors idle."""
+def choose(rows: int, outputs: int, num_multiprocessors: int) -> GatedLinearConfig:
+    """The tiles whose last wave leaves the fewest multiprocessors idle."""
     cluster = 1 if rows <= ROWS else 2
     at_once = num_multiprocessors // cluster
 
@@ -43,10 +43,10 @@ def choose(rows: int, outputs: int, num_multiprocessors: int) -> Config:
         tiles = -(-rows // (cluster * ROWS)) * -(-outputs // (columns // 2))
         return -(-tiles // at_once) * (columns + _TILE_COST)
 
-    return Config(min(_STAGES, key=cost), cluster)
+    return GatedLinearConfig(min(_STAGES, key=cost), cluster)
 
 
-def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, config: GatedLinearConfig | None = None) -> Tensor:
     """x (T, D), weight (2 F, D) -> (T, F)"""
     rows, depth = x.shape
     outputs = len(weight) // 2
@@ -70,16 +70,16 @@ def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Ten
 
 
 @cache
-def _function(config: Config, dtype: torch.dtype) -> Function:
+def _function(config: GatedLinearConfig, dtype: torch.dtype) -> Function:
     code = compiled(source(config, dtype), TARGET)
     return Function(code, "gated_linear", config.shared_bytes)
 
 
-def source(config: Config, dtype: torch.dtype) -> str:
-    """The file with its sizes, and the instruction for a tile of so many columns."""
+def source(config: GatedLinearConfig, dtype: torch.dtype) -> str:
+    """The source with its sizes, and the WGMMA instruction for that many columns."""
     sizes = {
         "COLUMNS": config.columns,
         "STAGES": _STAGES[config.columns],
         "CLUSTER": config.cluster,
     }
-    return source_of("gated_linear", dtype, sizes, product("multiply", config.columns, dtype))
+    return source_of("gated_linear", dtype, sizes, wgmma("multiply", config.columns, dtype))

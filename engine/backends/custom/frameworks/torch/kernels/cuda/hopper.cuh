@@ -1,11 +1,11 @@
-// What kernels for Hopper's tensor cores and copy engine share. Compiled with IN ("bf16" or "f16") given.
+// Shared by kernels for Hopper: WGMMA, TMA copies, barriers. Compiled with IN ("bf16" or "f16") defined.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-constexpr int WARP_GROUP = 128;  // threads of a warp group
-constexpr int LINE = 64;         // values in 128 bytes, what a swizzle covers
+constexpr int WARP_GROUP = 128;  // threads per warp group
+constexpr int LINE = 64;         // 16-bit values in a 128-byte swizzle row
 constexpr u32 LINE_BYTES = LINE * 2;
 
 struct alignas(64) TensorMap {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 bar
         : "memory");
 }
 
-// COUNT buffers in shared memory: one side waits until a buffer is full, the other until it is empty.
+// A ring of COUNT buffers in shared memory: consumers wait for full buffers, the producer for empty ones.
 template <int COUNT, u32 BYTES>
 struct Ring {
     u32 buffers, full;
@@ -75,14 +75,14 @@ struct Ring {
     }
 };
 
-// A tile whose lines are 128 bytes, swizzled, eight lines to a block of 1,024 bytes. `next` is how far
-// apart tiles of 64 values lie where the lines run along the depth of a product.
+// A WGMMA descriptor of a swizzled tile with 128-byte lines, eight lines to a block of 1,024 bytes. `next`
+// is the distance between tiles of 64 values if the lines run along the matmul's depth.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(next >> 4) << 16) | (64ull << 32) |
            (1ull << 62);
 }
 
-// The compiler must not move or reuse registers that a product in flight reads or writes.
+// Keeps the compiler from moving or reusing registers that a matmul in flight reads or writes.
 template <int COUNT>
 __device__ __forceinline__ void hold(float (&values)[COUNT]) {
 #pragma unroll
@@ -114,8 +114,8 @@ __device__ __forceinline__ u32 packed(float low, float high) {
     return both;
 }
 
-// Lanes of four hold two neighbouring values of each of four blocks of eight: afterwards each holds a
-// whole block.
+// Four lanes each hold two neighbouring values of each of four blocks of eight; afterwards each lane holds
+// one whole block.
 __device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d, int lane) {
     bool odd = lane & 1, upper = lane & 2;
     u32 t0 = __shfl_xor_sync(~0u, odd ? a : b, 1), t1 = __shfl_xor_sync(~0u, odd ? c : d, 1);

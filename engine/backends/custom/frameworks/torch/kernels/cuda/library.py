@@ -1,7 +1,7 @@
-"""CUDA C++ at run time: compiled by NVRTC, kept on disk, launched by the driver.
+"""CUDA C++ at run time: compiled by NVRTC, cached on disk, launched through the driver.
 
-Both libraries come with PyTorch and the card's driver; they are called through `ctypes`, so nothing
-has to be built ahead and nothing is imported where there is no GPU.
+NVRTC comes with PyTorch, the driver library with the GPU's driver. Both are called through
+`ctypes`, so nothing is built ahead and nothing is imported without a GPU.
 """
 
 import ctypes
@@ -82,7 +82,7 @@ def _compile(source: str, target: str) -> bytes:
 
 
 class Function:
-    """A kernel on the card. `shared_bytes` is what it takes of a multiprocessor's memory."""
+    """A kernel loaded on the GPU. `shared_bytes` is its dynamic shared memory."""
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -95,7 +95,7 @@ class Function:
         self._shared_bytes = shared_bytes
 
     def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """On the current stream. Arguments are `ctypes` values."""
+        """Launches on the current stream. Arguments are `ctypes` values."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         status = _driver().cuLaunchKernel(
@@ -105,7 +105,7 @@ class Function:
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
-    """How the copy engine reads boxes of a tensor, swizzled; outside there are zeros."""
+    """A TMA descriptor for swizzled boxes of a tensor; out-of-bounds reads give zeros."""
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, start)

@@ -1,5 +1,5 @@
-"""A kernel's source: its file, what all of them share, the sizes that it is compiled for, and the
-tensor cores' instructions, whose text depends on those.
+"""Assembles a kernel's source: its file, the shared header, its compile-time sizes, and WGMMA
+instructions, whose text depends on those sizes.
 """
 
 from collections.abc import Mapping
@@ -8,22 +8,23 @@ from pathlib import Path
 import torch
 
 TARGET = "sm_90a"
-DEPTH = 64  # values in the 128 bytes that a swizzle covers
+DEPTH = 64  # 16-bit values in a 128-byte swizzle row
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *products: str) -> str:
+def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *instructions: str) -> str:
     defined = {**sizes, "IN": f'"{NAMES[dtype]}"'}
     lines = [f"#define {key} {value}" for key, value in defined.items()]
     folder = Path(__file__).parent
     shared, own = ((folder / file).read_text("utf-8") for file in ("hopper.cuh", f"{name}.cu"))
-    return "\n".join([*lines, shared, *products, own])
+    return "\n".join([*lines, shared, *instructions, own])
 
 
-def product(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
-    """A function for sums += (or =) a product of 64 x 16 by 16 x columns: an instruction of a warp
-    group, each of whose threads holds columns / 2 of the sums. `from_registers`: so does it with
-    the left matrix, and the right one lies with its columns side by side instead of its depth.
+def wgmma(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
+    """A function for sums += (or =) the product of a 64 x 16 and a 16 x columns matrix: one WGMMA
+    instruction of a warp group. Each thread holds columns / 2 of the sums. `from_registers`: the
+    left matrix is in registers too, and the right one is stored with its columns contiguous rather
+    than its depth.
     """
     count, kind = columns // 2, NAMES[dtype]
     places = ", ".join(f"%{index}" for index in range(count))

@@ -1,1 +1,1 @@
-"""Triton code, one file for each operation of `kernels`; imported when a tensor first needs it."""
+"""Triton kernels, one file per op of `kernels`; imported when a tensor first needs them."""

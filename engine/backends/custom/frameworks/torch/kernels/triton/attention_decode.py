@@ -1,7 +1,7 @@
-"""Attention of rows with one query: long rows are cut into spans, whose results are merged.
+"""Attention of single-query rows (decode): long rows are cut into spans whose results are merged.
 
-A program takes a span of one row and one key head, with all query heads that share it. Where a row
-has several spans, the program that finishes last merges them, so that a step needs one launch.
+A program handles a span of one row and one KV head, with all query heads that share it. If a row
+has several spans, the program that finishes last merges them, so a step needs one launch.
 """
 
 from collections.abc import Mapping
@@ -141,8 +141,8 @@ def _merged(
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
-    """The mean of a row's partial results, by their weights. They were written by other programs,
-    so nothing may come from this one's own cache.
+    """The weighted mean of a row's partial results. Other programs wrote them, so loads must
+    bypass this program's L1 cache.
     """
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -231,7 +231,7 @@ def _shared_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some rows that share a prefix, against a span of it: keys are read once for all of them."""
+    """Rows that share a prefix attend to a span of it: keys are read once for all of them."""
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 3):
         return
@@ -301,7 +301,7 @@ def decode(
     span_tile: Tile,
     shared_tile: Tile,
 ) -> None:
-    """Rows of one query, as the arrays' spans say; `shares`: some keys are read for many rows."""
+    """Attends for single-query rows by the arrays' spans; `shares`: some rows share a prefix."""
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache)
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
     if shares:
@@ -350,7 +350,7 @@ def decode(
 
 
 class Scratch:
-    """Where partial results meet. One for all layers: each is done with it before the next."""
+    """Partial results of spans. All layers share it, because each finishes before the next."""
 
     def __init__(
         self,

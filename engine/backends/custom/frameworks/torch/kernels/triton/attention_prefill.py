@@ -1,8 +1,8 @@
-"""Attention of rows with several queries, each row of its own length, over the pages.
+"""Attention of rows with several queries (prefill), each row of its own length, over the pages.
 
-A program takes a tile of queries of one row, with all query heads that share a key head: a tile's
-line is a token and one of its heads. Keys that every query of the tile sees come first, without a
-mask; the tiles on the diagonal follow.
+A program handles a tile of one row's queries with all query heads that share a KV head; a line of
+the tile is one token and one head. Keys that every query of the tile sees come first, without a
+mask; the key tiles on the diagonal follow.
 """
 
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ def prefill(
     scale: float,
     tile: Tile,
 ) -> None:
-    """Rows of several queries, as the arrays' tiles say."""
+    """Attends for rows of several queries, by the tiles in `arrays`."""
     _prefill_kernel[(cache.shape[3], len(arrays["tiles"]))](
         q,
         cache,

@@ -1,8 +1,8 @@
-"""Keys and values of one head, gathered from their pages tile by tile, under a running softmax.
+"""Attention over one KV head's pages, tile by tile, with a base-2 online softmax.
 
-`score_scale` makes powers of two of scores, which the hardware has an instruction for; it is
-applied where the peak is subtracted, as one operation. The running peak starts at a finite number:
-a row that sees nothing in a tile then keeps weight zero instead of NaN.
+`score_scale` includes log2(e), because exp2 is a hardware instruction; it is applied where the max
+is subtracted, as one FMA. The running max starts at a finite number, so a row that sees nothing in
+a tile keeps weight zero instead of NaN.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """What a program holds at a time, and with how many threads."""
+    """What a program holds at a time, and its number of threads."""
 
-    queries: int  # lines: tokens times the heads that share a key head
+    queries: int  # lines: tokens times the query heads that share a KV head
     keys: int
     warps: int
     stages: int
@@ -27,13 +27,13 @@ _LOG2_E = 1.4426950408889634
 
 
 def paging(cache: Tensor, scale: float) -> tuple[float, int, int, int, int]:
-    """The factor of scores, and how far apart blocks, positions, values and heads lie."""
+    """The base-2 score scale, and the strides of blocks, positions, values and heads."""
     block, position, value, head, _ = cache.stride()
     return scale * _LOG2_E, block, position, value, head
 
 
 def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
-    """What every kernel over pages (B, block size, 2, K, H) is compiled for."""
+    """Compile-time sizes of every kernel over pages (B, block size, 2, K, H)."""
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
     return {
         "KV_HEADS": kv_heads,
@@ -69,9 +69,9 @@ def attend_span(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take key positions first .. last - 1 into (acc, peak, total) of queries (M, H).
+    """Accumulates key positions first .. last - 1 into (acc, peak, total) of queries (M, H).
 
-    `query` (M,) are the queries' positions. Without MASKED, every tile is whole and visible.
+    `query` (M,) are the queries' positions. Without MASKED, all tiles are full and visible.
     """
     columns = tl.arange(0, HEAD_BLOCK)
     for start in tl.range(first, last, BLOCK_N):

@@ -1,7 +1,7 @@
-"""What matrix kernels share: which rows of the weight a program takes, and what ends its work.
+"""Shared code of matmul kernels: which weight rows a program computes, and the epilogue.
 
-With a gate (the name of its activation, else an empty one), half of a program's rows are of the
-gate's half of the weight and half are the same rows of the other, so that one program holds both
+With a gate (GATE names its activation; empty: no gate), half of a program's rows come from the
+weight's gate half and the others are the same rows of its up half, so one program holds both
 factors of its outputs.
 """
 
@@ -51,7 +51,7 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
 
 @triton.jit
 def weight_rows(program, outputs, ROWS: tl.constexpr, GATE: tl.constexpr):
-    """The rows (ROWS,) of a weight of `outputs` rows. Past the end they repeat the last one."""
+    """Row indices (ROWS,) of a weight with `outputs` rows. Past the end they repeat the last."""
     index = tl.arange(0, ROWS)
     if GATE != "":
         half: tl.constexpr = ROWS // 2
@@ -80,9 +80,9 @@ def finish(
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """y (ROWS, TOKENS) float32, of tokens from `first_token` on, to out (T, F).
+    """Writes y (ROWS, TOKENS) float32, for tokens from `first_token` on, to out (T, F).
 
-    Rows that repeat the last write it again.
+    Repeated rows write the same value again.
     """
     if SCALED:
         y *= tl.load(scale_ptr + rows)[:, None]

@@ -1,8 +1,8 @@
-"""Products with weights of 4 or 8 bits, and their unfolding.
+"""Matmul with weights of 4 or 8 bits, and their dequantization.
 
 Tiles have three dimensions, (rows, groups, bytes of a group), so that scales and minima apply by
-broadcasting. Of a 4-bit byte the two halves meet different parts of the input: each has its own
-product, and no value is ever moved. One row of input sums its groups before it scales them.
+broadcasting. The two nibbles of a 4-bit byte multiply different parts of the input: each nibble has
+its own dot product, so no value is shuffled. With one input row, groups are summed before scaling.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GroupedConfig:
     rows: int
-    groups: int  # at a time
+    groups: int  # per iteration
     warps: int
     tokens: int = 1
     stages: int = 3
@@ -42,7 +42,7 @@ def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptr, norm_ptr, column, inside, NORMS: tl.constexpr):
-    """Some of a row of input, times the norm's weight; and the squares of what it was."""
+    """Part of an input row times the norm's weight; and the squares of the raw values."""
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     squares = x * x
     if NORMS:
@@ -122,7 +122,7 @@ def _vector_kernel(
 
 @triton.jit
 def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
-    """(ROWS, GROUPS, BYTES) of values as weights, float32."""
+    """Dequantized weights (ROWS, GROUPS, BYTES), float32."""
     if MINIMA:
         weight = value.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     else:
@@ -134,7 +134,7 @@ def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
 def _load_inputs(
     x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE: tl.constexpr, NORMS: tl.constexpr
 ):
-    """(columns, tokens), times the norm's weight; and each token's squares."""
+    """Inputs (columns, tokens) times the norm's weight; and each token's sum of squares."""
     inside = (column < SIZE)[:, None] & (token < num_tokens)[None, :]
     places = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     x = tl.load(places, mask=inside, other=0.0)
@@ -261,11 +261,11 @@ def _dequantize_kernel(
         tl.store(places, _unfolded(packed, scale, minimum, BITS, MINIMA), mask=inside)
 
 
-def choose(num_tokens: int, outputs: int, group: int) -> Config:
+def choose(num_tokens: int, outputs: int, group: int) -> GroupedConfig:
     if num_tokens == 1:
-        return Config(rows=4 if outputs <= 4096 else 8, groups=2048 // group, warps=4)
+        return GroupedConfig(rows=4 if outputs <= 4096 else 8, groups=2048 // group, warps=4)
     tokens = max(16, min(triton.next_power_of_2(num_tokens), 64))
-    return Config(rows=32, groups=128 // group, warps=4, tokens=tokens)
+    return GroupedConfig(rows=32, groups=128 // group, warps=4, tokens=tokens)
 
 
 def _described(weight: GroupedWeight) -> dict[str, int | bool]:
@@ -287,7 +287,7 @@ def grouped_linear(
     eps: float = 0.0,
     gate: str | None = None,
     residual: Tensor | None = None,
-    config: Config | None = None,
+    config: GroupedConfig | None = None,
 ) -> Tensor:
     num_tokens, rows = len(x), weight.shape[0]
     assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())

@@ -1,4 +1,4 @@
-"""One program to a row: the row is read once and stays in registers."""
+"""RMSNorm with one program per row: the row is read once and stays in registers."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
-"""Penalties and biases: sparse changes to the logits, at tokens that only the device may know.
+"""Penalties and biases: sparse changes to the logits, at token ids that only the device may know.
 
-A row's tokens are first counted into a word for each id: its low bits say how often the id was
-drawn, and one high bit that it was seen at all.
+A row's tokens are first counted into one word per id: the low bits count how often the id was
+sampled, and one high bit says that it occurred at all.
 """
 
 import torch
@@ -43,8 +43,8 @@ def _count_kernel(
         known = columns < length
         token = tl.load(history_ptr + slot * history_stride + columns, mask=known, other=0)
         place = counts_ptr + row * VOCABULARY + token
-        drawn = known & (columns >= tl.load(num_prompt_ptr + row))
-        tl.atomic_add(place, tl.full((BLOCK,), 1, tl.int32), mask=drawn)
+        sampled = known & (columns >= tl.load(num_prompt_ptr + row))
+        tl.atomic_add(place, tl.full((BLOCK,), 1, tl.int32), mask=sampled)
         tl.atomic_or(place, tl.full((BLOCK,), _SEEN, tl.int32), mask=known)
 
 

@@ -1,6 +1,6 @@
-"""A program takes one token and some of its heads, of one kind: queries, keys or values.
+"""RoPE: a program handles one token and some of its heads of one kind: queries, keys or values.
 
-A head is held in three parts: the two halves that turn against each other, and what is not rotated.
+A head is held in three parts: the two halves that are rotated together, and the unrotated rest.
 """
 
 import torch
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads of a program: few where there are few tokens, so that the card is filled.
+# Heads per program: few when there are few tokens, to fill the GPU.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
 
 
@@ -39,7 +39,7 @@ def _rope_kernel(
     NORMS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # of N + 2 K
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # among N + 2 K heads
     columns, rest = tl.arange(0, HALF_BLOCK), 2 * HALF + tl.arange(0, REST_BLOCK)
     exists = (head < HEADS + 2 * KV_HEADS)[:, None]
     in_half, in_rest = exists & (columns < HALF)[None, :], exists & (rest < HEAD_DIM)[None, :]
@@ -83,7 +83,7 @@ def _rope_kernel(
 
 @triton.jit
 def _weight(q_norm_ptr, k_norm_ptr, columns, END: tl.constexpr, is_query, is_value):
-    """Of the norm that a head has; values have none."""
+    """The norm weight of a head's kind; values have none."""
     for_q = tl.load(q_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
     for_k = tl.load(k_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
     return tl.where(is_query, for_q[None, :], tl.where(is_value, 1.0, for_k[None, :]))

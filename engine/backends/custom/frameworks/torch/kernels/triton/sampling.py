@@ -1,7 +1,7 @@
-"""The draw in three launches: the floors of each row, the best token of each part, the best of all.
+"""Sampling in three launches: thresholds per row, best token per vocabulary part, best of all.
 
-A floor is found by bisection over the bits of a float, two bits at a time, as the order of the
-values is that of their bits; a row that uses neither top-k nor top-p nor min-p skips it.
+A threshold is found by bisection over the bits of a float, two bits at a time, since the bits sort
+like the values. A row without top-k, top-p and min-p skips it.
 """
 
 import torch
@@ -9,17 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PART = 4096  # of the vocabulary, to one program
+_PART = 4096  # vocabulary entries per program
 _FLOOR_BLOCK = 8192
-_LOWEST = tl.constexpr(-(1 << 31))  # in int32, the sign bit alone
-_SMALLEST_BITS = tl.constexpr(64 << 23)  # of 2 ** -63, below which no probability is looked for
+_LOWEST = tl.constexpr(-(1 << 31))  # int32 with only the sign bit set
+_SMALLEST_BITS = tl.constexpr(64 << 23)  # of 2 ** -63; smaller probabilities are ignored
 _MIX_1 = tl.constexpr(0x7FEB352D)
 _MIX_2 = tl.constexpr(-0x7B935975)
 
 
 @triton.jit
 def _scaled(logits, mask, columns, temperature, VOCABULARY: tl.constexpr, MASKED: tl.constexpr):
-    """Logits of a row over its temperature; -inf where the mask forbids them and past the end."""
+    """A row's logits over its temperature; -inf where the mask forbids and past the end."""
     inside = columns < VOCABULARY
     x = tl.load(logits + columns, mask=inside, other=float("-inf"))
     if MASKED:
@@ -30,7 +30,7 @@ def _scaled(logits, mask, columns, temperature, VOCABULARY: tl.constexpr, MASKED
 
 @triton.jit
 def _ordered(x):
-    """int32 with the order of the float32."""
+    """int32 values that sort like the float32 values."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -45,8 +45,8 @@ def _top_k_floor(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The value of the k-th largest, scaled."""
-    floor = tl.zeros((), tl.int32)  # an unsigned number: its order is that of `_ordered`, shifted
+    """The k-th largest scaled logit."""
+    floor = tl.zeros((), tl.int32)  # unsigned: sorts like `_ordered` with an offset of 2 ** 31
     for step in range(16):
         shift = 30 - 2 * step
         one, two = tl.full((), 1, tl.int32) << shift, tl.full((), 2, tl.int32) << shift
@@ -82,7 +82,7 @@ def _nucleus_floor(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The largest probability at or above which those of the row sum to `top_p`."""
+    """The max probability such that the row's tokens at or above it sum to `top_p`."""
     bits = tl.full((), _SMALLEST_BITS, tl.int32)
     for step in range(11):
         shift = 27 - 2 * step
@@ -121,7 +121,7 @@ def _floors_kernel(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """For each row: the least scaled logit, the least probability, and what that is taken from."""
+    """Per row: min scaled logit, min probability, and the softmax max and sum of the latter."""
     row = tl.program_id(0).to(tl.int64)
     logits, mask = logits_ptr + row * logits_stride, mask_ptr + row * mask_stride
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
@@ -161,13 +161,13 @@ def _floors_kernel(
 
 @triton.jit
 def _gumbel(words, key, factor):
-    """Standard Gumbel noise of tokens, from their words and the two words of the row."""
+    """Standard Gumbel noise per token, from the tokens' words and the row's two key words."""
     bits = (words ^ key) * factor
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _MIX_1
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _MIX_2
     drawn = (bits & 0x7FFFFFFF).to(tl.float32)
     uniform = tl.minimum(tl.maximum(drawn, 0.5), 2147483520.0) * 4.656612873077393e-10
-    # log(1 - u), exact where u is small: what 1 - u loses by rounding is made good by the quotient.
+    # log(1 - u), exact for small u: the quotient corrects the rounding error of 1 - u.
     rest = 1.0 - uniform
     lost = tl.where(rest == 1.0, 1.0, rest - 1.0)
     exponential = tl.where(rest == 1.0, uniform, uniform * tl.log(rest) / lost)
@@ -190,18 +190,18 @@ def _part_kernel(
     VOCABULARY: tl.constexpr,
     PART: tl.constexpr,
     MASKED: tl.constexpr,
-    DRAWS: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
-    """The best of one part of the vocabulary."""
+    """The best token of one vocabulary part."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     temperature = 1.0
-    if DRAWS:
+    if SAMPLES:
         stated = tl.load(temperature_ptr + row)
         temperature = tl.where(stated > 0.0, stated, 1.0)
     logits, mask = logits_ptr + row * logits_stride, mask_ptr + row * mask_stride
     x = _scaled(logits, mask, columns, temperature, VOCABULARY, MASKED)
-    if DRAWS:
+    if SAMPLES:
         floor, least = tl.load(floors_ptr + row * 4), tl.load(floors_ptr + row * 4 + 1)
         best, total = tl.load(floors_ptr + row * 4 + 2), tl.load(floors_ptr + row * 4 + 3)
         kept = (x >= floor) & (tl.exp(x - best) / total >= least)
@@ -227,7 +227,7 @@ def _best_kernel(
 
 
 def _choose(
-    logits: Tensor, mask: Tensor | None, settings: tuple[Tensor, ...], draws: bool
+    logits: Tensor, mask: Tensor | None, settings: tuple[Tensor, ...], samples: bool
 ) -> Tensor:
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)
@@ -247,7 +247,7 @@ def _choose(
         VOCABULARY=vocabulary,
         PART=_PART,
         MASKED=mask is not None,
-        DRAWS=draws,
+        SAMPLES=samples,
         num_warps=8,
     )
     _best_kernel[(rows,)](
@@ -263,10 +263,10 @@ def _choose(
 
 
 def greedy(logits: Tensor, mask: Tensor | None) -> Tensor:
-    return _choose(logits, mask, (logits, logits, logits, logits), draws=False)
+    return _choose(logits, mask, (logits, logits, logits, logits), samples=False)
 
 
-def draw(
+def random_sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -294,4 +294,4 @@ def draw(
         MASKED=mask is not None,
         num_warps=16,
     )
-    return _choose(logits, mask, (temperature, floors, keys, words), draws=True)
+    return _choose(logits, mask, (temperature, floors, keys, words), samples=True)

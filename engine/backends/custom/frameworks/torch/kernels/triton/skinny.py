@@ -1,12 +1,11 @@
-"""A program takes some rows of the weight over the whole input; nothing is reduced across programs.
+"""Skinny GEMM: a program handles some weight rows over the whole input; no split-K.
 
-One row of input is multiplied in plain float32 arithmetic; more go through the tensor cores, the
-weights as their left operand. A norm needs no pass of its own: its weight multiplies the
-input on the way, its sum of squares is gathered beside the product, and the scale is applied to the
-result.
+One input row uses plain float32 arithmetic; more rows use tensor cores with the weights as their
+left operand. A norm needs no pass of its own: its weight multiplies the input as it is loaded, the
+sum of squares is accumulated beside the matmul, and the result is scaled.
 
-A chain of products can overlap: the next one starts while the last programs of this one are still
-at work, and waits for them only once its first weights are on their way.
+Consecutive matmuls can overlap (programmatic dependent launch): the next kernel starts while the
+last programs of this one still run, prefetches its first weights, and only then waits for them.
 """
 
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    rows: int  # of the weight, in one program
-    columns: int  # of the input, at a time
+class SkinnyConfig:
+    rows: int  # of the weight, per program
+    columns: int  # of the input, per iteration
     warps: int
     stages: int = 3
-    overlaps: bool = False  # of one token: whether weights are read before the last kernel ends
+    overlaps: bool = False  # one token only: prefetch weights before the last kernel ends
 
 
 @triton.jit
@@ -62,9 +61,9 @@ def _vector_kernel(
             weight = tl.load(places, eviction_policy="evict_first")
         else:
             weight = tl.load(places, mask=inside[None, :], other=0.0)
-        if OVERLAPS:  # noqa: SIM102 - only the first is known when the kernel is compiled
+        if OVERLAPS:  # noqa: SIM102 - only OVERLAPS is a compile-time constant
             if start == 0:
-                tl.extra.cuda.gdc_wait()  # what came before this launch has been written
+                tl.extra.cuda.gdc_wait()  # the previous kernel's results are visible from here on
         x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if NORMS:
             squares += x * x
@@ -159,20 +158,24 @@ def _few_rows_kernel(
     )
 
 
-def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> Config:
-    """The fastest of those tried on an H200 for the matrices of Llama models."""
+def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> SkinnyConfig:
+    """The fastest found on an H200 for the matrices of Llama models."""
     if num_tokens > 1 and value_bytes > 2:
-        return Config(rows=32, columns=64, warps=4, stages=2)
+        return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:
-        return Config(rows=64, columns=128 if outputs > 8192 else 256, warps=4, stages=4)
+        return SkinnyConfig(rows=64, columns=128 if outputs > 8192 else 256, warps=4, stages=4)
     columns = min(triton.next_power_of_2(size), 2048)
     if size > 8192:
-        return Config(rows=2, columns=columns, warps=4)
+        return SkinnyConfig(rows=2, columns=columns, warps=4)
     if size > 2048:
-        return Config(8, 512, 4) if outputs > 65536 else Config(rows=2, columns=columns, warps=8)
+        return (
+            SkinnyConfig(8, 512, 4)
+            if outputs > 65536
+            else SkinnyConfig(rows=2, columns=columns, warps=8)
+        )
     if 8192 < outputs <= 65536:
-        return Config(rows=2, columns=min(columns, 1024), warps=4)
-    return Config(rows=2 if outputs <= 8192 else 4, columns=columns, warps=4)
+        return SkinnyConfig(rows=2, columns=min(columns, 1024), warps=4)
+    return SkinnyConfig(rows=2 if outputs <= 8192 else 4, columns=columns, warps=4)
 
 
 def skinny_linear(
@@ -185,7 +188,7 @@ def skinny_linear(
     eps: float = 0.0,
     gate: str | None = None,
     residual: Tensor | None = None,
-    config: Config | None = None,
+    config: SkinnyConfig | None = None,
 ) -> Tensor:
     (num_tokens, size), rows = x.shape, len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()

@@ -1,4 +1,4 @@
-"""A program takes some tokens (resolving) or one token (guarding)."""
+"""Kernels of `tokens.py`: a program resolves several tokens, or guards one."""
 
 import torch
 import triton
@@ -19,8 +19,8 @@ def _resolve_kernel(
     unknown = exists & (given < 0)
     row = tl.load(rows_ptr + token, mask=unknown, other=0)
     slot = tl.load(slots_ptr + row, mask=unknown, other=0)
-    drawn = tl.load(last_ptr + slot, mask=unknown, other=0).to(tl.int64)
-    tl.store(out_ptr + token, tl.where(given < 0, drawn, given), mask=exists)
+    sampled = tl.load(last_ptr + slot, mask=unknown, other=0).to(tl.int64)
+    tl.store(out_ptr + token, tl.where(given < 0, sampled, given), mask=exists)
 
 
 def resolve_tokens(
@@ -53,7 +53,7 @@ def _guard_kernel(
     for start in tl.range(0, SIZE, BLOCK):
         at = start + columns
         total += tl.load(x_ptr + token * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    # Only NaN differs from itself, and only what is finite gives zero when taken from itself.
+    # x - x is zero only if x is finite; otherwise it is NaN, which differs from itself.
     value = tl.sum(total, 0)
     if value - value != 0.0:
         tl.store(finite_ptr + tl.load(rows_ptr + token), 0)

@@ -1,4 +1,4 @@
-"""`gumbel` of `runtime/host_sampler.py` in PyTorch's words: in place, and equal on every device."""
+"""Gumbel noise in PyTorch: bit-identical to `runtime/host_sampler.py` on every device."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,6 @@ def gumbel(keys: Tensor, words: Tensor) -> Tensor:
     bits ^= (bits >> 16) & 0xFFFF
     bits *= MIX_2
     bits &= MASK_31
-    # Uniform in (0, 1), finest near 0: there lie the exponentials that win.
+    # Uniform in (0, 1), finest near 0, where the winning exponentials lie.
     uniform = bits.to(torch.float32).clamp_(0.5, 2.0**31 - 128).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -1,8 +1,7 @@
-"""The half of a step that every runner on PyTorch has: from logits to tokens on the host.
+"""The part of a step that all PyTorch runners share: from logits to tokens on the host.
 
-Nothing here waits for the device but `TorchPendingTokens.wait`: control flow is decided on the
-host's arrays, and what the host does not know yet (last tokens, which rows are finite) stays in
-tensors.
+Only `TorchPendingTokens.wait` waits for the device. Control flow depends on host arrays only; what
+the host does not know yet (last tokens, which rows are finite) stays in tensors.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
+    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -29,7 +28,7 @@ from engine.backends.custom.runtime.outputs import Sampled
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `sample` needs of a `forward`."""
+    """What `forward` passes on to `sample`."""
 
     logits: Tensor | None  # (R, V) float32; None: no row samples
     hidden: Tensor | None  # (R, D) normed
@@ -38,9 +37,9 @@ class StepHandle:
 
 @dataclass(frozen=True, slots=True)
 class TorchPendingTokens:
-    """A step's results on their way to the host."""
+    """A step's results while they are copied to the host."""
 
-    sampled: Sampled  # host tensors, filled once `done` has passed
+    sampled: Sampled  # host tensors, valid once `done` has passed
     finite: Tensor
     hidden: Tensor | None
     done: torch.cuda.Event | None
@@ -59,14 +58,14 @@ class TorchPendingTokens:
         )
 
 
-class DrawingRunner:
-    """Draws tokens from the logits of a `StepHandle`; a subclass computes those in `forward`."""
+class SamplingRunner:
+    """Samples tokens from the logits of a `StepHandle`, which a subclass computes in `forward`."""
 
     def __init__(self, spec: RunnerSpec, device: torch.device) -> None:
         self._spec = spec
         self._device = device
         self._history = TokenHistory(spec.max_slots, spec.max_seq_len, device)
-        # One more: the padding of a step draws for nobody.
+        # One spare slot: padding rows sample into it.
         self._last_token = torch.zeros(spec.max_slots + 1, dtype=torch.int64, device=device)
         self._words = to_device(token_words(spec.vocab_size), device)
 
@@ -86,13 +85,13 @@ class DrawingRunner:
         return self._send(sampled, handle.finite, self._hidden(handle, sampling))
 
     def close(self) -> None:
-        """Free the device's memory; the runner cannot be used again."""
+        """Frees the device's memory; the runner cannot be used again."""
         del self._history, self._last_token, self._words
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _token_ids(self, inputs: BatchInputs) -> Tensor:
-        """(T,), with FROM_DEVICE replaced by the last token drawn for the row's slot."""
+        """(T,), with FROM_DEVICE replaced by the last token sampled for the row's slot."""
         token_ids = self._put(inputs.token_ids.astype(np.int64))
         if inputs.token_ids.min(initial=0) >= 0:
             return token_ids
@@ -107,10 +106,10 @@ class DrawingRunner:
 
     def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
         slots, positions = sampling.slots, sampling.position
-        drawn = np.flatnonzero(sampling.forced == DRAW)
-        if len(drawn) < len(slots):
-            slots, positions = slots[drawn], positions[drawn]
-            tokens = tokens.index_select(0, self._put(drawn))
+        sampled = np.flatnonzero(sampling.forced == SAMPLE)
+        if len(sampled) < len(slots):
+            slots, positions = slots[sampled], positions[sampled]
+            tokens = tokens.index_select(0, self._put(sampled))
         where = self._put(slots.astype(np.int64))
         self._last_token.index_copy_(0, where, tokens)
         if sampling.has_penalties:

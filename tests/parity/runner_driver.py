@@ -1,4 +1,4 @@
-"""Drives a `ModelRunner` through the seam without the runtime: the test decides each step."""
+"""Drives a `ModelRunner` without the runtime: the test decides each step."""
 
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import (
-    DRAW,
     FROM_DEVICE,
+    SAMPLE,
     BatchInputs,
     ModelRunner,
     SamplingInputs,
@@ -55,7 +55,7 @@ def sampling_inputs(
         "seed": (np.int64, [0] * count),
         "choice": (np.int32, [0] * count),
         "num_logprobs": (np.int32, [-1] * count),
-        "forced": (np.int32, [DRAW] * count),
+        "forced": (np.int32, [SAMPLE] * count),
         "hidden_rows": (np.int32, []),
         "history_slots": (np.int32, []),
         "history_start": (np.int32, [0]),
@@ -77,7 +77,7 @@ def sampling_inputs(
     )
 
 
-class SeamDriver:
+class RunnerDriver:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._size = runner.spec.block_size

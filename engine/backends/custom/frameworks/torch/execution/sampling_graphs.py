@@ -1,8 +1,7 @@
-"""The drawing half of a step as CUDA graphs: settings in one copy, then one launch.
+"""Sampling as CUDA graphs: one copy for the settings, then one launch.
 
-The settings of every step lie at the same place, so a graph of a step's logits, one for each `Kind`
-that it has met, serves any mix of requests. A grammar's mask arrives with them, when the forward
-pass has long been launched.
+Every step's settings lie at the same address, so one graph per step size and `Kind` serves any mix
+of requests. A grammar's mask travels with the settings, after the forward pass was launched.
 """
 
 from typing import Protocol
@@ -26,27 +25,27 @@ from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.staging import PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
-from engine.backends.custom.runtime.model_runner import DRAW, SamplingInputs
+from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
-PLAIN = Kind(adjusts=False, masks=False, draws=False)
-MAX_BIASES = 1024  # of a step; with more it is drawn outside a graph
+PLAIN = Kind(adjusts=False, masks=False, samples=False)
+MAX_BIASES = 1024  # per step; a step with more is sampled without a graph
 
 
-class DrawnStep(Protocol):
-    """What is drawn from, and where to. Places stay the same once `forward` is there."""
+class SampledStep(Protocol):
+    """The logits to sample from and the outputs. Addresses are fixed once `forward` is set."""
 
     logits: Tensor | None  # (R, V)
     forward: torch.cuda.CUDAGraph | None
-    draws: dict[Kind, torch.cuda.CUDAGraph]
+    sample_graphs: dict[Kind, torch.cuda.CUDAGraph]
 
     @property
     def tokens(self) -> Tensor: ...  # (R,) int32
 
     @property
-    def draw_slots(self) -> Tensor: ...  # (R,) int32
+    def sample_slots(self) -> Tensor: ...  # (R,) int32
 
 
-class Drawer:
+class GraphSampler:
     def __init__(
         self,
         max_slots: int,
@@ -57,11 +56,11 @@ class Drawer:
         capturer: Capturer,
     ) -> None:
         device = words.device
-        self._nobody = max_slots
+        self._spare_slot = max_slots
         self._history, self._last_token, self._words = history, last_token, words
         self._capturer = capturer
         sizes = settings_sizes(max_slots, MAX_BIASES)
-        self._layout = Layout(sizes, PADS | {KEEPS: self._nobody}, last=MASK)
+        self._layout = Layout(sizes, PADS | {KEEPS: self._spare_slot}, last=MASK)
         longest = self._layout.size + max_slots * -(-vocab_size // 32)
         self._buffer = torch.zeros(longest, dtype=torch.int32, device=device)
         self._settings = settings_views(self._layout, self._buffer)
@@ -69,22 +68,22 @@ class Drawer:
         self._last: tuple[SamplingInputs, Kind | None] | None = None
 
     def kind_of(self, sampling: SamplingInputs) -> Kind | None:
-        """None: it asks for more than a token of each row, or for more than there is room for."""
+        """None: the step needs more than tokens (logprobs, hidden states) or exceeds a buffer."""
         if self._last is not None and sampling.mask is None:
             last, kind = self._last
-            # Only positions are renewed in a step that continues the last one.
+            # Decode-only steps share their arrays with the last step; only positions change.
             if last.temperature is sampling.temperature and last.mask is None:
                 return kind
         kind = self._find_kind(sampling)
         self._last = sampling, kind
         return kind
 
-    def draw(self, step: DrawnStep, kind: Kind, sampling: SamplingInputs) -> None:
-        """The first tokens of the step's are those asked for."""
+    def sample(self, step: SampledStep, kind: Kind, sampling: SamplingInputs) -> None:
+        """Writes the sampled tokens to the start of the step's tokens."""
         self._history.begin(sampling)
         if kind != PLAIN:
             self._send(sampling)
-        graph = step.draws.get(kind)
+        graph = step.sample_graphs.get(kind)
         if graph is not None:
             graph.replay()
             return
@@ -92,20 +91,20 @@ class Drawer:
         if step.forward is not None:
             self.capture(step, kind)
 
-    def capture(self, step: DrawnStep, kind: Kind) -> None:
-        step.draws[kind] = self._capturer.capture(lambda: self._run(step, kind))
+    def capture(self, step: SampledStep, kind: Kind) -> None:
+        step.sample_graphs[kind] = self._capturer.capture(lambda: self._run(step, kind))
 
     def _find_kind(self, sampling: SamplingInputs) -> Kind | None:
         if (
-            len(sampling.slots) > self._nobody
+            len(sampling.slots) > self._spare_slot
             or len(sampling.bias_rows) > MAX_BIASES
             or len(sampling.hidden_rows)
             or (sampling.num_logprobs >= 0).any()
         ):
             return None
         kind = kind_of(sampling)
-        # A token that is given is one of the settings, which a plain step has none of.
-        return None if kind == PLAIN and (sampling.forced != DRAW).any() else kind
+        # A forced token is one of the settings, which a plain step does not copy.
+        return None if kind == PLAIN and (sampling.forced != SAMPLE).any() else kind
 
     def _send(self, sampling: SamplingInputs) -> None:
         arrays = settings_arrays(sampling, self._history)
@@ -116,10 +115,10 @@ class Drawer:
         pinned.copied.record()
         self._inbound.give_back(pinned)
 
-    def _run(self, step: DrawnStep, kind: Kind) -> None:
+    def _run(self, step: SampledStep, kind: Kind) -> None:
         assert step.logits is not None
         if kind == PLAIN:
-            tokens, slots = greedy(step.logits), step.draw_slots.long()
+            tokens, slots = greedy(step.logits), step.sample_slots.long()
         else:
             tokens = choose(step.logits, self._settings, kind, self._history.tokens, self._words)
             slots = self._settings[KEEPS][: len(tokens)].long()

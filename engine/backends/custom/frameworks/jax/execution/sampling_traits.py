@@ -1,4 +1,4 @@
-"""What of a step's way to choose has to be compiled, and where its settings lie."""
+"""The compile-time kind of a step's sampling, and the layout of its settings."""
 
 from functools import cache
 from typing import NamedTuple
@@ -10,35 +10,35 @@ from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.model_runner import F32, I32, SamplingInputs
 
-# Alternatives beside a drawn token are computed in one of these numbers and cut on the host.
+# Top alternatives are computed in one of these counts and trimmed on the host.
 NUM_TOPS = (0, 5, 20)
 
 
 class Traits(NamedTuple):
-    """What the second half of a step was compiled for."""
+    """What `sample_step` is compiled for."""
 
     num_rows: int  # padded
     num_biases: int  # padded
-    draws: bool  # some row's temperature is above 0
+    samples: bool  # some row's temperature is above 0
     filters: bool  # top-k, top-p or min-p
     num_top: int | None  # None: no log-probabilities
     keeps_hidden: bool
 
 
-# How the rows of a step choose: their temperatures (the array itself, which steps share that only
-# continue), and on the device all of it.
+# The rows' temperatures (decode-only steps share the array object, so its identity tells whether
+# settings changed), the traits, and the packed settings on the device.
 Settings = tuple[F32, Traits, Array]
 
 
 def traits_of(sampling: SamplingInputs, vocab_size: int) -> Traits:
-    draws = not sampling.all_greedy
+    samples = not sampling.all_greedy
     filters = sampling.top_k.any() or (sampling.top_p < 1).any() or sampling.min_p.any()
     num_biases = len(sampling.bias_rows)
     return Traits(
         num_rows=padded_rows(len(sampling.slots)),
         num_biases=padded_rows(num_biases) if num_biases else 0,
-        draws=draws,
-        filters=draws and bool(filters),
+        samples=samples,
+        filters=samples and bool(filters),
         num_top=_num_top(int(sampling.num_logprobs.max(initial=-1)), vocab_size),
         keeps_hidden=len(sampling.hidden_rows) > 0,
     )
@@ -52,7 +52,7 @@ def _num_top(wanted: int, vocab_size: int) -> int | None:
 
 @cache
 def settings_layout(traits: Traits, max_slots: int) -> Layout:
-    """Of the settings of `frameworks/settings.py`; a slot beyond the last is nobody's."""
+    """The layout of `frameworks/settings.py`; the slot after the last is the spare one."""
     sizes = settings.settings_sizes(traits.num_rows, traits.num_biases)
     return Layout(sizes, settings.PADS | {settings.KEEPS: max_slots})
 
