@@ -90,7 +90,7 @@ LATE = (
     "openai.rerank:add_rerank_routes",
     "anthropic.routes:add_anthropic_routes",
     "openai.tokenize:add_tokenize_routes",
-    "openai.capabilities:add_capabilities_routes",
+    "openai.openapi:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
     "openai.generate:add_generate_routes",
     "ops.admin:add_admin_routes",

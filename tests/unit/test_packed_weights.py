@@ -83,7 +83,7 @@ def test_the_models_pages_are_let_go(model: Path, store: PackedCache) -> None:
 
 
 def test_progress_ends_at_the_total(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.backends.custom.frameworks.native.weights.packing._BATCH_BYTES", 1)
+    monkeypatch.setattr("engine.backends.custom.frameworks.native.weights.loading._BATCH_BYTES", 1)
     calls: list[tuple[int, int]] = []
     weights = load(model, None, progress=lambda done, total: calls.append((done, total)))
     total = sum(matrix.data.size for matrix in weights.matrices.values())

@@ -1,4 +1,4 @@
-"""GET /openapi.json: built from the registered routes and the body models.
+"""GET /openapi.json and the list of capabilities, built from the routes and the body models.
 
 FastAPI knows the routes and their responses. It can't see the bodies, because routes read them on
 their own, under limits and partly off the event loop. Those come from the tables below.
@@ -17,18 +17,25 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from engine import __version__
+from engine.core.interfaces.backend import ModelCard
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
+from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody, BatchQuery
+from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.http.errors import is_anthropic
 from engine.servers.http.sse import EventStream
+from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody
 from engine.servers.ops import admin_control, admin_models
+from engine.servers.responses import items
 from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.schema import body, fields, messages, structured
+from engine.servers.schema.body import NO_EFFECT, off_values
 from engine.servers.serving.services import Services
 
 # JSON body of a POST to each path.
@@ -200,4 +207,81 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
         "default": {"description": "What went wrong, and what to change.", "content": error},
+    }
+
+
+LIMITS = {
+    "max_n": body.MAX_N,
+    "max_best_of": schema.MAX_BEST_OF,
+    "max_logprobs": schema.MAX_LOGPROBS,
+    "max_stop_strings": fields.MAX_STOPS,
+    "max_stop_length": fields.MAX_STOP_LENGTH,
+    "max_stop_token_ids": fields.MAX_STOP_IDS,
+    "max_logit_bias": fields.MAX_BIASES,
+    "max_prompts": fields.MAX_PROMPTS,
+    "max_messages": messages.MAX_MESSAGES,
+    "max_input_items": items.MAX_ITEMS,
+    "max_tools": messages.MAX_TOOLS,
+    "max_metadata_pairs": fields.MAX_METADATA,
+    "max_grammar_length": structured.MAX_SOURCE,
+    "max_embedding_inputs": embeddings.MAX_INPUTS,
+    "max_rerank_documents": rerank.MAX_DOCUMENTS,
+    "max_file_bytes": form.MAX_FILE_BYTES,
+    "max_batch_requests": lines.MAX_LINES,
+}
+
+
+def add_capabilities_routes(app: FastAPI, services: Services) -> None:
+    @app.get("/v1/capabilities")
+    async def capabilities() -> Response:
+        """List the features of this server and its models."""
+        server = services.settings.server
+        body = {
+            "object": "capabilities",
+            "engine": {"name": "engine", "version": __version__},
+            "strict": server.strict,
+            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
+            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "structured_outputs": {
+                "response_format": structured.FORMATS,
+                "guided": structured.GUIDED,
+                "structured_outputs": structured.KINDS,
+            },
+            "limits": LIMITS
+            | {
+                "max_body_bytes": server.body_limit_mb * 2**20,
+                "max_concurrent_requests": server.max_concurrent_requests,
+                "request_timeout_seconds": server.request_timeout_s,
+            },
+            "models": [_model(card) for card in services.backend.models()],
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
+    """A body's parameters. `refused_unless` lists unsupported ones with their accepted no-op
+    values.
+    """
+    refused = off_values(kind)
+    others = NO_EFFECT
+    if issubclass(kind, anthropic.PromptBody):
+        others = anthropic.NO_EFFECT
+    elif issubclass(kind, BatchBody):
+        others = {}
+    return {
+        "supported": sorted(kind.model_fields.keys() - refused),
+        "refused_unless": refused
+        | {name: off for name, off in others.items() if name not in kind.model_fields},
+    }
+
+
+def _model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "max_model_len": card.max_model_len,
+        "dimensions": card.num_dimensions,
+        "capabilities": {
+            name: "emulated" if name in card.emulated else "native" for name in card.capabilities
+        },
+        "chat_template_kwargs": card.template_options,
     }

@@ -1,24 +1,109 @@
 """Loads weights for the kernels: mapped from the cache if present, else packed and cached."""
 
+import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backends.custom.frameworks.native import _native
 from engine.backends.custom.frameworks.native.weights.arena import (
     ArenaPlan,
     MatrixParts,
     Panels,
     plan_arena,
+    stacked_bias,
 )
 from engine.backends.custom.frameworks.native.weights.cache import PackedCache, cache_key
-from engine.backends.custom.frameworks.native.weights.packing import Progress, let_go, pack
-from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.core.errors import ModelFormatError
+
+Progress = Callable[[int, int], None]  # bytes packed, total bytes
+
+# Batch size: after each batch, progress is reported and the pages that were read are released.
+_BATCH_BYTES = 32 * 1024 * 1024
+
+
+def pack(
+    source: ModelSource,
+    matrices: Sequence[MatrixParts],
+    plan: ArenaPlan,
+    threads: int,
+    progress: Progress | None = None,
+) -> NDArray[np.uint8]:
+    """The whole arena, read-only. The source's pages are no longer resident afterwards."""
+    arena = _fresh_memory(plan.num_bytes)
+    for name, place in plan.vectors.items():
+        plan.floats(arena, place)[...] = source.weights[name].numpy()
+    done = 0
+    for batch in _batches(matrices, plan):
+        jobs = []
+        for matrix in batch:
+            if matrix.biases:
+                plan.floats(arena, plan.biases[matrix.name])[...] = stacked_bias(source, matrix)
+            jobs.append(_job(source, matrix, plan, arena))
+        refused = _native.repack(jobs, threads)
+        if refused is not None:
+            raise ModelFormatError(
+                f"{source.path.name}: '{batch[refused].name}' has a scale that is not finite or "
+                "too large for half precision; the file is damaged"
+            )
+        let_go(source)
+        done += sum(plan.matrices[matrix.name].num_bytes for matrix in batch)
+        if progress is not None:
+            progress(done, sum(place.num_bytes for place in plan.matrices.values()))
+    arena.flags.writeable = False
+    return arena
+
+
+def _fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed memory on huge pages where available: fewer page faults and fewer TLB misses."""
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, num_bytes)
+
+
+def _batches(matrices: Sequence[MatrixParts], plan: ArenaPlan) -> Iterator[list[MatrixParts]]:
+    batch: list[MatrixParts] = []
+    room = _BATCH_BYTES
+    for matrix in matrices:
+        batch.append(matrix)
+        room -= plan.matrices[matrix.name].num_bytes
+        if room <= 0:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _job(
+    source: ModelSource, matrix: MatrixParts, plan: ArenaPlan, arena: NDArray[np.uint8]
+) -> tuple[Any, ...]:
+    place = plan.matrices[matrix.name]
+    parts = [_part(source.weights[name]) for name in matrix.parts]
+    out = plan.bytes_of(arena, place)
+    return (place.layout, place.columns, matrix.interleaved, parts, out)
+
+
+def _part(weight: Weight) -> tuple[Any, ...]:
+    tensor = weight.tensor
+    transposed = weight.transform == "transpose"
+    return (tensor.dtype, tensor.raw(), weight.spec.shape[0], weight.row_order(), transposed)
+
+
+def let_go(source: ModelSource) -> None:
+    """Releases mapped pages that were read: they count as ours until then."""
+    for file in source.checkpoint.files:
+        if isinstance(file.buffer, mmap.mmap):
+            file.buffer.madvise(mmap.MADV_DONTNEED)
+
 
 _LEAST_URGENT = 19
 
