@@ -112,7 +112,7 @@ PLACES = {
         Place(f"{_SERVERS}.openai.format:ChatStream.chunk"),
         Place(f"{_SERVERS}.openai.format:CompletionStream.chunk"),
         Place(f"{_SERVERS}.openai.generate:GenerateStream.chunk"),
-        Place(f"{_SERVERS}.responses.stream:ResponseStream.chunk"),
+        Place(f"{_SERVERS}.responses.format:ResponseStream.chunk"),
         Place(f"{_SERVERS}.anthropic.format:MessageStream.chunk"),
     ),
     "database": (Place(f"{_SERVERS}.serving.storage:Database._transact"),),

@@ -122,7 +122,7 @@ def test_the_cache_is_bounded_as_asked_for():
 
 def test_a_step_is_no_larger_than_the_runner_gains_by():
     for most, expected in ((None, 1111), (500, 500), (5000, 1111)):
-        spec = replace(SPEC, most_step_tokens=most)
+        spec = replace(SPEC, max_step_tokens=most)
         loop = worker.build_loop(ToyRunner(spec), OPTIONS, 10, SimpleNamespace())
         assert loop._budget.tokens(0, 0) == expected
 

@@ -8,9 +8,8 @@ the weights are random, and so is the output.
     python engine/scripts/dev/single_file_gpt2.py --model gpt2/ --prompt "The meaning of life is"
     engine dev single_file_gpt2 --ids 464 2068 7586 --tokens 20
 
-A model is a Hugging Face folder with config.json and model.safetensors. The vocabulary is
-vocab.json and merges.txt, in that folder or in --vocab (where encoder.json and vocab.bpe also
-work).
+A model is a Hugging Face folder with config.json and model.safetensors. The vocabulary (vocab.json
+and merges.txt, or encoder.json and vocab.bpe) is in that folder or in --vocab.
 """
 
 import argparse
