@@ -32,7 +32,7 @@ _PERIOD = 4096  # test weights repeat after this many random bytes
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core. `cpus` are those of its logical CPUs that this process may use, ascending."""
+    """A physical core. `cpus` are its logical CPUs that this process may use, ascending."""
 
     node: int
     cpus: tuple[int, ...]

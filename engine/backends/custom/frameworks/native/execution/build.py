@@ -46,9 +46,10 @@ STORED = "stored"  # dtype: weights keep the file's type, which also decides the
 KV_TYPES = ("float32", "bfloat16", "int8")
 TOKENS, POSITIONS = "embed.weight", "position.weight"  # lookup tables, not matmul weights
 TILE_TOKENS = 16  # positions per tile of the paged KV cache
-ROW_TOKENS = 12  # prefill tokens per step on CPUs on which larger batches are not faster
-# Max prefill tokens per step on other CPUs. The activations of more tokens do not fit the L2 cache.
-STEP_TOKENS = 512
+# Min prefill tokens of a step that has any, on CPUs without bfloat16 kernels. There, computing many
+# tokens together saves nothing.
+ROW_TOKENS = 12
+STEP_TOKENS = 512  # max tokens per step; the activations of more do not fit the L2 cache
 USUAL_POOL_BYTES = 224 * MIB
 # Smaller models are not cached on disk: packing them takes less time than opening a cache file.
 MIN_CACHED_BYTES = 32 * MIB
