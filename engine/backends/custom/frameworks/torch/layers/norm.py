@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension; statistics are float32 whatever the model's dtype."""
+"""Norms over the last dimension. Mean and variance are computed in float32 for all dtypes."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 2:  # heads; on a GPU the RoPE kernel norms them instead
+        if x.dim() > 2:  # a norm per head; on a GPU the RoPE kernel computes it instead
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
