@@ -104,7 +104,7 @@ def decode(
     after each layer, and a list of each layer's new KV state.
     """
     rotation = rotation_of(model, params, positions)
-    one_layer = jax.jit(partial(block, model, attend))  # traced once: all layers have equal shapes
+    one_layer = jax.jit(partial(block, model, attend))  # traced once, for all layers
     states, after = [embed(model.config, params, token_ids, positions)], []
     for own, memory in zip(params["layers"], memories, strict=True):
         x, remembered = one_layer(own, states[-1], rotation, memory)

@@ -1,4 +1,4 @@
-"""Gumbel noise in PyTorch. Its random bits equal those of `runtime/host_sampler.py` everywhere."""
+"""Gumbel noise in PyTorch. On all devices, it has the bits of `runtime/host_sampler.py`."""
 
 import torch
 from torch import Tensor

@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """Everything before the down projection."""
+        """The MLP without its down projection."""
         return self.gate_up.fused(x, gate=self.activation)
 
     def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -39,5 +39,5 @@ class MLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """Everything before the down projection."""
+        """The MLP without its down projection."""
         return activate(self.up(x), self.activation)

@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum."""
+        """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -34,6 +34,6 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum."""
+        """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
         total = residual + x
         return self(total), total
