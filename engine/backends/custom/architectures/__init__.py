@@ -1,9 +1,9 @@
-"""Model families as data: one entry each, grouped by lineage, no tensors. They are found through
-`core.registry.model_registry`.
+"""Model families as data, without tensors. A module has the families of one lineage, such as Llama
+and its descendants. `core.registry.model_registry` finds them.
 
-Every family lists its weights under the same names, so frameworks need no other. Matrices
-are (out, in); {i} is a layer; D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head
-dim, P positions. A bias exists where the named config field says so.
+All families use the same weight names, which are listed here. Matrices are (out, in), and {i} is
+the layer number. Sizes: D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head dim,
+P positions. The last column names the config field that decides whether a weight or bias exists.
 
     embed.weight                         (V, D)
     position.weight                      (P, D)      learned positions: config.rope is None
@@ -26,6 +26,6 @@ dim, P positions. A bias exists where the named config field says so.
     norm.weight                  .bias   (D,)        bias: config.norm == "layer"; no encoder has it
     head.weight                          (V, D)      absent with config.tie_embeddings
 
-`config.norm_placement` says where attn_norm and mlp_norm apply: to the input of attention and MLP,
-to their output, or to the sum of output and residual stream.
+`config.norm_placement` says what attn_norm and mlp_norm normalize: the input of attention and MLP,
+their output, or the sum of their output and the residual stream.
 """

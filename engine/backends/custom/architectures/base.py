@@ -1,8 +1,8 @@
 """A model family as data: its hyperparameters, and each weight's name and shape in a checkpoint.
 
 A family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
-its weights (`family.py` defines a family's entry). Frameworks read only these; this module touches
-no tensor.
+its weights (`family.py` defines what a family consists of). Frameworks need nothing else to know
+about a model. This module reads no tensors.
 """
 
 import sys
@@ -12,46 +12,47 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
-# How to convert a stored matrix to ours: (out, in), row-major, rotary halves split ("neox" order).
-#   transpose    it is stored as (in, out)
-#   unpermute_*  each head's rows are stored with rotary pairs interleaved
+# How to convert a stored matrix to our form: (out, in), row-major, and in each head RoPE rotates
+# row i together with row i + dim / 2 ("neox" order).
+#   transpose    the file stores the matrix as (in, out)
+#   unpermute_*  the file stores the two rows of each rotary pair next to each other
 Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """RoPE settings. `kind` names the scaling rule; numbers that it does not use are None."""
+    """RoPE settings. `kind` is the scaling rule. Fields that the rule does not use are None."""
 
     theta: float
-    dim: int  # rotated dimensions of a head
+    dim: int  # RoPE rotates this many dimensions of each head
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
     factor: float = 1.0
     original_max_position: int | None = None
-    low_freq_factor: float | None = None  # llama3
-    high_freq_factor: float | None = None  # llama3
-    beta_fast: float | None = None  # yarn
-    beta_slow: float | None = None  # yarn
-    attention_factor: float | None = None  # yarn: scales cos and sin; None: 0.1 ln(factor) + 1
+    low_freq_factor: float | None = None  # only for kind "llama3"
+    high_freq_factor: float | None = None  # only for kind "llama3"
+    beta_fast: float | None = None  # only for kind "yarn"
+    beta_slow: float | None = None  # only for kind "yarn"
+    # Only for kind "yarn": multiplies cosines and sines. None: 0.1 ln(factor) + 1
+    attention_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Settings of a text encoder: every token attends to every other; pooling gives one vector.
+    """Settings of a text encoder. Each token attends to all tokens of the text, and pooling makes
+    one vector of them.
 
-    The defaults, mean pooling and unit length, apply when a checkpoint does not state them.
+    The defaults apply if a checkpoint does not state how to pool: mean pooling, unit length.
     """
 
     num_token_types: int
-    max_tokens: int  # max length of one text; the position table may be longer
+    max_tokens: int  # max tokens of one text; the position table may be longer
     pooling: Literal["mean", "cls", "last"] = "mean"
-    normalizes: bool = True  # vectors have unit length
+    normalizes: bool = True  # scales the resulting vectors to unit length
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Hyperparameters of a transformer. Letters: D hidden, N heads, K kv heads, H head dim, F
-    feed-forward.
-    """
+    """Hyperparameters of a transformer."""
 
     family: str  # registry name: "llama", "gpt2", "olmo2", ...
     vocab_size: int
@@ -66,28 +67,30 @@ class ModelConfig:
     tie_embeddings: bool
     rope: RopeConfig | None  # None: learned absolute positions
     norm: Literal["rms", "layer"] = "rms"
-    # Norms apply to the input of attention and MLP, to their output before it is added to the
-    # residual stream, or to the sum.
+    # What a layer's norms normalize: the input of attention and MLP (pre-norm), their output before
+    # it is added to the residual stream, or the sum of both (post-norm).
     norm_placement: Literal["input", "output", "sum"] = "input"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     gated_mlp: bool = True
-    fused_qkv: bool = False  # checkpoints hold q, k and v as one matrix
-    qk_norm: Literal["head", "whole"] | None = None  # RMS norm per head, or over all heads
+    fused_qkv: bool = False  # the checkpoint stores the weights of q, k and v as one matrix
+    # q and k have an RMS norm per head ("head") or one over all heads together ("whole").
+    qk_norm: Literal["head", "whole"] | None = None
     sliding_window: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0  # multiplies the embeddings
-    residual_multiplier: float = 1.0  # multiplies what attention and MLP add to the stream
-    attention_multiplier: float | None = None  # multiplies scores; None: 1 / sqrt(head_dim)
-    logits_scaling: float = 1.0  # logits are divided by it
+    residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
+    # Multiplies attention scores. None: 1 / sqrt(head_dim)
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
 
     @property
     def num_params(self) -> int:
-        """Number of matrix and embedding weights; norms and biases are negligible."""
+        """Number of weights in matrices and embeddings. Norms and biases are not counted."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -105,7 +108,7 @@ class ModelConfig:
 
     @property
     def has_head(self) -> bool:
-        """Whether the LM head has its own matrix."""
+        """Whether the LM head has its own matrix, instead of using the token embeddings."""
         return not self.tie_embeddings
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
@@ -116,10 +119,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One weight: our name and shape, and its name and stored form in each checkpoint format.
+    """One weight: our name and shape, and how each checkpoint format names and stores it.
 
-    A name is None if that format never has the weight. An `optional` weight may be missing from a
-    file.
+    `hf` and `gguf` are its names in the two formats, or None if the format never has this weight.
+    Files may lack a weight that is `optional`.
     """
 
     name: str
@@ -132,16 +135,16 @@ class TensorSpec:
 
 
 class Architecture(Protocol):
-    """A model family: a `family.Family`, or a module with these names."""
+    """A model family: a `family.Family`, or a module that defines these names."""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names in config.json's "architectures" list."""
+        """Names that this family has in the "architectures" list of a config.json."""
         ...
 
     @property
     def gguf_names(self) -> tuple[str, ...]:
-        """Values of GGUF's general.architecture."""
+        """Names that this family has in GGUF files, under the key general.architecture."""
         ...
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig: ...
@@ -156,14 +159,16 @@ _MISSING: Any = object()
 
 
 class Reader:
-    """Typed access to a foreign config; a missing or mistyped key raises an error that names it."""
+    """Reads keys of a config.json or of GGUF metadata and checks their types. A missing key or a
+    value of the wrong type raises an error that names the key.
+    """
 
     def __init__(self, source: Mapping[str, Any], where: str) -> None:
         self._source = source
         self._where = where
 
     def has(self, key: str) -> bool:
-        """Whether the key exists; its value may be null."""
+        """Whether the key exists. A key whose value is null also counts."""
         return key in self._source
 
     def read(self, kind: type[Value], key: str, default: Any = _MISSING) -> Value:
@@ -189,7 +194,9 @@ class Reader:
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
-    """Rejects contradictory hyperparameters before anything is allocated from them."""
+    """Returns the config, or raises `ModelFormatError` if hyperparameters are out of range or
+    contradict each other. Callers check before they allocate memory by these numbers.
+    """
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,
         "hidden_size >= 1": config.hidden_size >= 1,

@@ -1,7 +1,7 @@
-"""BERT: a text encoder with learned positions and token types; norms apply to the residual sums.
+"""BERT: a post-norm text encoder with learned positions and token types.
 
-Checkpoints may have a pooler, which sentence encoders ignore. Files beside the weights say how
-token states are pooled (`weights/pooling.py`).
+A checkpoint may have the weights of a pooler, which sentence encoders do not use. Instead, files
+next to the weights say how token states are pooled (`weights/pooling.py`).
 """
 
 from engine.backends.custom.architectures.base import EncoderConfig, Reader
@@ -56,7 +56,7 @@ BERT = Family(
     gguf_keys=None,
     hf_activation=("hidden_act", "gelu"),
     always={
-        "tie_embeddings": True,  # no LM head
+        "tie_embeddings": True,  # a checkpoint has no weights of an LM head
         "rope": None,
         "norm": "layer",
         "norm_placement": "sum",

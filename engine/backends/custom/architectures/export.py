@@ -1,9 +1,9 @@
-"""Writes a model's configuration as config.json or GGUF metadata: the inverse of this folder.
+"""Converts a `ModelConfig` to the contents of config.json or to GGUF metadata.
 
-Families name the keys of plain fields (`hf_keys`, `gguf_keys`); rotary rules, windows and
-activations are written here. Every output is read back and compared with the input config. A
-format that cannot express the model thus raises an error instead of writing a file that loads and
-computes something else.
+Each family lists the keys of its plain fields (`hf_keys`, `gguf_keys`). This module writes RoPE
+scaling rules, sliding windows and activations. The result is parsed again and compared with the
+original config. If the format cannot express the model, this raises an error, so no file is
+written that would load as a different model.
 """
 
 from dataclasses import fields
@@ -16,10 +16,12 @@ from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 
 _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
-# The tokenizer states token ids. GGUF implies the other fields by which tensors a file has.
+# Fields that the comparison skips. Token ids are part of the tokenizer. In GGUF, the tensors that a
+# file has imply the other fields.
 _UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
 _UNSTATED_GGUF = _UNSTATED_HF | {"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"}
-# The rules of published Llama 3.1 and 3.2 models; GGUF stores only the resulting frequencies.
+# The RoPE scaling rules of the published Llama 3.1 and 3.2 models. GGUF files of these models do
+# not store the rule, only the frequency factors that result from it.
 KNOWN_LLAMA3_RULES = (
     {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
     {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
@@ -27,7 +29,7 @@ KNOWN_LLAMA3_RULES = (
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The contents of config.json; `dtype` is PyTorch's name."""
+    """The contents of config.json. `dtype` is PyTorch's name for the weights' type."""
     family = _exporting(config)
     windowed = config.family == "llama" and config.sliding_window is not None
     stated: dict[str, Any] = {
@@ -56,7 +58,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
-    """GGUF keys that describe the model, without tokenizer and name."""
+    """The GGUF metadata that describes the model, without the tokenizer and the model's name."""
     family = _exporting(config)
     prefix = family.gguf_names[0]
     stated: dict[str, Any] = {"general.architecture": prefix}
@@ -92,7 +94,9 @@ def _exporting(config: ModelConfig) -> Family:
 
 
 def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
-    """Key -> value of the first field that the key sets; None values are not written."""
+    """The value of each key in `keys`, taken from the config. If a key sets several fields, the
+    first field counts. Keys of fields that are None are left out.
+    """
     values = {
         key: getattr(config, name if isinstance(name, str) else name[0])
         for key, name in keys.items()
@@ -130,7 +134,7 @@ def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
 def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
     stated: dict[str, Any] = {"freq_base": rope.theta, "dimension_count": rope.dim}
     match rope.kind:
-        case "default" | "factors":  # GGUF stores factors as a tensor
+        case "default" | "factors":  # a GGUF file stores frequency factors as a tensor, not a key
             return stated
         case "linear":
             return stated | {"scaling.type": "linear", "scaling.factor": rope.factor}
@@ -154,7 +158,7 @@ def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def llama3_rules(rope: RopeConfig) -> list[RopeConfig]:
-    """The published rules that could have produced the stored frequency factors."""
+    """The published Llama 3 rules that could have produced a GGUF file's frequency factors."""
     assert rope.kind == "factors", rope
     return [
         RopeConfig(

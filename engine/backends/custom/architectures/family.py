@@ -1,9 +1,9 @@
-"""A family as one entry: its names in files, the keys of its settings, and its weights.
+"""Defines `Family`: the description of a model family by its names, config keys and weights.
 
-A setting is read from its key, has the family's default, or is fixed for the whole family. Rotary
-rules, windows and other settings without a plain key are read by functions that the entry names.
-GGUF implies some settings by which tensors a file has (tied head, biases, frequency factors);
-`weights.model` resolves those once the file is open.
+A field of `ModelConfig` is read from a key of the file, has the family's default, or is fixed for
+the whole family. Functions of the family read fields that are more complex than one key, such as
+RoPE scaling rules and sliding windows. In GGUF, the tensors that a file has imply some fields: tied
+LM head, biases, frequency factors. `weights.model` sets these once the file is open.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,9 +38,10 @@ from engine.backends.custom.architectures.rope import (
 )
 from engine.core.errors import ModelFormatError
 
-Keys = dict[str, str | tuple[str, ...]]  # a file's key -> the field, or fields, that it sets
-Settings = Mapping[str, Any]  # fields of `ModelConfig` by name
-# Reads settings that have no plain key: the file and the fields read so far -> more fields.
+Keys = dict[str, str | tuple[str, ...]]  # a key of the file -> the config fields that it sets
+Settings = Mapping[str, Any]  # values of `ModelConfig` fields, by field name
+# A function for fields that are more complex than one key. It gets the file's keys and the fields
+# read so far, and returns more fields.
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
@@ -54,7 +55,7 @@ FLOATS = frozenset(
         "logits_scaling",
     }
 )
-# Defaults of fields that a file may omit, in every family.
+# Defaults of fields that a file of any family may omit.
 _DEFAULTS: Mapping[str, Any] = {
     "num_kv_heads": lambda found: found["num_heads"],
     "head_dim": lambda found: heads_split(found["hidden_size"], found["num_heads"]),
@@ -71,11 +72,12 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """A weight under our name and the files' names; "{i}" is a layer.
+    """A weight's name in the engine and in files. "{i}" in a name stands for the layer number.
 
     `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
-    Y token types, H head; q all query heads, k all key heads, a all of q, k and v, c half a head.
-    `bias` and `when` name config fields that say whether the bias, or the weight, exists.
+    Y token types, H head dim, q all query heads, k all key heads, a all heads of q, k and v, c half
+    a head. `bias` is the config field that says whether the weight has a bias. `when` is the config
+    field that says whether the weight exists; None: always.
     """
 
     name: str
@@ -131,19 +133,24 @@ def _nothing_more(reader: Reader, found: Settings) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family. `engine convert` uses its key tables for writing, too."""
+    """The description of a model family. `engine convert` uses its keys to write files, too."""
 
     name: str
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
     weights: tuple[WeightRow, ...]
     hf_keys: Keys
-    gguf_keys: Keys | None  # without the prefix; None: the family has no GGUF form
-    hf_activation: tuple[str, str] = ("hidden_act", "silu")  # its key and its default
-    always: Settings = field(default_factory=dict)  # fixed for all models of the family
-    defaults: Settings = field(default_factory=dict)  # REQUIRED: a file must state it
-    hf_defaults: Settings = field(default_factory=dict)  # Transformers' defaults that differ
-    hf_refused: Mapping[str, Any] = field(default_factory=dict)  # values that are not implemented
+    # Without the architecture prefix, such as "llama.". None: the engine reads no GGUF files of it.
+    gguf_keys: Keys | None
+    # The key of the activation in config.json, and the activation if the key is missing.
+    hf_activation: tuple[str, str] = ("hidden_act", "silu")
+    always: Settings = field(default_factory=dict)  # fields fixed for all models of the family
+    # Defaults of fields that a file may omit. REQUIRED: every file must have the key.
+    defaults: Settings = field(default_factory=dict)
+    # Defaults for config.json only, because Transformers uses other ones than GGUF.
+    hf_defaults: Settings = field(default_factory=dict)
+    # Values of config.json keys that the engine does not implement, and rejects.
+    hf_refused: Mapping[str, Any] = field(default_factory=dict)
     hf_more: More = _nothing_more
     gguf_more: More = _nothing_more
 
@@ -179,7 +186,7 @@ class Family:
             length = found["max_position"]
             found["rope"] = rope_from_gguf(metadata, found["head_dim"], length)
             found["max_position"] = stretched_position(found["rope"], length)
-        # GGUF writers use 0 for "no window".
+        # GGUF files state 0 for models without a sliding window.
         window = reader.read(int, f"{prefix}.attention.sliding_window", default=0)
         found["sliding_window"] = window or None
         found["bos_id"] = gguf_bos_id(metadata, found["vocab_size"])
@@ -188,7 +195,7 @@ class Family:
         return check_config(ModelConfig(family=self.name, **found))
 
     def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]:
-        """Every weight, in layer order."""
+        """All weights of a model with this config, in layer order."""
         specs: list[TensorSpec] = []
         for in_layer, group in groupby(self.weights, key=lambda row: "{i}" in row.name):
             rows = list(group)
@@ -204,7 +211,9 @@ class Family:
         found: dict[str, Any],
         defaults: Settings,
     ) -> dict[str, Any]:
-        """`found` plus the keys' values; a field with several keys takes the first that exists."""
+        """Returns `found` with the values of `keys` added. If several keys set the same field, the
+        first key that the file has counts.
+        """
         defaults = {**_DEFAULTS, **self.defaults, **defaults}
         for key, fields in keys.items():
             names = (fields,) if isinstance(fields, str) else fields

@@ -1,6 +1,7 @@
 """Reads config parts that all families share: activations, token ids, head sizes, windows.
 
-Settings that change the arithmetic and are not implemented are rejected by key.
+A config that needs arithmetic which the engine does not implement is rejected. The error names the
+key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def known_activation(name: str) -> Activation:
-    """Converts config.json's name of an activation."""
+    """The engine's name of an activation, by its name in config.json."""
     return _ACTIVATIONS[name]
 
 
@@ -37,7 +38,9 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
 
 
 def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
-    """Rejects mixture-of-experts and quantized Hugging Face checkpoints, whose weights differ."""
+    """Rejects Hugging Face checkpoints that are mixtures of experts or quantized. Both store other
+    weights than this engine reads.
+    """
     for key in _EXPERT_KEYS:
         if config.get(key):
             raise ModelFormatError(
@@ -57,14 +60,14 @@ def refuse_unsupported_gguf(metadata: Mapping[str, Any]) -> None:
 
 
 def refuse_values(config: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
-    """Raises if a key has the one value that is not implemented."""
+    """Raises `ModelFormatError` if a key has the value that `refused` lists for it."""
     for key, value in refused.items():
         if config.get(key) is value:
             raise ModelFormatError(f"config.json: key '{key}': {value} is not supported")
 
 
 def heads_split(hidden_size: int, num_heads: int) -> int:
-    """The head size of a model whose config does not state it."""
+    """The head size of a model whose config does not state one: hidden size / number of heads."""
     if num_heads < 1 or hidden_size % num_heads:
         raise ModelFormatError(
             f"the number of heads ({num_heads}) must divide the hidden size ({hidden_size})"
@@ -85,7 +88,7 @@ def hf_bos_id(config: Mapping[str, Any], vocab_size: int) -> int | None:
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The end-of-text id and, where the tokenizer has one, the end-of-turn id."""
+    """The token ids that end an answer: end of text, and end of turn if the tokenizer has one."""
     reader = Reader(metadata, "GGUF metadata")
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     stated = [_optional_id(reader, key, vocab_size) for key in keys]
@@ -104,12 +107,14 @@ def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
     return Reader(metadata, "GGUF metadata").read(int, key, **default)
 
 
-# Transformers' default when a config omits the key.
+# Transformers' default of max_window_layers, the number of layers without a sliding window.
 _QWEN_FULL_LAYERS = 28
 
 
 def uniform_window(reader: Reader, num_layers: int) -> int | None:
-    """Qwen's sliding window, which must apply to all layers or to none."""
+    """Qwen's sliding window, or None if the model has none. A model in which only some layers have
+    a window is rejected.
+    """
     if not reader.read(bool, "use_sliding_window", default=False):
         return None
     num_full = reader.read(int, "max_window_layers", default=_QWEN_FULL_LAYERS)
@@ -132,5 +137,5 @@ def _optional_id(reader: Reader, key: str, vocab_size: int) -> int | None:
 
 
 def _within(vocab_size: int, token_ids: list[int]) -> Iterator[int]:
-    """Drops ids beyond the vocabulary, which the model can never produce."""
+    """Drops token ids beyond the vocabulary, because the model can never produce them."""
     return (token_id for token_id in token_ids if 0 <= token_id < vocab_size)

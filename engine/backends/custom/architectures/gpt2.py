@@ -1,6 +1,6 @@
 """GPT-2: learned positions, layer norms with biases, one fused projection for query, key and value.
 
-Hugging Face stores its projections transposed, (in, out); GGUF converters transpose them back.
+Hugging Face checkpoints store the projection matrices as (in, out), GGUF files as (out, in).
 """
 
 from engine.backends.custom.architectures.family import Family, WeightRow

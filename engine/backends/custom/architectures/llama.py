@@ -1,4 +1,6 @@
-"""Llama and its descendants: RMS norms, RoPE, gated MLP. Each entry states its differences."""
+"""Llama and its descendants. All have RMS norms, RoPE and a gated MLP; each `Family` below states
+what else differs.
+"""
 
 from engine.backends.custom.architectures.base import Reader, Transform
 from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings, WeightRow
@@ -41,7 +43,7 @@ def _row(
     bias: str | None = None,
     gguf_transform: Transform = "none",
 ) -> WeightRow:
-    """A weight that every layer has."""
+    """A weight that every layer has. Names are without the layer's prefix and ".weight"."""
     return WeightRow(
         f"layers.{{i}}.{name}.weight",
         shape,
@@ -55,8 +57,9 @@ def _row(
 def _weights(
     norms: tuple[WeightRow, ...], heads: tuple[WeightRow, ...] = (), interleaved: bool = False
 ) -> tuple[WeightRow, ...]:
-    """`norms` are a layer's norms; `heads` are the norms of queries and keys. `interleaved`: GGUF
-    stores q and k with rotary pairs side by side.
+    """The weights of a family. `norms` are the two norms of a layer; `heads` are the norms of
+    queries and keys. `interleaved`: GGUF files store the two rows of each rotary pair of q and k
+    next to each other.
     """
     q: Transform = "unpermute_q" if interleaved else "none"
     k: Transform = "unpermute_k" if interleaved else "none"
@@ -74,7 +77,7 @@ def _weights(
         WeightRow("norm.weight", "D", "model.norm.weight", "output_norm.weight"),
         WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when="has_head"),
     )
-    if interleaved:  # only for these families do converters write frequency factors
+    if interleaved:  # GGUF converters write frequency factors only for these families
         rows += (WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True),)
     return rows
 
@@ -96,7 +99,7 @@ def _head_norms(q: str, k: str) -> tuple[WeightRow, ...]:
     )
 
 
-# Transformers' default when a Mistral config omits the key; null disables the window.
+# The sliding window if a Mistral config lacks the key, as in Transformers. Null means no window.
 _MISTRAL_WINDOW = 4096
 
 
@@ -113,7 +116,9 @@ def _qwen_window(reader: Reader, found: Settings) -> Settings:
 
 
 def _whole_rotation(reader: Reader, found: Settings) -> Settings:
-    """Rejects partial rotation: GGUF converters interleave whole heads, which cannot be undone."""
+    """Rejects GGUF models that rotate only a part of each head. Converters permute the rows of the
+    whole head as if all were rotated, and this loader does not undo that for a part.
+    """
     prefix, size = reader.read(str, "general.architecture"), found["head_dim"]
     if found["rope"].dim != size:
         raise ModelFormatError(
@@ -124,7 +129,9 @@ def _whole_rotation(reader: Reader, found: Settings) -> Settings:
 
 
 def _granite_rotation(reader: Reader, found: Settings) -> Settings:
-    """Rejects files whose `rope.scaling.finetuned` is false, which means: no RoPE at all."""
+    """Rejects GGUF files whose `rope.scaling.finetuned` is false. In Granite files, this means that
+    the model does not use RoPE.
+    """
     if not reader.read(bool, "granite.rope.scaling.finetuned", default=True):
         raise ModelFormatError(
             "GGUF metadata: key 'granite.rope.scaling.finetuned': attention without rotation is "
@@ -133,7 +140,7 @@ def _granite_rotation(reader: Reader, found: Settings) -> Settings:
     return _whole_rotation(reader, found)
 
 
-# Llama 1 to 3, Mistral, SmolLM and other models published as Llama.
+# Llama 1 to 3, Mistral, SmolLM and other models whose files name the Llama architecture.
 LLAMA = Family(
     name="llama",
     hf_names=("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM"),
@@ -144,7 +151,7 @@ LLAMA = Family(
     hf_more=_mistral_window,
     gguf_more=_whole_rotation,
 )
-# Qwen2 and Qwen2.5: biases on queries, keys and values.
+# Qwen2 and Qwen2.5: the projections of queries, keys and values have biases.
 QWEN2 = Family(
     name="qwen2",
     hf_names=("Qwen2ForCausalLM",),
@@ -155,7 +162,7 @@ QWEN2 = Family(
     always={"qkv_bias": True},
     hf_more=_qwen_window,
 )
-# Qwen3, dense: a norm on each query and key head, and a head size of its own.
+# Qwen3, dense models: each query and key head has a norm. The config must state the head size.
 QWEN3 = Family(
     name="qwen3",
     hf_names=("Qwen3ForCausalLM",),
@@ -167,7 +174,7 @@ QWEN3 = Family(
     defaults={"head_dim": REQUIRED},
     hf_more=_qwen_window,
 )
-# Granite 3, dense: Llama with four multipliers.
+# Granite 3, dense models: Llama with multipliers for embeddings, residuals, attention and logits.
 GRANITE = Family(
     name="granite",
     hf_names=("GraniteForCausalLM",),
@@ -192,7 +199,7 @@ GRANITE = Family(
     hf_defaults={"attention_multiplier": 1.0},
     gguf_more=_granite_rotation,
 )
-# OLMo 2: norms on the outputs of attention and MLP, and on q and k before they are split in heads.
+# OLMo 2: norms apply to the outputs of attention and MLP, and to q and k over all heads together.
 OLMO2 = Family(
     name="olmo2",
     hf_names=("Olmo2ForCausalLM",),

@@ -1,8 +1,8 @@
-"""RoPE settings, read from the three spellings in use.
+"""Reads RoPE settings from config.json and from GGUF metadata.
 
-Hugging Face long wrote `rope_theta` + `rope_scaling` and now writes one `rope_parameters`;
-GGUF has its own keys. A scaling rule that is not implemented is rejected by name, because running
-without it gives fluent nonsense.
+Older config.json files have `rope_theta` and `rope_scaling`; newer ones have one `rope_parameters`.
+GGUF has its own keys. Scaling rules that are not implemented are rejected with an error, because
+the model would generate nonsense without them.
 """
 
 import math
@@ -49,8 +49,9 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) ->
         case "linear":
             rope = replace(plain, kind="linear", factor=reader.read(float, "factor"))
         case "dynamic":
-            # The rule acts only beyond this length, which is also the max length served: a cached
-            # key must not depend on how long its sequence later becomes.
+            # The dynamic rule changes frequencies only for sequences beyond this length. The engine
+            # serves no longer ones, because cached keys must not depend on how long their sequence
+            # later becomes.
             rope = replace(
                 plain,
                 kind="dynamic",
@@ -110,7 +111,8 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
     )
     factor = reader.read(float, f"{prefix}.scaling.factor", default=None)
     old_factor = reader.read(float, f"{prefix}.scale_linear", default=None)
-    # Old converters wrote only a factor and meant linear scaling; 0 or 1 means no scaling.
+    # Old converters wrote only a factor, without the scaling type, and meant linear scaling. A
+    # factor of 0 or 1 means no scaling.
     implied = "linear" if (factor or old_factor or 1.0) != 1.0 else "none"
     kind = reader.read(str, f"{prefix}.scaling.type", default=implied)
     match kind:
@@ -134,7 +136,8 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
                 beta_slow=reader.read(
                     float, f"{prefix}.scaling.yarn_beta_slow", default=YARN_BETA_SLOW
                 ),
-                # GGUF's number multiplies YaRN's default magnitude; ours replaces it.
+                # The number in a GGUF file multiplies YaRN's default magnitude. Our
+                # `attention_factor` replaces that default, so it is the product.
                 attention_factor=stretch and stretch * yarn_magnitude(factor, 1.0),
             )
         case _:
@@ -146,14 +149,18 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
 
 
 def stretched_position(rope: RopeConfig, max_position: int) -> int:
-    """The max usable position. YaRN checkpoints often state the length before stretching."""
+    """The max position that the model supports. YaRN checkpoints often state only the length before
+    context extension, so for them it is at least original length * factor.
+    """
     if rope.kind == "yarn" and rope.original_max_position is not None:
         return max(max_position, int(rope.original_max_position * rope.factor))
     return max_position
 
 
 def with_factors(config: ModelConfig) -> ModelConfig:
-    """The same model with frequencies divided by a stored vector (GGUF's form of llama3 RoPE)."""
+    """The config of a model whose file has a vector of frequency factors, by which the RoPE
+    frequencies are divided. GGUF files of Llama 3 models have this vector.
+    """
     if config.rope is None or config.rope.kind != "default":
         raise ModelFormatError(
             "the checkpoint stores rotary frequency factors and also names a scaling rule; "
@@ -167,7 +174,9 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def _check_rope(rope: RopeConfig, where: str) -> RopeConfig:
-    """Checks that every number in the frequency formula is finite and above zero."""
+    """Returns `rope`, or raises `ModelFormatError` unless all its numbers are finite, above zero
+    and usable in the formula of its scaling rule.
+    """
     numbers = {
         "theta": rope.theta,
         "factor": rope.factor,

@@ -1,1 +1,1 @@
-"""Model runners, one folder per framework; modules beside the folders are shared by several."""
+"""Model runners, one folder per framework. The modules next to the folders are shared code."""

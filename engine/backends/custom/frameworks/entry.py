@@ -1,10 +1,10 @@
-"""Entry points of a framework: the functions of its `execution/build.py`, loaded on demand.
+"""Imports a framework on demand. Its `execution/build.py` defines these functions:
 
-find_device(device, dtype) -> DeviceInfo                        where a model would run
-memory_needs(source, options, device) -> MemoryNeeds            weights, keys and values
-build_runner(source, config) -> ModelRunner                     weights loaded, cache allocated
-profiler(runner, source, config) -> Profiler                    for `engine profile`
-build_encoder(source, device, dtype, num_threads) -> Encoder    only if it runs text encoders
+find_device(device, dtype) -> DeviceInfo                        resolves "auto", checks the device
+memory_needs(source, options, device) -> MemoryNeeds            bytes of weights, keys and values
+build_runner(source, config) -> ModelRunner                     loads weights, allocates the cache
+profiler(runner, source, config) -> Profiler                    measures it for `engine profile`
+build_encoder(source, device, dtype, num_threads) -> Encoder    if the framework runs text encoders
 """
 
 from importlib import import_module
@@ -15,7 +15,10 @@ from engine.core.errors import ConfigError
 
 
 def framework_entry(name: str) -> Any:
-    """Loads the framework's library. Raises a `ConfigError` that names what to install."""
+    """Imports the framework's `execution/build.py`, and with it the framework's library.
+
+    If the library is missing, raises a `ConfigError` that says what to install.
+    """
     if name != "native" and find_spec(name) is None:
         raise ConfigError(f"--backend {name} needs a package: pip install 'engine[{name}]'")
     return import_module(f"{__package__}.{name}.execution.build")

@@ -1,4 +1,6 @@
-"""Packs many small arrays into one vector of 32-bit words, to copy them to a device at once."""
+"""Packs many small arrays into one vector of 32-bit words, so that one copy takes all of them to
+a device.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +10,14 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.runtime.model_runner import I32
 
-ALIGNMENT = 4  # words: kernels load 16 bytes at a time
+ALIGNMENT = 4  # in words; arrays start at multiples of 16 bytes, which kernels load at a time
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
 
 class Layout:
-    """Where each array lies in the vector. `pads` fill the unused part of an array's space; the
-    `last` array, if any, has no fixed size.
+    """The place of each array in the vector. If an array is shorter than its place, the rest is
+    filled with its value in `pads`. The `last` array, if any, may have any size.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class Layout:
         for name, size in sizes.items():
             self._places[name] = (end, size)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        self.size = end  # without the last array
+        self.size = end  # size of the vector in words, without the last array
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -52,8 +54,8 @@ class Layout:
         return vector
 
     def views(self, buffer: Any, fields: Mapping[str, int]) -> dict[str, Any]:
-        """The arrays as slices of the vector, which may be a tensor of any library; an array with
-        several `fields` becomes two-dimensional.
+        """The arrays as slices of the vector, which may be a tensor of any library. An array that
+        is named in `fields` is reshaped to that many columns.
         """
         found = {name: buffer[start : start + size] for name, (start, size) in self._places.items()}
         if self._last is not None:

@@ -1,5 +1,5 @@
-"""Lets a framework's package name its backend class without importing it. The class belongs to the
-frontend; an engine process never loads it.
+"""Lets a framework's package export its backend class without importing it. Only a frontend process
+needs the class; an engine process imports the same package but not the class.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ BACKENDS = "engine.backends.custom.frameworks.backends"
 
 
 def lazy_backend(package: str, name: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that exports a backend class."""
+    """A `__getattr__` function for a package. It imports the backend class `name` on first use."""
 
     def find(asked: str) -> Any:
         if asked != name:

@@ -1,8 +1,9 @@
 """Loads a checkpoint's weights into a parameter tree, for frameworks with functional layers.
 
-Dots in names become levels of the tree, numbers become lists:
-`tree["layers"][3]["attn"]["q"]["weight"]`. Each weight is dequantized, placed and dropped before
-the next one is read, so the host holds at most one float32 tensor.
+The dots of a weight's name separate the levels of the tree, and numbers are list indices:
+"layers.3.attn.q.weight" is `tree["layers"][3]["attn"]["q"]["weight"]`. Each weight is dequantized,
+copied to its device and freed before the next one is read. So the host holds at most one float32
+tensor at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ class Weight(Protocol):
 
 
 def check_decoder(config: ModelConfig, framework: str) -> None:
-    """Rejects encoders: the framework runs decoders only."""
+    """Raises `ModelFormatError` for text encoders, because the framework runs only decoders."""
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(
             f"the {framework} framework has no decoder for family '{config.family}'"
@@ -33,7 +34,7 @@ def check_decoder(config: ModelConfig, framework: str) -> None:
 
 
 def rope_factors(weights: Mapping[str, Weight]) -> NDArray[np.float32] | None:
-    """The frequency factors of RoPE, if the checkpoint has them."""
+    """The vector that divides the RoPE frequencies, or None if the checkpoint has none."""
     factors = weights.get(ROPE_FACTORS)
     return None if factors is None else factors.numpy()
 
@@ -43,7 +44,9 @@ def parameter_tree(
     decode: Callable[[Weight], Any],
     place: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """`decode` makes an array of any library; `place` makes the tree's leaf from name and array."""
+    """Builds the tree of all weights. `decode` converts a weight to an array. `place` gets a name
+    and such an array and returns the leaf of the tree, for example the array on a device.
+    """
     tree: dict[str, Any] = {}
     for name, weight in weights.items():
         if name == ROPE_FACTORS:

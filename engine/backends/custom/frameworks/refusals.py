@@ -1,4 +1,4 @@
-"""Rejects options that tensor libraries do not support and our own kernels do."""
+"""Rejects options that only the native backend supports, for frameworks with a tensor library."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,9 @@ def check_dtype(dtype: str, known: Iterable[str]) -> None:
 
 
 def check_config(framework: str, library: str, model: ModelConfig, config: RunnerConfig) -> None:
-    """Raises `ConfigError`. `library` names the owner of the compute threads."""
+    """Raises `ConfigError` for options that the framework does not support, and for a `max_seq_len`
+    beyond the model's learned positions. `library` is the tensor library's name, for messages.
+    """
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(
             f"the {framework} backend keeps keys and values as {config.dtype}, the type it "
@@ -34,7 +36,9 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
 def check_plain(
     framework: str, library: str, dtypes: Iterable[str], model: ModelConfig, config: RunnerConfig
 ) -> None:
-    """Checks for a framework that cannot quantize; raises `ConfigError`."""
+    """As `check_config`, for a framework that cannot quantize weights. Also rejects quantization
+    and dtypes other than `dtypes`.
+    """
     check_dtype(config.dtype, dtypes)
     check_config(framework, library, model, config)
     if config.quantization != "auto":

@@ -1,4 +1,4 @@
-"""Cuts rows into runs of bounded length, as work items for a kernel."""
+"""Cuts the tokens of each sequence into runs of limited length, as work items for a kernel."""
 
 import numpy as np
 
@@ -6,7 +6,10 @@ from engine.backends.custom.runtime.model_runner import I32
 
 
 def cut(counts: I32, size: int) -> tuple[I32, I32]:
-    """For each run of at most `size` tokens: its row, and its offset within the row."""
+    """Cuts each row into runs of at most `size` tokens; `counts` are the rows' token counts.
+
+    Returns two arrays with a value per run: its row, and the index of its first token in the row.
+    """
     each = -(-counts // size)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), each)
     before = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(each) - each, each)

@@ -1,7 +1,8 @@
-"""Each row's sampling settings as 32-bit words, for devices that sample themselves.
+"""Converts the sampling settings of a batch to 32-bit words, for runners that sample on the device.
 
-Arrays have the names of `SamplingInputs` and shape (R,), except `keys` (R, 2), the noise keys, and
-biases (N,). Floats travel as their bits. Padding rows and padding biases have no effect.
+Arrays have the names of `SamplingInputs` and one value per row, (R,). Exceptions are `keys` (R, 2),
+the keys of the random noise, and the logit biases (N,). Floats are copied as their bit patterns.
+Padding rows and padding biases have no effect.
 """
 
 from typing import Any
@@ -13,11 +14,13 @@ from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.host_sampler import row_keys
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
-KEEPS = "keeps"  # the slot that stores a row's token; a forced token goes to the spare slot
+# The slot that stores a row's sampled token as its last token. If the row's token is forced, it is
+# the spare slot, which no sequence reads.
+KEEPS = "keeps"
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
 _BIASES = ("bias_rows", "bias_ids", "bias_values")
 _ONE = int(np.float32(1).view(np.int32))  # bit pattern of 1.0
-# Settings of padding rows: greedy.
+# Settings of padding rows, which sample greedily.
 PADS = {
     "slots": 0,
     "temperature": 0,
@@ -39,7 +42,7 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
 
 
 def settings_arrays(sampling: SamplingInputs, spare_slot: int) -> dict[str, NDArray[np.generic]]:
-    """All arrays are int32. No sequence owns `spare_slot`."""
+    """The settings as int32 arrays by name. `spare_slot` is a slot that no sequence uses."""
     if sampling.all_greedy:  # no noise keys are needed
         keys = np.zeros((len(sampling.slots), 2), np.int32)
     else:
@@ -57,6 +60,8 @@ def settings_arrays(sampling: SamplingInputs, spare_slot: int) -> dict[str, NDAr
 
 
 def settings_views(layout: Layout, buffer: Any, float32: Any) -> dict[str, Any]:
-    """The settings as slices of any library's vector; `float32` is that library's dtype."""
+    """The settings by name, as slices of the packed vector `buffer`. The vector may belong to any
+    tensor library; `float32` is that library's float32 dtype.
+    """
     views = layout.views(buffer, {"keys": 2})
     return views | {name: views[name].view(float32) for name in _FLOATS}

@@ -1,4 +1,4 @@
-"""Attributes of the ops, one frozen dataclass each, and a check of their types."""
+"""The attributes of a graph node, as one frozen dataclass per kind of op, and a type check."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -62,15 +62,15 @@ class AttentionAttributes:
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a token sees this many positions, itself included
+    window: int | None  # sliding window: a token attends to this many positions, itself included
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matmul with everything that may be fused into it.
+    """A matmul with the ops that may be fused into it: norm, bias, activation, scale, residual.
 
-    Weights: the norm's weight and bias, the parts, the parts' biases. Inputs: the token rows, then
-    the residual that the result is added to.
+    Order of the node's weights: the norm's weight and bias, the matrices (`parts` of them), the
+    matrices' biases. Order of the inputs: the token rows, then the residual stream to add to.
     """
 
     parts: int = 1
@@ -90,7 +90,11 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite:
-    """Inputs: qkv, cosines and sines if the model uses RoPE, cache, slots. Weights: the norms."""
+    """Normalizes and rotates q and k, and writes k and v to the cache.
+
+    Order of the node's inputs: qkv, cosines and sines if the model uses RoPE, cache, write slots.
+    Its weights are the norm of q, then the norm of k, if the model has them.
+    """
 
     layer: int
     heads: int
@@ -104,7 +108,9 @@ class RopeWrite:
 
 
 def attribute_fault(attributes: Any, kind: type) -> str | None:
-    """An error message if a node's attributes have wrong types, else None."""
+    """Checks that a node's attributes are of type `kind`, with fields of the declared types.
+    Returns an error message, or None if all is correct.
+    """
     hints = _hints(kind)
     if type(attributes) is not kind:
         return f"attributes must be {kind.__name__}, found {type(attributes).__name__}"

@@ -1,7 +1,8 @@
-"""Chooses each plan step's kernel from the CPU, the weight layout and the precision; splits work.
+"""Chooses the kernel of each plan step and splits its work among threads.
 
-The choice never depends on how many rows share a step, so a row's result does not depend on its
-batch. The split does depend on it: it divides work among threads and changes no arithmetic.
+The kernel depends on the CPU, the weight layout and the chosen precision. It never depends on the
+number of tokens in the batch, so a token's result is the same in every batch. The split among
+threads depends on the number of tokens, but does not change the arithmetic.
 """
 
 import math
@@ -16,9 +17,11 @@ from engine.backends.custom.ir.plan import (
 )
 from engine.backends.custom.ir.types import Numerics
 
-# A thread claims work at about 0.1 us per claim; this many multiplications take some 2 us.
+# Claiming work costs a thread about 0.1 us. A claim of this many multiply-adds takes about 2 us, so
+# the overhead is small.
 _CLAIM_WORK = 1 << 16
-# Each thread gets at least this many claims, so that threads finish at about the same time.
+# If possible, each thread makes at least this many claims. Threads then finish at about the same
+# time.
 _CLAIMS = 4
 _HALVES = ("F16", "BF16")
 _TILED_ATTENTION = ("amx",)  # instruction sets that have tiled attention kernels
@@ -27,12 +30,12 @@ _TILED_ATTENTION = ("amx",)  # instruction sets that have tiled attention kernel
 def matmul_kernel(
     layout: str, machine: Machine, precision: Precision, few_rows: bool = False
 ) -> Kernel:
-    """Every layout that is not a float layout is quantized.
+    """The arithmetic of a matmul with weights of this layout.
 
-    A float32 file is computed in float32. For other files, prefill uses bfloat16 where the CPU has
-    it, because it has many rows at once. Decode quantizes activations to int8 in groups and reads
-    quantized weights as they are. `few_rows`: prefill tokens also use the decode arithmetic in this
-    plan step, as for logits.
+    float32 weights are computed in float32. For other weights, prefill uses bfloat16 if the CPU has
+    bfloat16 kernels, because they are fast for many rows. Decode with quantized weights quantizes
+    the activations to int8 in groups and does not dequantize the weights. With `few_rows`, as for
+    logits, prefill tokens use the decode arithmetic.
     """
     if precision.exact or layout == "F32":
         return Kernel("f32", "f32")
@@ -41,13 +44,17 @@ def matmul_kernel(
 
 
 def attention_kernel(machine: Machine, precision: Precision) -> Kernel:
-    """Prefill uses tiled attention if the CPU has it and the cache type suits the tiles."""
+    """The arithmetic of attention. Prefill uses tiled bfloat16 kernels if the CPU has them and the
+    KV cache is bfloat16.
+    """
     tiled = machine.instruction_set in _TILED_ATTENTION and precision.kv_type == "bfloat16"
     return Kernel("f32", "bf16" if tiled else "f32")
 
 
 def split(matrix: PackedMatrix, gated: bool, rows: int, machine: Machine) -> Split:
-    """Claims large enough to pay for themselves and enough to share, for up to `rows` tokens."""
+    """Splits a matmul with up to `rows` tokens. Each claim has enough work to be worth its cost,
+    and there are enough claims for all threads.
+    """
     panels = 2 if gated else 1
     units = math.ceil(matrix.rows / (panels * PANEL_ROWS))
     if machine.threads == 1:

@@ -17,7 +17,7 @@ from engine.backends.custom.ir.plan import (
 from engine.backends.custom.ir.types import Counts
 
 _FLOAT = 4
-# Bytes of a stored weight, by its name.
+# A function from a weight's name to its stored size in bytes.
 StoredBytes = Callable[[str], int]
 
 
@@ -42,7 +42,7 @@ class StepCost:
 
 
 class PlanCost:
-    """Costs of a plan's steps. `kv_value_bytes` is the size of one value in the KV cache."""
+    """Estimates the cost of each plan step. `kv_value_bytes` is the size of one KV cache value."""
 
     def __init__(
         self, plan: ExecutionPlan, stored_bytes: StoredBytes, kv_value_bytes: float
@@ -79,7 +79,7 @@ class PlanCost:
         return weights_of(step, self._matrices)
 
     def _embed(self, step: EmbedStep, counts: Counts) -> StepCost:
-        """Counts only the table rows that are looked up."""
+        """The cost of an embedding lookup. Only the rows that are looked up count as read."""
         matrix = self._matrices[step.table]
         row = self._stored_bytes(step.table) / matrix.rows
         size = counts.tokens * matrix.columns

@@ -1,4 +1,4 @@
-"""Builds a decoder's graph from its `ModelConfig`; one builder serves every family."""
+"""Builds a decoder's graph from its `ModelConfig`. All model families use this one builder."""
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import (
@@ -16,8 +16,8 @@ from engine.core.errors import ModelFormatError
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
-WRITE_SLOTS = "write_slots"  # block * block_size + offset
-ROW_OF = "row_of"  # the sequence that a token belongs to
+WRITE_SLOTS = "write_slots"  # each token's place in the KV cache: block * block_size + offset
+ROW_OF = "row_of"  # index of the sequence that each token belongs to
 TABLES = "tables"  # block table of each sequence
 LOGIT_TOKENS = "logit_tokens"
 COSINES = "cosines"
@@ -29,7 +29,7 @@ def cache_name(layer: int) -> str:
 
 
 class DecoderBuilder:
-    """A graph under construction whose weights have the names of `architectures/`."""
+    """Adds the parts of a decoder to a graph. `architectures/` lists the names of all weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -56,7 +56,7 @@ class DecoderBuilder:
         return self.add("embed_sum", tokens, places)
 
     def norm(self, x: str, name: str) -> str:
-        """The model's kind of norm, over the hidden size."""
+        """Adds an RMS norm or a layer norm, as the model has, over the hidden size."""
         size, kind = self.config.hidden_size, self.config.norm
         weights = [self.graph.weight(f"{name}.weight", size)]
         if kind == "layer":
@@ -77,7 +77,7 @@ class DecoderBuilder:
         return self.graph.add("scale", name, [x], (), Scale(factor))
 
     def split_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Queries, keys and values from one matrix each."""
+        """Computes queries, keys and values with three separate matrices."""
         config = self.config
         return tuple(
             self.linear(
@@ -91,7 +91,7 @@ class DecoderBuilder:
         )
 
     def fused_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Queries, keys and values from one fused matrix."""
+        """Computes queries, keys and values with one matrix, then slices its result."""
         config = self.config
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         bounds = (0, sizes[0], sum(sizes), sum(sizes) + sizes[1])
@@ -102,7 +102,7 @@ class DecoderBuilder:
         )
 
     def attention(self, x: str, layer: int) -> str:
-        """The heads' outputs, before the output projection."""
+        """Attention of one layer without the output projection: the heads' concatenated outputs."""
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
         q, k, v = self.fused_qkv(x, name) if config.fused_qkv else self.split_qkv(x, name)
@@ -128,7 +128,7 @@ class DecoderBuilder:
         )
 
     def _heads(self, x: str, name: str, heads: int) -> str:
-        """Queries or keys with the model's head norm and RoPE, where it has them."""
+        """Applies the norm of queries or keys and RoPE to `x`, if the model has them."""
         config = self.config
         if config.qk_norm == "whole":
             weight = self.graph.weight(f"{name}_norm.weight", heads * config.head_dim)
@@ -144,7 +144,7 @@ class DecoderBuilder:
         return x
 
     def mlp(self, x: str, layer: int) -> str:
-        """activation(up), or activation(gate) * up, before the down projection."""
+        """The MLP before the down projection: activation(up), or activation(gate) * up if gated."""
         config, name = self.config, f"layers.{layer}.mlp"
         inner, hidden = config.intermediate_size, config.hidden_size
         first = "gate" if config.gated_mlp else "up"
@@ -156,11 +156,14 @@ class DecoderBuilder:
         return self.graph.add("mul", f"{name}.gated", [y, up])
 
     def read(self, x: str, name: str) -> str:
-        """The input of attention or MLP: the residual stream, normed if the model norms inputs."""
+        """The input of attention or MLP: the residual stream, which a pre-norm model normalizes."""
         return self.norm(x, name) if self.config.norm_placement == "input" else x
 
     def merge(self, x: str, half: str, name: str) -> str:
-        """Adds the output `half` of attention or MLP to the stream; `name`: "layers.0.attn"."""
+        """Adds the output `half` of attention or MLP to the residual stream `x`.
+
+        `name` is for example "layers.0.attn".
+        """
         config = self.config
         if config.norm_placement == "output":
             half = self.norm(half, f"{name}_norm")
@@ -169,7 +172,7 @@ class DecoderBuilder:
         return self.add(f"{name}_sum", x, half)
 
     def wanted(self, x: str, name: str) -> str:
-        """Only the tokens whose logits are wanted."""
+        """Selects the rows of the tokens whose logits are needed."""
         return self.graph.add("gather_rows", name, [x, LOGIT_TOKENS])
 
     def logits(self, x: str) -> Graph:
@@ -185,8 +188,9 @@ class DecoderBuilder:
 
 
 def build_graph(config: ModelConfig) -> Graph:
-    """Each layer is attention, then MLP; each adds to the residual stream. Everything after the
-    last attention is computed only for tokens whose logits are wanted.
+    """The decoder's graph. A layer is attention, then an MLP; both add to the residual stream.
+
+    Everything after the last layer's attention is computed only for tokens whose logits are needed.
     """
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(f"there is no graph for models of the family '{config.family}'")

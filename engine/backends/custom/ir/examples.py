@@ -1,4 +1,6 @@
-"""Generated arguments for each op: one row and many, odd sizes, ragged sequences."""
+"""Generates test arguments for each op: one row and many rows, odd sizes, sequences of different
+lengths.
+"""
 
 from collections.abc import Iterator
 
@@ -121,7 +123,7 @@ def kv_write(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def attention(rng: np.random.Generator) -> Iterator[Example]:
-    """Three sequences: a decode token, a whole prompt, the later chunk of a prompt."""
+    """A batch of three sequences: a decode token, a whole prompt, and a later chunk of a prompt."""
     for heads, kv_heads, size in HEADS:
         for window in (None, 7):
             positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)

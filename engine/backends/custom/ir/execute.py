@@ -1,7 +1,8 @@
-"""Runs plans and graphs in numpy over a paged cache: the oracle for every other executor.
+"""Runs plans and graphs in numpy over a paged KV cache. Tests compare other executors with it.
 
-The plan executor keeps buffers at the arena places that the plan assigned and fills free places
-with NaN. A buffer that is read before it is written, or overwritten too early, thus shows.
+The plan executor uses the memory places that the plan assigned. It first fills all of them with
+NaN, so a buffer that is read before it is written gives NaN in the result. A buffer that another
+one overwrites too early gives a wrong result.
 """
 
 from collections.abc import Mapping
@@ -30,19 +31,19 @@ Weights = Mapping[str, F32]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBatch:
-    """One step's tokens in any order; a sequence's tokens may be a chunk of its prompt."""
+    """The tokens of one step, in any order. They may be only a chunk of a sequence's prompt."""
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
     write_slots: Integers  # (T,) block * block_size + offset
     row_of: I32  # (T,) index of the token's sequence
     tables: I32  # (S, B) block table of each sequence
-    logit_tokens: I32  # (R,) tokens whose logits are wanted
+    logit_tokens: I32  # (R,) indices of the tokens whose logits are needed
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State that outlives a step: the KV cache and the rotary tables."""
+    """State that is kept between steps: the KV cache and the RoPE tables."""
 
     caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
     rotations: tuple[F32, F32] | None  # cosines and sines, (positions, dim / 2) each
@@ -54,7 +55,7 @@ class State:
 
 
 def run_graph(graph: Graph, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
-    """Evaluates the nodes in order with the op table's references; returns the first output."""
+    """Evaluates a graph's nodes in order with the numpy references. Returns the first output."""
     return graph_values(graph, weights, batch, state)[graph.outputs[0]]
 
 
@@ -84,7 +85,7 @@ def graph_values(
 
 
 def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
-    """Executes the plan steps in order; returns a copy of the output's rows."""
+    """Executes the plan steps in order. Returns a copy of the output, the logits (R, V)."""
     run = _Run(plan, weights, batch, state)
     for step in plan.steps:
         match step:
@@ -104,7 +105,7 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
 
 
 class _Run:
-    """One execution: the arena, and a method for each kind of plan step."""
+    """One execution of a plan. It has the memory arena and one method per kind of plan step."""
 
     def __init__(
         self, plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State

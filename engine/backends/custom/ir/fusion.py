@@ -15,7 +15,7 @@ from engine.backends.custom.ir.plan import Activation
 
 _MATMULS = ("linear", "projection")
 _NORMS = ("rms_norm", "layer_norm")
-_HEAD_NORMS = ("head_norm", "rms_norm")  # one norm per head of q and k, or one over all heads
+_HEAD_NORMS = ("head_norm", "rms_norm")  # q and k are normalized per head, or over all heads
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -30,7 +30,7 @@ def fuse(graph: Graph) -> Graph:
 
 
 def fuse_positions(graph: Graph) -> Graph:
-    """embed + position_embed -> embed_positions"""
+    """Fuses embed(tokens) + position_embed(positions) into one `embed_positions` node."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -54,7 +54,7 @@ def fuse_positions(graph: Graph) -> Graph:
 
 
 def fuse_norms(graph: Graph) -> Graph:
-    """linear(norm(x)) -> projection(x), if only matmuls read the norm"""
+    """Fuses a norm into the matmuls that follow it, if nothing else reads the norm's result."""
     edit = Rewrite(graph)
     for norm in graph.nodes:
         if norm.op not in _NORMS or norm.name in graph.outputs:
@@ -80,7 +80,7 @@ def fuse_norms(graph: Graph) -> Graph:
 
 
 def fuse_qkv(graph: Graph) -> Graph:
-    """The matmuls for q, k and v of one attention -> one matmul"""
+    """Fuses the three matmuls that compute a layer's q, k and v into one, and slices its result."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "attention":
@@ -105,7 +105,7 @@ def fuse_qkv(graph: Graph) -> Graph:
 
 
 def fuse_activations(graph: Graph) -> Graph:
-    """activation(matmul) -> matmul with an activation epilogue"""
+    """Fuses activation(matmul) into a matmul with an activation epilogue."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op not in _ACTIVATIONS:
@@ -123,7 +123,7 @@ def fuse_activations(graph: Graph) -> Graph:
 
 
 def fuse_gates(graph: Graph) -> Graph:
-    """activation(x @ gate) * (x @ up) -> one gated matmul"""
+    """Fuses activation(x @ gate) * (x @ up) into one gated matmul."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "mul":
@@ -143,7 +143,7 @@ def fuse_gates(graph: Graph) -> Graph:
 
 
 def fuse_scales(graph: Graph) -> Graph:
-    """matmul * factor -> matmul with a scale epilogue"""
+    """Fuses matmul * factor into a matmul with a scale epilogue."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "scale":
@@ -161,7 +161,7 @@ def fuse_scales(graph: Graph) -> Graph:
 
 
 def fuse_rope_writes(graph: Graph) -> Graph:
-    """Norm and rotation of the heads of q and k, and the write of k and v -> rope_write"""
+    """Fuses the norms and RoPE of q and k, and the cache write of k and v, into `rope_write`."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "attention":
@@ -189,7 +189,7 @@ def fuse_rope_writes(graph: Graph) -> Graph:
 
 
 def fuse_residuals(graph: Graph) -> Graph:
-    """x + matmul -> a matmul that adds to x in place, if nothing reads x afterwards"""
+    """Fuses x + matmul into a matmul that adds to x in place, if nothing reads x afterwards."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -212,7 +212,7 @@ def fuse_residuals(graph: Graph) -> Graph:
 
 
 def fuse_output_norms(graph: Graph) -> Graph:
-    """x + norm(y) -> a norm that adds to x in place, if nothing reads x afterwards"""
+    """Fuses x + norm(y) into a norm that adds to x in place, if nothing reads x afterwards."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -247,7 +247,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """layers.0.attn.q, layers.0.attn.k -> layers.0.attn.q_k"""
+    """A name for several fused nodes: layers.0.attn.q, layers.0.attn.k -> layers.0.attn.q_k"""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(each) > common + 1 and each[common] == parts[0][common] for each in parts):
@@ -263,7 +263,7 @@ def as_projection(node: Node) -> Projection:
 
 
 def _is_bare(matmul: Node) -> bool:
-    """Whether the node is a matmul without an epilogue."""
+    """Whether the matmul has no gate, no residual and no activation yet."""
     attributes = as_projection(matmul)
     return not (attributes.gated or attributes.residual or attributes.activation != "none")
 
@@ -275,7 +275,7 @@ def _width(matmul: Node) -> int:
 
 
 def _stackable(edit: Rewrite, matmuls: Sequence[Node], like: Node | None = None) -> bool:
-    """Whether the matmuls read the same input with the same norm, and each has one user."""
+    """Whether the matmuls can become one: they have the same input and norm and one user each."""
     model = like or matmuls[0]
     kind = replace(as_projection(model), parts=1, activation="none")
     norms = kind.norm_weights
@@ -295,7 +295,7 @@ def _stack(
     replaces: Sequence[Node],
     gated: bool = False,
 ) -> Node:
-    """One matmul over the stacked rows of all matrices, with the first one's activation."""
+    """One matmul over the stacked rows of all matrices, with the first matmul's activation."""
     first = matmuls[0]
     norms = as_projection(first).norm_weights
     matrices = tuple(matmul.weights[norms] for matmul in matmuls)
@@ -306,7 +306,9 @@ def _stack(
 
 
 def _chain(edit: Rewrite, name: str) -> list[Node]:
-    """The nodes that compute q, k or v, last first, down to a matmul or a slice of one."""
+    """The nodes that compute q, k or v, in reverse order, back to a matmul or a slice of one.
+    Empty if another node also uses one of their values.
+    """
     chain: list[Node] = []
     ops = ("rope", *_HEAD_NORMS, "columns", *_MATMULS)
     while (node := edit.maker(name, *ops)) is not None:
@@ -320,7 +322,7 @@ def _chain(edit: Rewrite, name: str) -> list[Node]:
 
 
 def _rope_write(attend: AttentionAttributes, chains: Sequence[list[Node]]) -> RopeWrite | None:
-    """The fused node's attributes, or None if the chains do not match."""
+    """The attributes of the fused node, or None if the nodes in `chains` cannot be fused."""
     q_size, kv_size = attend.heads * attend.head_dim, attend.kv_heads * attend.head_dim
     wanted = (0, q_size, q_size + kv_size, q_size + 2 * kv_size)
     if any(not chain or chain[-1].op != "columns" for chain in chains):

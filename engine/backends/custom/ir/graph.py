@@ -12,7 +12,7 @@ from engine.backends.custom.ir.types import Dim, DType, ShapeError, Value
 
 
 class GraphError(ValueError):
-    """A graph breaks a rule; `node` names the place."""
+    """A graph breaks a rule. `node` is the name of the node or value that breaks it."""
 
     def __init__(self, node: str, message: str) -> None:
         super().__init__(f"{node}: {message}")
@@ -21,7 +21,7 @@ class GraphError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operation; other nodes refer to its value by its name."""
+    """One operation of a graph. Other nodes refer to its result by the node's name."""
 
     name: str
     op: str
@@ -29,7 +29,8 @@ class Node:
     weights: tuple[str, ...]
     attributes: Any  # an instance of the op's attributes class
     value: Value
-    fused: tuple[str, ...] | None = None  # names of the nodes that it replaced; None: only itself
+    # Names of the original nodes that a fusion replaced by this node. None: the node is original.
+    fused: tuple[str, ...] | None = None
 
     @property
     def origin(self) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ class Graph:
 
 
 class GraphBuilder:
-    """Adds nodes one by one; the op's shape inference sets each node's value."""
+    """Builds a graph node by node. The op's shape inference computes a node's shape and dtype."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, Value] = {}
@@ -101,7 +102,7 @@ def make_node(
     values: Mapping[str, Value],
     fused: tuple[str, ...] | None = None,
 ) -> Node:
-    """A node whose value is inferred from `values`, which has its inputs and weights by name."""
+    """A new node, with shape and dtype inferred. `values` has all inputs and weights by name."""
     unknown = [each for each in (*inputs, *weights) if each not in values]
     if op not in OPS or unknown:
         raise GraphError(name, f"unknown op '{op}'" if op not in OPS else f"unknown {unknown}")
@@ -179,7 +180,7 @@ def _check_used(graph: Graph) -> None:
 
 
 class Rewrite:
-    """Collects changes to a graph; `done()` returns the new graph."""
+    """Collects changes to a graph. `done()` returns a new graph with these changes."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -195,16 +196,16 @@ class Rewrite:
         self._values.update((node.name, node.value) for node in graph.nodes)
 
     def maker(self, name: str, *ops: str) -> Node | None:
-        """The node that produces the value, if its op is one of `ops`."""
+        """The node that produces the value `name`, or None if its op is not one of `ops`."""
         node = self.made_by.get(name)
         return node if node is not None and node.op in ops else None
 
     def private(self, name: str) -> bool:
-        """Whether exactly one node uses the value."""
+        """Whether exactly one node uses the value `name` and the value is no graph output."""
         return len(self.users.get(name, ())) == 1 and name not in self.graph.outputs
 
     def last_user(self, name: str) -> Node | None:
-        """The last node that uses the value, unless the value is an output."""
+        """The last node that uses the value `name`; None if the value is unused or an output."""
         if name in self.graph.outputs or name not in self.users:
             return None
         return max(self.users[name], key=lambda node: self._order[node.name])
@@ -218,7 +219,7 @@ class Rewrite:
         attributes: object,
         replaces: Iterable[Node],
     ) -> Node:
-        """A new node that replaces others."""
+        """Makes a node that stands for the nodes in `replaces`. `put` adds it to the graph."""
         ordered = sorted(replaces, key=lambda each: self._order.get(each.name, -1))
         origin = tuple(dict.fromkeys(name for each in ordered for name in each.origin))
         node = make_node(op, name, list(inputs), list(weights), attributes, self._values, origin)

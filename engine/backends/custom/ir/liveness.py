@@ -1,4 +1,4 @@
-"""Buffers share memory when their lifetimes do not overlap."""
+"""Assigns memory to a plan's buffers. Buffers whose lifetimes do not overlap share memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,21 @@ from engine.backends.custom.ir.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The first and the last plan step that touch a buffer."""
+    """A buffer's lifetime: the first and the last plan step that read or write it, by index."""
 
     first: int
     last: int
 
     def overlaps(self, other: "Life") -> bool:
-        """Touching lifetimes overlap: a step may read one buffer while it writes the other."""
+        """Whether any plan step needs both buffers. One step may read the first and write the
+        second, so lifetimes that meet in one step overlap.
+        """
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """What a buffer needs of its place in the arena."""
+    """The space that a buffer needs in the arena."""
 
     width: int
     per: RowKind
@@ -49,7 +51,7 @@ def touched(step: Step) -> tuple[int, ...]:
 
 
 def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, ...]:
-    """The lifetime of each buffer; the output lives to the end."""
+    """The lifetime of each buffer. The output buffer lives until the last step."""
     first, last = [len(steps)] * num_buffers, [0] * num_buffers
     for index, step in enumerate(steps):
         for buffer in touched(step):
@@ -62,10 +64,11 @@ def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, .
 def assign_places(
     rooms: Sequence[ArenaPlace], spans: Sequence[Life]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A place for each buffer, and the width of each place.
+    """Returns the index of each buffer's place in the arena, and the width of each place.
 
-    Buffers are placed in the order of their first use. Each takes the free place that has to grow
-    the least, then the one that wastes the least. Per-token and per-logit buffers never share.
+    Buffers are placed in the order of their first use. A buffer takes the free place that has to
+    grow the least; among equals, the place with the least unused width. Buffers with a row per
+    token and buffers with a row per logit never share a place.
     """
     widths: list[int] = []
     kinds: list[RowKind] = []

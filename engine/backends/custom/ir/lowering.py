@@ -1,4 +1,6 @@
-"""Lowers a fused graph to plan steps over buffers that are not yet placed in the arena."""
+"""Lowers a fused graph to plan steps that read and write numbered buffers. `liveness.py` later
+places the buffers in memory.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ _KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
 
 @dataclass
 class Lowering:
-    """Plan steps under construction."""
+    """Converts a graph node by node. The results are the plan steps, buffers and weights."""
 
     graph: Graph
     capacity: Capacity
@@ -142,7 +144,7 @@ class Lowering:
     def _split_gate(
         self, node: Node, source: int, out: int, norm: Norm | None, attributes: Projection
     ) -> None:
-        """Gate and up have different layouts, so each gets its own plan step."""
+        """Lowers a gated matmul whose gate and up matrices have different layouts, to two steps."""
         norms = attributes.norm_weights
         for index, activation in enumerate((attributes.activation, "none")):
             bias = norms + 2 + index
@@ -187,7 +189,7 @@ class Lowering:
         )
 
     def _runs(self, parts: Sequence[str]) -> list[range]:
-        """Neighbouring parts with the same layout, which can form one matrix."""
+        """Groups neighbouring weights of the same layout. Each group can form one matrix."""
         found = []
         for _, group in groupby(range(len(parts)), key=lambda each: self.layout_of(parts[each])):
             indices = list(group)

@@ -1,4 +1,6 @@
-"""The op table. Each entry has an op's shape inference, reference, tolerances and examples."""
+"""The op table. Each entry has an op's shape inference, numpy reference, tolerances, test examples
+and cost.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,19 +27,21 @@ from engine.backends.custom.ir.types import (
 Arrays = Sequence[Array]
 Values = Sequence[Value]
 
-# Float arithmetic, whatever the storage type of weights and cache.
+# Tolerances of ops that compute in float32, whatever the storage type of weights and cache.
 _FLOAT: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(2e-5),
     "int8": Tolerance(2e-5),
     "bf16": Tolerance(2e-5),
 }
-# Matmuls. int8: one scale per 32 activations. bf16: 8 significant bits in both factors.
+# Tolerances of matmuls. int8 kernels quantize activations in groups of 32 with one scale each. bf16
+# kernels round both factors to 8 significant bits.
 _MATMUL: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(5e-5),
     "int8": Tolerance(5e-2),
     "bf16": Tolerance(2e-2),
 }
-# Stored keys and values: int8 is off by at most 1/254 of the absmax, bfloat16 by 2 ** -9 relative.
+# Tolerances of stored keys and values. Rounding changes an int8 value by at most 1/254 of the
+# largest absolute value, and a bfloat16 value by at most 2 ** -9 of itself.
 _STORED: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(0.0),
     "int8": Tolerance(2e-2),
@@ -51,7 +55,7 @@ _ATTENDED: Mapping[Numerics, Tolerance] = {
 
 
 def _moved(inputs: Values, weights: Values, out: Value, counts: Counts) -> int:
-    """Bytes of all tensors that are read and written, as float32."""
+    """Bytes that an op reads and writes, if all its tensors are float32."""
     return 4 * sum(map(counts.size, (*inputs, *weights, out)))
 
 
@@ -204,7 +208,7 @@ _ROWS = (
          attrs.AttentionAttributes),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
-    # Only fusion creates these ops; see fusion.py.
+    # The ops below are not in a model's own graph. Only the passes of fusion.py create them.
     _row("embed_positions", shapes.embed_positions, _embedded, examples.embed_positions,
          _lookup(shapes.embed_positions), kind=attrs.Lookup),
     _row("projection", shapes.projection, _projected, examples.projection,

@@ -1,8 +1,9 @@
-"""The execution plan: plan steps over numbered buffers, with every decision already made.
+"""The execution plan: a list of plan steps that read and write numbered buffers. Kernels, memory
+and work split are already chosen.
 
-A buffer holds one row of `width` floats per token, or per token whose logits are wanted. Buffers
-with disjoint lifetimes share a place of the arena; all buffers of a place have the same row kind.
-A plan step's `nodes` are the graph nodes that it computes.
+A buffer holds one row of `width` floats per token, or per token whose logits are needed. All
+buffers lie in one memory arena. Buffers with disjoint lifetimes and the same row kind may share a
+place in it. A plan step's `nodes` are the graph nodes that it computes.
 """
 
 import re
@@ -15,12 +16,12 @@ from engine.backends.custom.ir.types import Numerics
 Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
 RowKind = Literal["token", "logit"]
 
-PANEL_ROWS = 16  # matrix rows that a kernel computes together
+PANEL_ROWS = 16  # a kernel processes this many matrix rows together
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The max number of rows that a plan serves; a step may have fewer."""
+    """The max number of tokens and of logits rows in a step that runs under a plan."""
 
     tokens: int
     logits: int
@@ -31,7 +32,7 @@ class Machine:
     """The capabilities of the CPU that a plan is made for."""
 
     threads: int
-    instruction_set: str = "generic"  # the best one that has kernels
+    instruction_set: str = "generic"  # the CPU's best instruction set for which kernels exist
     has_bf16: bool = False  # the CPU has bfloat16 matmul kernels
 
 
@@ -39,13 +40,13 @@ class Machine:
 class Precision:
     """The precision that the user chose."""
 
-    exact: bool = False  # float activations everywhere
-    kv_type: str = "bfloat16"  # storage type of the KV cache; or float32, int8
+    exact: bool = False  # all matmuls compute in float32; activations are never quantized
+    kv_type: str = "bfloat16"  # storage type of the KV cache: bfloat16, float32 or int8
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The numerics of decode tokens and of prefill tokens."""
+    """The arithmetic that a kernel uses for decode tokens, and for prefill tokens."""
 
     decode: Numerics
     prefill: Numerics
@@ -53,9 +54,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A matmul's work units, and how many of them a thread claims at once.
+    """How a matmul is divided among threads: the number of work units, and how many of them a
+    thread claims at once (`grain`).
 
-    A unit is a panel, or a pair of them when gated.
+    A unit is one panel of matrix rows. In a gated matmul, it is a panel of gate and one of up.
     """
 
     units: int
@@ -64,7 +66,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm that a matmul applies to its input."""
+    """A norm that is fused into a matmul, which applies it to its input."""
 
     kind: Literal["rms", "layer"]
     weight: str
@@ -76,17 +78,17 @@ class Norm:
 class PackedMatrix:
     """Weights that a kernel reads as one matrix: the rows of all parts, stacked in order.
 
-    `interleaved`: panels of 16 rows alternate between the two parts instead (gate, up, gate, ...),
-    each part's last panel padded. `biases` has one name for each part, or none at all.
+    If `interleaved`, panels of 16 rows alternate between two parts instead (gate, up, gate, ...),
+    and each part's last panel is padded. `biases` has one name per part, or is empty.
     """
 
     name: str
     parts: tuple[str, ...]
     biases: tuple[str, ...]
     interleaved: bool
-    rows: int  # of all parts, without padding
+    rows: int  # rows of all parts together, without padding
     columns: int
-    layout: str  # of the panels; all parts have the same
+    layout: str  # packed layout, the same for all parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class EmbedStep:
-    """out = scale * table[token], plus positions[position] where there is such a table."""
+    """out = scale * table[token], plus positions[position] if the model has learned positions."""
 
     nodes: tuple[str, ...]
     out: int
-    table: str  # a matrix
-    positions: str | None  # a vector: (max positions, width) floats
+    table: str  # name in `ExecutionPlan.matrices`
+    positions: str | None  # name in `ExecutionPlan.vectors`: (max positions, width) floats
     scale: float = 1.0
 
 
@@ -136,7 +138,7 @@ class LinearStep:
 
 @dataclass(frozen=True, slots=True)
 class RopeWriteStep:
-    """Norms and rotates the heads of q and k in place, then writes k and v to the cache.
+    """Normalizes and rotates the heads of q and k in place, then writes k and v to the KV cache.
 
     Columns of `qkv`: `heads` heads of q, `kv_heads` of k, `kv_heads` of v.
     """
@@ -147,16 +149,16 @@ class RopeWriteStep:
     heads: int
     kv_heads: int
     head_dim: int
-    rope_dim: int  # values of a head that are rotated; 0: none
+    rope_dim: int  # number of values of a head that RoPE rotates; 0: the model has no RoPE
     q_norm: str | None
     k_norm: str | None
-    eps: float  # of those norms
+    eps: float  # epsilon of q_norm and k_norm
     whole_norm: bool = False  # one norm over all heads of a token; else one norm per head
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """out = attention of the queries of `qkv` over the cache."""
+    """out = attention of the queries in `qkv` over the keys and values in the KV cache."""
 
     nodes: tuple[str, ...]
     qkv: int
@@ -166,7 +168,7 @@ class AttentionStep:
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a token sees this many positions, itself included
+    window: int | None  # sliding window: a token attends to this many positions, itself included
     kernel: Kernel
 
 
@@ -183,7 +185,7 @@ class AddNormStep:
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """Copies the rows of the tokens whose logits are wanted."""
+    """Copies the rows of the tokens whose logits are needed from `source` to `out`."""
 
     nodes: tuple[str, ...]
     source: int
@@ -194,7 +196,7 @@ Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | AddNo
 
 
 def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, ...]:
-    """Names of the weights that a plan step reads; `matrices` are the plan's, by name."""
+    """Names of the weights that a plan step reads. `matrices` has the plan's matrices by name."""
     names: list[str | None] = []
     match step:
         case EmbedStep():
@@ -216,21 +218,21 @@ class ExecutionPlan:
     buffers: tuple[Buffer, ...]
     places: tuple[int, ...]  # width of each arena place, in floats per row
     matrices: tuple[PackedMatrix, ...]
-    vectors: tuple[str, ...]  # weights kept as floats: norms, the position table
-    output: int  # the buffer of the logits
+    vectors: tuple[str, ...]  # names of weights kept as floats: norms and the position table
+    output: int  # index of the buffer with the logits
     capacity: Capacity
     machine: Machine
     precision: Precision
-    weights: tuple[str, ...]  # every weight, in order of first use
+    weights: tuple[str, ...]  # names of all weights, in order of first use
 
     def floats_per(self, kind: RowKind) -> int:
-        """Width of the arena in floats, for rows of this kind."""
+        """The number of arena floats per token ("token") or per logits row ("logit")."""
         kinds = {buffer.place: buffer.per for buffer in self.buffers}
         return sum(self.places[place] for place, per in kinds.items() if per == kind)
 
     @property
     def arena_floats(self) -> int:
-        """The arena's size in floats at full capacity."""
+        """The arena's size in floats for the largest step that the plan allows."""
         tokens = self.capacity.tokens * self.floats_per("token")
         return tokens + self.capacity.logits * self.floats_per("logit")
 
@@ -251,7 +253,7 @@ def step_kind(step: Step) -> str:
 
 
 def step_label(step: Step) -> str:
-    """A label such as "linear attn.q_k_v", equal in every layer, for tables of times."""
+    """A label for timing tables, such as "linear attn.q_k_v". It is the same in every layer."""
     kind = step_kind(step)
     if not isinstance(step, LinearStep):
         return kind
@@ -261,6 +263,6 @@ def step_label(step: Step) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a node or weight name belongs to; None: no layer."""
+    """The layer number in the name of a node or weight; None if it belongs to no layer."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None

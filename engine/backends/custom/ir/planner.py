@@ -1,5 +1,6 @@
-"""Plans a graph: fusion, lowering, arena places, kernel choice, thread split. There is one plan per
-size class; a step runs under the smallest plan that fits it.
+"""Turns a graph into an execution plan: fuses nodes, lowers them to plan steps, assigns memory,
+chooses kernels and splits the work among threads. There is one plan per size class of engine steps.
+A step runs under the plan of the smallest class that is large enough.
 """
 
 from bisect import bisect_left
@@ -34,13 +35,18 @@ def plan(
     layout_of: LayoutOf = _floats,
     precision: Precision = _AS_STORED,
 ) -> ExecutionPlan:
-    """A plan for up to `capacity` rows. Weights of different layouts never form one matrix."""
+    """A plan for steps of up to `capacity` rows.
+
+    `layout_of` returns the layout of a weight. Weights of different layouts never form one matrix.
+    """
     verify(graph)
     return _plan_fused(fuse(graph), capacity, machine, layout_of, precision)
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """1, 8, 64, 512, then times four each; the last is `max_tokens`."""
+    """The max tokens of each size class: 1, 8, 64, 512, then four times the size before, and
+    `max_tokens` as the last.
+    """
     if max_tokens < 1:
         raise ValueError(f"a step has at least one token, found {max_tokens}")
     sizes = [size for size in _SMALL if size < max_tokens]
@@ -52,7 +58,7 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 class PlanCache:
-    """Creates each size class's plan on first use."""
+    """The plans of all size classes. Each is created when it is first used."""
 
     def __init__(
         self, make: Callable[[Capacity], ExecutionPlan], max_tokens: int, max_logits: int
@@ -66,7 +72,7 @@ class PlanCache:
         return tuple(Capacity(size, min(size, self._max_logits)) for size in self._buckets)
 
     def get(self, tokens: int, logits: int) -> ExecutionPlan:
-        """The plan for a step of this size."""
+        """The plan of the smallest size class that holds a step of this size."""
         most = self._buckets[-1]
         if not 1 <= tokens <= most or not 0 <= logits <= min(tokens, self._max_logits):
             raise ValueError(
@@ -87,7 +93,7 @@ def plan_cache(
     layout_of: LayoutOf = _floats,
     precision: Precision = _AS_STORED,
 ) -> PlanCache:
-    """Plans for every step size up to `max_tokens` tokens and `max_logits` logits."""
+    """The plans for all steps of up to `max_tokens` tokens and `max_logits` logits rows."""
     verify(graph)
     fused = fuse(graph)
 

@@ -1,4 +1,4 @@
-"""The numpy float32 reference of each op; every kernel is tested against these.
+"""The numpy float32 reference of each op. All kernels are tested against these functions.
 
 Letters: T tokens, D hidden size, N heads, K KV heads, H head size, L sequence length,
 C blocks of the cache, P block size.
@@ -44,7 +44,10 @@ def layer_norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
 
 
 def rope(x: F32, cosines: F32, sines: F32) -> F32:
-    """(T, N, H), (T, dim / 2) twice; rotates value i with i + dim / 2, copies values past dim."""
+    """Rotates values i and i + dim / 2 of each head of x (T, N, H). Copies values from dim on.
+
+    Cosines and sines are (T, dim / 2).
+    """
     half = cosines.shape[1]
     first, second, rest = np.split(x, (half, 2 * half), axis=-1)
     cosines, sines = cosines[:, None], sines[:, None]
@@ -72,9 +75,10 @@ def gelu_tanh(x: F32) -> F32:
 def attention(
     q: F32, k: F32, v: F32, positions: I32, scale: float, window: int | None = None
 ) -> F32:
-    """One sequence: (T, N, H) queries at `positions` over (L, K, H) keys and values -> (T, N, H).
+    """Causal attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
 
-    A query sees keys at its own and earlier positions, at most the last `window` of them.
+    `positions` (T,) are the queries' positions. A query attends to the keys at its own position and
+    before it, and only to the last `window` of them if there is a window.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -103,7 +107,7 @@ def head_norm(x: F32, weight: F32, eps: float, head_dim: int) -> F32:
 
 
 def rope_rows(x: F32, cosines: F32, sines: F32, head_dim: int) -> F32:
-    """`rope` over heads that are laid out as (T, N * H)."""
+    """`rope` for heads that are stored as (T, N * H)."""
     return rope(x.reshape(len(x), -1, head_dim), cosines, sines).reshape(x.shape)
 
 
@@ -128,7 +132,10 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> F32:
-    """(T, N * H) queries of several sequences over the cache; token t belongs to row_of[t]."""
+    """Attention of several sequences' queries (T, N * H) over the cache -> (T, N * H).
+
+    Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]].
+    """
     kv_heads, head_dim = cache.shape[3:]
     heads = q.reshape(len(q), -1, head_dim)
     out = np.empty_like(heads)
@@ -146,7 +153,10 @@ def paged_attention(
 def projection(
     x: F32, parts: Sequence[F32], biases: Sequence[F32], activation: str, gated: bool
 ) -> F32:
-    """Matmuls with several matrices, concatenated; gated: activation(first) * second."""
+    """Multiplies x by several matrices, concatenates the results and applies the activation.
+
+    If `gated`, there are two matrices, and the result is activation(first) * second.
+    """
     matmuls = [
         linear(x, part, biases[index] if biases else None) for index, part in enumerate(parts)
     ]
@@ -165,12 +175,15 @@ def rope_write(
     norms: tuple[F32 | None, F32 | None],
     eps: float,
 ) -> F32:
-    """Norms and rotates the heads of q and k, writes k and v to the cache, returns qkv."""
+    """Normalizes and rotates q and k, writes k and v to the cache, and returns the new qkv.
+
+    `norms` are the weights of q's and k's norm. `rotations` are the tokens' cosines and sines.
+    """
     kv_heads, head_dim = cache.shape[3:]
     middle, last = heads * head_dim, (heads + kv_heads) * head_dim
     turned = []
     for x, norm in zip((qkv[:, :middle], qkv[:, middle:last]), norms, strict=True):
-        if norm is not None:  # its length is one head, or all heads
+        if norm is not None:  # the norm covers one head, or all heads together
             x = head_norm(x, norm, eps, len(norm))
         turned.append(x if rotations is None else rope_rows(x, *rotations, head_dim))
     kv_write(cache, turned[1], qkv[:, last:], slots)

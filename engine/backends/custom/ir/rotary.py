@@ -1,4 +1,4 @@
-"""RoPE tables: the cosine and sine of every position, by the model's scaling rule."""
+"""Computes RoPE tables: cosines and sines for every position, by the model's scaling rule."""
 
 import math
 from typing import Any, TypeVar
@@ -17,7 +17,10 @@ Number = TypeVar("Number", int, float)
 def rotary_tables(
     rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
 ) -> tuple[F32, F32]:
-    """Cosines and sines, (max_seq_len, dim / 2) each; `factors` is the weight "rope.factors"."""
+    """Cosines and sines, (max_seq_len, dim / 2) each.
+
+    `factors` is the weight "rope.factors", if the model has one.
+    """
     frequencies, scale = rope_frequencies(rope, max_seq_len, factors)
     angles = np.arange(max_seq_len, dtype=np.float32)[:, None] * frequencies
     return np.cos(angles) * np.float32(scale), np.sin(angles) * np.float32(scale)
@@ -26,7 +29,9 @@ def rotary_tables(
 def rope_frequencies(
     rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
 ) -> tuple[F32, float]:
-    """Radians per position, (dim / 2,), and the factor applied to cosines and sines."""
+    """The RoPE frequencies, (dim / 2,) in radians per position, and the factor that multiplies
+    cosines and sines.
+    """
     frequencies = inverse_frequencies(rope, max_seq_len)
     if rope.kind == "factors":
         if factors is None or factors.shape != frequencies.shape:
@@ -38,7 +43,9 @@ def rope_frequencies(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """YaRN scales cos and sin to preserve attention entropy; the other rules use 1."""
+    """The factor of cosines and sines. YaRN uses it to preserve the entropy of attention; with
+    other scaling rules it is 1.
+    """
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -47,7 +54,9 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:
-    """(dim / 2,) radians per position by the model's rule; "factors" divides them later."""
+    """The frequencies by the model's scaling rule, (dim / 2,) in radians per position. For the
+    rule "factors", the caller still has to divide them by the factors.
+    """
     match rope.kind:
         case "linear":
             return _plain(rope.theta, rope.dim) / np.float32(rope.factor)
@@ -74,18 +83,22 @@ def _dynamic(rope: RopeConfig, max_seq_len: int) -> F32:
 
 
 def _llama3(rope: RopeConfig) -> F32:
-    """Keeps short wavelengths, divides long ones by the factor, blends in between."""
+    """Keeps the frequencies of short wavelengths, divides those of long wavelengths by the factor,
+    and blends both in between.
+    """
     original = _required(rope.original_max_position, "original_max_position", rope)
     low = _required(rope.low_freq_factor, "low_freq_factor", rope)
     high = _required(rope.high_freq_factor, "high_freq_factor", rope)
     frequencies = _plain(rope.theta, rope.dim)
-    rotations = original * frequencies / (2 * math.pi)  # rotations within the original context
+    rotations = original * frequencies / (2 * math.pi)  # full turns within the original context
     keep = np.clip((rotations - low) / (high - low), 0, 1)
     return _blend(frequencies, keep, rope.factor)
 
 
 def _yarn(rope: RopeConfig) -> F32:
-    """Keeps dimensions that rotate often within the original context, stretches slow ones."""
+    """Keeps frequencies with many full turns within the original context. Divides those with few
+    turns by the factor, and blends both in between.
+    """
     original = _required(rope.original_max_position, "original_max_position", rope)
     beta_fast = YARN_BETA_FAST if rope.beta_fast is None else rope.beta_fast
     beta_slow = YARN_BETA_SLOW if rope.beta_slow is None else rope.beta_slow

@@ -1,4 +1,6 @@
-"""Shape inference: an op's output value from its inputs and weights, or a `ShapeError`."""
+"""Shape inference: one function per op returns the shape and dtype of the op's result. It raises
+`ShapeError` if the inputs or weights do not fit the op.
+"""
 
 from collections.abc import Sequence
 
@@ -60,7 +62,7 @@ def linear(_: NoAttributes, inputs: Values, weights: Values) -> Value:
 
 
 def normalize(_: Normalize, inputs: Values, weights: Values) -> Value:
-    """RMS norms have one weight; layer norms may have a bias too."""
+    """The result of an RMS norm, which has one weight, or a layer norm, which may have a bias."""
     (source,) = _take(inputs, 1)
     if len(weights) not in (1, 2):
         raise ShapeError(f"takes a weight and perhaps a bias, found {len(weights)} weights")
@@ -115,7 +117,7 @@ def kv_write(attributes: KvWrite, inputs: Values, weights: Values) -> Value:
 
 
 def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) -> Value:
-    """Queries are the first columns of their input, which may have more columns."""
+    """The first heads * head_dim columns of the first input are the queries; others are ignored."""
     queries, cache, positions, row_of, tables = _take(inputs, 5)
     _take(weights, 0, "weights")
     rows, width = _rows(queries)
@@ -183,7 +185,7 @@ def _take(values: Values, count: int, what: str = "inputs") -> Values:
 
 
 def _rows(value: Value) -> tuple[Dim, int]:
-    """Number of rows and width of a float matrix."""
+    """The number of rows and the width of a float matrix; raises `ShapeError` for other values."""
     if len(value.shape) == 2 and value.dtype == "f32":
         rows, width = value.shape
         if isinstance(width, int):
@@ -229,7 +231,7 @@ def _need_slots(slots: Value, rows: Value) -> None:
 
 
 def _need_cache(cache: Value, kv_heads: int, head_dim: int) -> None:
-    """The cache is (blocks, block size, 2 for key and value, KV heads, head size)."""
+    """Checks the cache's shape: (blocks, block size, 2 for key and value, KV heads, head size)."""
     if len(cache.shape) != 5 or cache.shape[2:] != (2, kv_heads, head_dim) or cache.dtype != "f32":
         raise ShapeError(f"the cache {cache} does not hold {kv_heads} kv heads of {head_dim}")
 

@@ -1,4 +1,4 @@
-"""Types of the op table: values, counts, costs, tolerances, and dimension letters."""
+"""Types that the op table uses: tensor shapes with letters, step sizes, costs and tolerances."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-# A dimension is a number or one of the letters
-#   T tokens of the step        R tokens whose logits are wanted   S sequences
-#   B blocks of a block table   C blocks of the cache              P block size
+# A dimension is a number, or one of these letters if its size differs between steps:
+#   T tokens of the step        R tokens whose logits are needed   S sequences
+#   B blocks of a block table   C blocks of the KV cache           P tokens per block
 Dim = int | str
 DType = Literal["f32", "i32", "i64"]
 Numerics = Literal["f32", "int8", "bf16"]
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 class ShapeError(ValueError):
-    """An op cannot take these values; the message says why, the caller adds the node."""
+    """An op cannot take these inputs. The message says why; the caller adds the node's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The size of a step, for cost estimates."""
+    """The size of an engine step, for cost estimates."""
 
     tokens: int
     logits: int
-    context: int = 0  # mean number of positions that a token sees
-    sequences: int = 1  # each sequence's part of the cache is read once
+    context: int = 0  # mean number of positions that a token attends to
+    sequences: int = 1  # sequences in the step; each one's keys and values are read once
 
     def size(self, value: Value) -> int:
-        """Number of elements of the value."""
+        """Number of elements of a tensor in a step of this size."""
         total = 1
         for dim in value.shape:
             total *= dim if isinstance(dim, int) else self._letter(dim)
@@ -65,15 +65,16 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The max error of any element, in units of the expected values' root mean square.
+    """The max allowed error of any element, divided by the expected tensor's root mean square.
 
-    Dot products cancel, so an error relative to each element would be meaningless.
+    The terms of a dot product may cancel to almost zero, so errors relative to single elements
+    would be meaningless.
     """
 
     error: float
 
     def worst(self, got: Array, expected: Array) -> float:
-        """The max error in those units; infinite if `got` is not finite."""
+        """The max error, divided by the root mean square; infinite if `got` is not finite."""
         wide = expected.astype(np.float64)
         if not wide.size:
             return 0.0
@@ -87,7 +88,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Arguments for one call of an op's reference."""
+    """Test arguments for one call of an op."""
 
     attributes: Any
     inputs: tuple[Array, ...]
@@ -102,7 +103,9 @@ Examples = Callable[[np.random.Generator], Iterator[Example]]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op: its shape inference, reference, tolerances, examples and cost."""
+    """An entry of the op table. `reference` computes the op in numpy; `examples` yields arguments
+    for tests.
+    """
 
     name: str
     attributes: type

@@ -1,8 +1,9 @@
 """The JAX framework: pure functions over pytrees, compiled once per step shape.
 
-By default XLA reserves most of a GPU's memory at first use. The engine plans memory itself, so XLA
-is told to allocate on demand. XLA is also told to launch a step as CUDA graphs, attention included:
-launching the kernels one by one would take the host longer than they run.
+This module sets options of XLA. By default XLA reserves most of a GPU's memory at first use; here
+it allocates on demand, because the engine plans memory itself. XLA also launches a whole step,
+with attention, as CUDA graphs. Launching the kernels one by one would take the host longer than the
+kernels run.
 """
 
 import os

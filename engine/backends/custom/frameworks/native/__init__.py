@@ -1,4 +1,6 @@
-"""The native CPU framework: kernels in C++ that keep weights quantized. Needs no tensor library."""
+"""The native CPU framework: our own C++ kernels, which compute with quantized weights directly. It
+needs no tensor library.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Layer outputs and layer times for `custom/tools/inspection.py`. Outputs come from the unfused
-graph, run node by node with the numpy references; times come from the kernels.
+"""Layer outputs and layer times of the native framework, for `custom/tools/inspection.py`.
 
-The kernels' plans are fused, so their intermediate values cannot be read.
+Times are measured with the kernels. Outputs are computed with the numpy references from the unfused
+graph instead, because fused kernels do not expose their intermediate values.
 """
 
 from collections import defaultdict
@@ -28,7 +28,8 @@ from engine.backends.custom.ir.plan import (
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
 
-_NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}  # a layer's node -> its site
+# The node of a layer -> the name of its value in the inspection's output.
+_NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}
 
 
 def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
@@ -58,8 +59,10 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
 
 
 def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Norms are fused into the matmuls that follow them, so they have no times of their own.
-    `time_steps` decides how often a forward pass is repeated.
+    """Seconds per layer in a forward pass over `num_tokens` tokens of a prompt.
+
+    Norms are fused into the matmuls that follow them, so they have no times of their own. `repeats`
+    is ignored, because `time_steps` decides how often to repeat the forward pass.
     """
     config = replace(runner_config(num_tokens, 1, num_tokens), dtype="float32")
     machine = build.machine_with(config.num_threads or default_threads())

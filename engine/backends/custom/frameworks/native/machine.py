@@ -1,7 +1,7 @@
 """The CPU resources of this process: cores, NUMA nodes, the container's quota, and kernel speed.
 
-Run as a program, it measures the machine and prints `Speed` as JSON. `engine doctor` does so in a
-separate process, because a broken build may crash it.
+As a program, this module measures the kernels and prints a `Speed` as JSON. `engine doctor` runs it
+in a separate process, because kernels of a broken build may crash.
 """
 
 import json
@@ -23,15 +23,16 @@ _SYS = Path("/sys")
 _CGROUP_OF_SELF = Path("/proc/self/cgroup")
 _INT8, _BF16 = 1, 2  # codes of the kernels' numerics
 _TOKENS, _SIDE = 128, 1024  # sizes of the timed matmul
-_READ_BYTES = 128 * 2**20  # larger than most machines' caches, and still quick to fill
+# Bytes that the memory bandwidth test reads: more than most machines' caches, but quick to fill.
+_READ_BYTES = 128 * 2**20
 _READ_BYTES_PER_THREAD = 16 * 2**20
 _PIECE_BYTES = 2 * 2**20
-_PERIOD = 4096  # bytes of random weights, which are repeated
+_PERIOD = 4096  # test weights repeat after this many random bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core: its CPUs that this process may use, ascending."""
+    """A physical core. `cpus` are its logical CPUs that this process may use, ascending."""
 
     node: int
     cpus: tuple[int, ...]
@@ -39,28 +40,32 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Measured with all threads running together."""
+    """The speed of the kernels, measured with all threads running at the same time."""
 
-    instruction_sets: tuple[str, ...]  # with kernels, best last
+    instruction_sets: tuple[str, ...]  # those of this CPU that have kernels, the best one last
     threads: int
-    read_bytes_per_s: float  # weights streamed by a GEMV
+    read_bytes_per_s: float  # bytes of weights per second that a matmul with one token reads
     int8_ops_per_s: float
     bf16_ops_per_s: float | None  # None: no bfloat16 kernels for this CPU
 
 
 def default_threads() -> int:
-    """One per physical core that this process may use, limited by the container's CPU quota."""
+    """The default number of compute threads: one per physical core that this process may use, but
+    at most the container's CPU quota.
+    """
     quota = cpu_quota()
     cores = len(usable_cores())
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def choose_cpus(affinity: str, threads: int) -> list[int]:
-    """The CPU of each bound thread; empty: no binding. `affinity` is "auto", "off" or a list.
+    """The CPU that each thread is bound to; empty if threads are not bound. `affinity` is "auto",
+    "off" or a list such as "0-3,8".
 
-    "auto" takes one CPU per physical core and spreads threads evenly over NUMA nodes, neighbouring
-    threads on the same node. It does not bind threads under a CPU quota or if they would take every
-    core, since the server needs one too: the system's scheduler then does better.
+    "auto" takes one CPU per physical core and spreads threads evenly over NUMA nodes. Threads with
+    neighbouring numbers are on the same node. In two cases "auto" does not bind threads, because
+    the system's scheduler does better: under a CPU quota, and if the threads would take all cores,
+    since the server needs CPU time too.
     """
     if affinity == "off":
         return []
@@ -83,14 +88,16 @@ def choose_cpus(affinity: str, threads: int) -> list[int]:
 
 
 def usable_cpus() -> set[int]:
-    """This process's affinity mask; every CPU where the system has no masks."""
+    """The CPUs in this process's affinity mask; all CPUs if the system has no such masks."""
     if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def usable_cores(sys_root: Path = _SYS, mask: set[int] | None = None) -> list[Core]:
-    """Physical cores with a CPU in this process's affinity mask, by NUMA node and number."""
+    """The physical cores with a CPU in this process's affinity mask, sorted by NUMA node and CPU
+    number.
+    """
     usable = usable_cpus() if mask is None else mask
     nodes = _cpu_nodes(sys_root)
     cores = set()
@@ -103,7 +110,9 @@ def usable_cores(sys_root: Path = _SYS, mask: set[int] | None = None) -> list[Co
 
 
 def cpu_quota(sys_root: Path = _SYS, cgroup_file: Path = _CGROUP_OF_SELF) -> float | None:
-    """How many CPUs' worth of time this process's cgroups allow; None: no limit."""
+    """The CPU quota of this process's cgroups, in CPUs. 2.5 allows 2.5 seconds of CPU time per
+    second. None: no limit.
+    """
     mount = sys_root / "fs/cgroup"
     quotas = []
     for line in (_read(cgroup_file) or "").splitlines():
@@ -116,7 +125,7 @@ def cpu_quota(sys_root: Path = _SYS, cgroup_file: Path = _CGROUP_OF_SELF) -> flo
 
 
 def parse_cpus(text: str) -> list[int]:
-    """CPU numbers of a list such as "0-3,8", in its order."""
+    """The CPU numbers in a list such as "0-3,8", in the same order."""
     cpus: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -125,9 +134,9 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def measure(native: Any, threads: int) -> Speed:
-    """Times the best kernels of the compiled module; takes well below a second."""
+    """Measures the kernels of the CPU's best instruction set. Takes well below a second."""
     rng = np.random.default_rng(0)
-    # Quants; read as float16 they are small scales.
+    # Test weights. Any two of these bytes, read as float16, are also a small positive scale.
     quants = rng.integers(1, 0x30, _PERIOD, np.uint8)
     floats = rng.standard_normal(_PERIOD // 2, np.float32).view(np.uint16)[1::2].copy()
     operations = 2 * _TOKENS * _SIDE * _SIDE
@@ -135,7 +144,7 @@ def measure(native: Any, threads: int) -> Speed:
     with ThreadPoolExecutor(threads) as pool:
 
         def together(time_one: Callable[[int], float]) -> float:
-            """Runs per second of all threads together."""
+            """Runs `time_one` on all threads and sums up how often per second each can run it."""
             return max(
                 sum(1 / each for each in pool.map(time_one, range(threads))) for _ in range(2)
             )
@@ -154,16 +163,17 @@ def measure(native: Any, threads: int) -> Speed:
 
 
 def _matmul_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
-    """Seconds of the fastest matmul with a small matrix, on this thread."""
+    """Seconds of a matmul with a small matrix on this thread: the fastest of several runs."""
     layout, isa = native.layout_of(stored), native.instruction_sets()[-1]
     weights = _aligned(_SIDE // 16 * native.panel_bytes(layout, _SIDE), period)
     return native.bench_matmul(isa, numerics, layout, weights, _SIDE, _SIDE, _TOKENS, 6)
 
 
 def _read_time(native: Any, weights: NDArray[np.uint8], panels: int) -> float:
-    """Median seconds in which this thread reads so many panels, none of them in its cache.
+    """Seconds in which this thread reads `panels` panels of weights that are not in its cache.
 
-    Timed pieces are small, so that few of them are interrupted by other work on the core.
+    This is the median over many small pieces of `weights`. Few small pieces are interrupted by
+    other work on the core.
     """
     layout, isa = native.layout_of("Q8_0"), native.instruction_sets()[-1]
     piece = panels * native.panel_bytes(layout, _SIDE)
@@ -176,7 +186,7 @@ def _read_time(native: Any, weights: NDArray[np.uint8], panels: int) -> float:
 
 
 def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The period, repeated, on a 64-byte boundary as kernels require."""
+    """`size` bytes that repeat `period`, aligned to 64 bytes as the kernels require."""
     room = np.empty(-(-size // _PERIOD) * _PERIOD + 64, np.uint8)
     start = -room.ctypes.data % 64
     room[start : len(room) - 64 + start].reshape(-1, _PERIOD)[:] = period
@@ -184,7 +194,9 @@ def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _spread(cores: list[Core], threads: int) -> list[int]:
-    """Threads per node, as even as possible; the first nodes take the remainder."""
+    """Chooses a CPU for each thread. NUMA nodes get equally many threads, or the first nodes one
+    more than the others.
+    """
     nodes: dict[int, list[int]] = {}
     for core in cores:
         nodes.setdefault(core.node, []).append(core.cpus[0])
@@ -206,7 +218,9 @@ def _cpu_nodes(sys_root: Path) -> dict[int, int]:
 
 
 def _with_parents(mount: Path, path: str) -> list[Path]:
-    """Existing cgroup folders: a container may see its host's path beside its own mount."""
+    """The folder of a cgroup and its parents, without those that do not exist. Inside a container,
+    `path` may be the host's path, which does not exist under the container's own mount.
+    """
     folder = mount / path.lstrip("/")
     inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
     return [each for each in inside if each.is_dir()]

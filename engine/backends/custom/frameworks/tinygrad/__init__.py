@@ -1,4 +1,4 @@
-"""The tinygrad framework: a step is captured once per shape and then replayed."""
+"""The tinygrad framework. The kernels of a step are captured once per shape and then replayed."""
 
 from typing import TYPE_CHECKING
 

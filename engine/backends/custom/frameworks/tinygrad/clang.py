@@ -1,4 +1,4 @@
-"""Finds clang, which tinygrad calls for a CPU. Importing this does not import tinygrad."""
+"""Finds clang, which tinygrad needs to compile for a CPU. This module does not import tinygrad."""
 
 import os
 import shutil
@@ -8,7 +8,9 @@ _INSTALL = "apt-get install clang (or brew install llvm), or name a clang in the
 
 
 def missing_clang() -> str | None:
-    """An error message that says why tinygrad cannot compile and what to do; None: it can."""
+    """An error message that says why tinygrad cannot compile for a CPU and what to do. None if it
+    can.
+    """
     compiler = os.environ.get("CC", "clang")
     if shutil.which(compiler) is None:
         return f"tinygrad compiles for a CPU with clang, and '{compiler}' is not there: {_INSTALL}"

@@ -1,7 +1,8 @@
-"""The PyTorch framework: CUDA first, CPU too.
+"""The PyTorch framework, for CUDA and for CPUs.
 
-OpenMP reads its wait policy once, when PyTorch is first imported. By default its threads spin; a
-thread that spins while another process has the core makes steps tens of times slower.
+This module sets the wait policy of OpenMP, which reads it when PyTorch is first imported. By
+default idle threads spin. If another process needs their cores, this makes steps tens of times
+slower.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Layer outputs and layer times of the whole-sequence forward pass in PyTorch, for
-`custom/tools/inspection.py`.
+"""Layer outputs and layer times of a PyTorch model, for `custom/tools/inspection.py`. Both are
+measured in the forward pass over a whole sequence, without a cache.
 """
 
 from collections.abc import Callable, Sequence

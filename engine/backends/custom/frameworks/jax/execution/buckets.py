@@ -1,7 +1,7 @@
-"""Step shapes. XLA compiles a program per shape, so there are few, and steps are padded to them.
+"""The shapes of steps. XLA compiles a program per shape, so steps are padded to one of few shapes.
 
-Decode-only steps and steps with prefill are different programs. Sizes double from a min size, below
-which a smaller program would hardly be faster.
+Decode-only steps and steps with prefill use different programs. Sizes are a min size times powers
+of two. Programs below the min size would hardly be faster.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-MIN_ROWS = 8  # except FEW_ROWS, which has its own program
-FEW_ROWS = 2  # not 1: XLA copies the whole cache when a single row is written to it
+MIN_ROWS = 8  # decode-only steps are padded to at least this many rows, or to FEW_ROWS
+FEW_ROWS = 2  # not 1, because XLA copies the whole KV cache when only one row is written to it
 MIN_PROMPT_TOKENS = 32
-TILE = 32  # max prefill queries per attention item
+TILE = 32  # max queries per attention item in steps with prefill
 MIN_TABLE_TOKENS = 2048
 TABLE_GROWTH = 4
 
 
 class Bucket(NamedTuple):
-    """The shapes of a step, for which its program is compiled."""
+    """The sizes that a step is padded to. XLA compiles a program for each combination."""
 
     num_tokens: int
     num_rows: int
@@ -35,19 +35,21 @@ class Bucket(NamedTuple):
 
 @cache
 def step_layout(bucket: Bucket) -> Layout:
-    """The layout of a step's arrays: int32, zero-padded; padding tokens write to the null block."""
+    """The layout of a step's int32 arrays in one vector. Padding is 0, so padding tokens write to
+    block 0, which belongs to no sequence.
+    """
     tokens, items = bucket.num_tokens, bucket.num_items
     sizes = {
         "token_ids": tokens,
         "positions": tokens,
         "write_slots": tokens,
-        "slots": tokens,  # slot of the token's row
-        "logit_rows": tokens,  # indices of the tokens that `sample` needs
+        "slots": tokens,  # the slot of each token's sequence
+        "logit_rows": tokens,  # indices of the tokens whose logits `sample` needs
         "tables": bucket.num_rows * bucket.table_width,
-        "token": items,  # attention items, see `Work`
+        "token": items,  # this and the next two arrays are attention items, see `Work`
         "length": items,
         "row": items,
-        "num_items": 2,  # items of one query; all items
+        "num_items": 2,  # the number of items with one query, and the number of all items
     }
     return Layout(sizes, dict.fromkeys(sizes, 0))
 
@@ -64,12 +66,12 @@ def _doubled(size: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The shapes that a runner's steps may have."""
+    """Chooses the padded shape of each step of a runner."""
 
     max_slots: int
     block_size: int
     max_seq_len: int
-    chunk: int  # positions that attention reads at once; tables hold whole chunks
+    chunk: int  # attention reads this many positions at once; block tables are padded to it
 
     def of(self, inputs: BatchInputs) -> Bucket:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.slots)
@@ -91,7 +93,7 @@ class Buckets:
 
 
 def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
-    """A step's arrays, packed into one vector."""
+    """All arrays of a step, padded to the bucket's sizes and packed into one vector."""
     counts = np.diff(inputs.query_start)
     tokens, lengths, rows = attention_items(inputs.query_start, counts, bucket.tile)
     tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
@@ -112,7 +114,11 @@ def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
 
 
 def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:
-    """Cuts rows into items of at most `tile` queries: first token, length, row; singles first."""
+    """Cuts the rows of a batch into attention items of at most `tile` queries.
+
+    Returns the first token, the number of queries and the row of each item. Items with one query
+    come first.
+    """
     if tile == 1:
         rows = np.arange(len(counts), dtype=np.int32)
         return rows, np.ones_like(rows), rows

@@ -1,4 +1,4 @@
-"""Builds a loaded runner from a model source and a configuration; finds devices."""
+"""Finds JAX devices and builds a model runner with loaded weights."""
 
 import logging
 import re
@@ -28,17 +28,19 @@ from engine.core.errors import ConfigError
 from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
-# This logger reports every kind of device that the machine does not have.
+# At lower levels, this logger reports all kinds of devices that the machine does not have.
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 DEVICE = re.compile(r"(?P<platform>cpu|cuda)(?::(?P<first>\d+)(?:-(?P<last>\d+))?)?")
-# Programs that compile faster than this are not kept on disk.
+# Compiled programs are kept on disk if compilation took at least this many seconds.
 MIN_KEPT_COMPILE_S = 0.1
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Resolves "auto": CUDA in bfloat16 if JAX has it, else the CPU in float32."""
+    """Resolves device "auto" to CUDA if JAX finds a GPU, else to the CPU. Resolves dtype "auto" to
+    bfloat16 on CUDA and to float32 on the CPU.
+    """
     if device == "auto":
         device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     devices = _devices(device)
@@ -51,7 +53,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """Bytes of the weights and of a token's keys and values."""
+    """The memory that a model needs: bytes of all weights, and of one token's keys and values."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
@@ -59,7 +61,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
-    """Loads the weights and allocates the cache; programs are compiled on first use."""
+    """Loads the weights and allocates the KV cache. Programs are compiled when first used."""
     _check(source, config)
     keep_compiled(store_directory().parent / "jax")
     devices = _devices(config.device)
@@ -74,13 +76,15 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """Profiles a runner's calls with XLA's profiler."""
+    """A profiler for the runner's calls, which uses XLA's profiler."""
     assert isinstance(runner, JAXRunner), runner
     return JAXProfiler(runner)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keeps compiled programs on disk for the next start. Without a folder, starts are slower."""
+    """Lets JAX keep compiled programs in `folder` for the next start. If the folder cannot be
+    created, this logs a warning, and every start compiles again.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +105,9 @@ def _check(source: ModelSource, config: RunnerConfig) -> None:
 
 
 def _devices(name: str) -> list[jax.Device]:
-    """ "cpu", "cuda", "cuda:1", or several to share the model: "cuda:0-3"."""
+    """The devices of a name such as "cpu", "cuda" or "cuda:1". "cuda:0-3" shards the model over
+    four GPUs.
+    """
     match = DEVICE.fullmatch(name)
     if match is None:
         raise ConfigError(f"device '{name}' is unknown; use cpu, cuda, cuda:N or cuda:N-M")

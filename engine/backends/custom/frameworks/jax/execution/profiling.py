@@ -40,7 +40,9 @@ class JAXProfiler:
             self._trace = gzip.decompress(written.read_bytes())
 
     def kernels(self) -> list[KernelTime]:
-        """Operations of compiled programs by name. XLA numbers equal ones, as in `dot.17`."""
+        """Times of the operations in compiled programs. XLA numbers operations of one kind, as in
+        `dot.17`; here they are summed up under one name.
+        """
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for event in json.loads(self._trace)["traceEvents"]:

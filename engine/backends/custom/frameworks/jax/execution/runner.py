@@ -1,7 +1,8 @@
-"""`JAXRunner`: `forward` and `sample` are each one compiled function over donated state.
+"""`JAXRunner`. Its `forward` and `sample` each call one compiled function with donated state.
 
-Only `JAXPendingTokens.wait` waits for the device. A call returns as soon as its work is queued. The
-cache and slot state that it returns are the next call's input, in the same memory.
+A call returns as soon as its work is queued; only `JAXPendingTokens.wait` waits for the device. The
+KV cache and the state of the slots are donated: the compiled function updates them in place and
+returns them for the next call.
 """
 
 from dataclasses import dataclass
@@ -56,24 +57,25 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 
-# In a larger step, activations do not fit the second-level cache, and it gains nothing.
+# Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so they
+# would not be faster per token.
 MOST_CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `forward` passes on to `sample`."""
+    """The result of `forward`, which the caller passes to `sample`."""
 
-    states: Array  # (T, D), tokens with logits first
-    finite: Array  # (T,) per token
+    states: Array  # (T, D) the residual stream; tokens whose logits are needed come first
+    finite: Array  # (T,) bool: whether each token's residual stream is finite
     query_start: I32
 
 
 @dataclass(frozen=True, slots=True)
 class JAXPendingTokens:
-    """A step's results while they are copied to the host."""
+    """The results of a step, which may still be on their way to the host."""
 
-    sampled: Sampled | None  # None: no row samples
+    sampled: Sampled | None  # None: no row of this step samples a token
     hidden: Array | None  # (R, D)
     finite: Array
     query_start: I32
@@ -85,7 +87,7 @@ class JAXPendingTokens:
 
 
 class StepProgram(NamedTuple):
-    """What is known at trace time, besides a step's bucket."""
+    """The compile-time arguments of `forward`, besides the bucket of a step."""
 
     model: Model
     tree: jax.tree_util.PyTreeDef  # structure of the parameters
@@ -111,24 +113,27 @@ class JAXRunner:
             max_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
-        self._params, tree = jax.tree.flatten(params)  # once, not in every step
-        # The part that `sample` needs: every array argument of a call costs host time.
+        self._params, tree = jax.tree.flatten(params)  # flattened once rather than in every step
+        # The parameters that `sample` needs. Others are left out, because each array argument of a
+        # call costs host time.
         self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
         shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
-        # Keys and values per layer. Zeros, because NaN would leak through a mask.
+        # Keys and values of each layer. They start as zeros, because attention multiplies masked
+        # values by 0, and 0 * NaN is NaN.
         self._caches = [
             jnp.zeros(shape, dtype, device=pages) for _ in range(model.config.num_layers)
         ]
         self._last_token = jnp.zeros(config.max_slots, jnp.int32, device=self._home)
-        self._counts: Array | None = None  # (max_slots, V), allocated for the first penalties
+        # (max_slots, V) token counts; allocated when a request first uses penalties.
+        self._counts: Array | None = None
         self._words = jax.device_put(token_words(model.config.vocab_size), self._home)
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, tree, attention, config.block_size, mesh)
-        self._settings: Settings | None = None  # of the last step
+        self._settings: Settings | None = None  # the sampling settings of the last step
 
     @property
     def spec(self) -> RunnerSpec:
@@ -169,15 +174,17 @@ class JAXRunner:
         return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
 
     def wait(self) -> None:
-        """Waits until the device is idle."""
+        """Waits until the device has finished all queued work."""
         jax.block_until_ready((self._caches, self._last_token))
 
     def close(self) -> None:
-        """Frees the model and the cache; the runner cannot be used again."""
+        """Frees the model and the KV cache. The runner cannot be used afterwards."""
         del self._params, self._ends, self._caches, self._last_token, self._counts, self._words
 
     def _settings_of(self, sampling: SamplingInputs) -> Settings:
-        """The settings on the device. Greedy decode steps with the same arrays reuse the last."""
+        """The sampling settings on the device. A greedy step that has the same arrays as the last
+        step reuses the last step's settings.
+        """
         last = self._settings
         if last is None or last[0] is not sampling.temperature or last[1].samples:
             traits = traits_of(sampling, self._spec.vocab_size)
@@ -187,7 +194,7 @@ class JAXRunner:
         return last
 
     def _histories(self, sampling: SamplingInputs) -> Array:
-        """The slots' token counts, updated with the histories that came with this step."""
+        """The token counts of all slots, after adding the token histories that this step brings."""
         counts, size = self._counts, self._spec.vocab_size
         if counts is None:
             counts = jnp.zeros((self._spec.max_slots, size), jnp.int32, device=self._home)
@@ -206,10 +213,12 @@ def forward(
     last_token: Array,
     packed: Array,
 ) -> tuple[list[Array], Array, Array]:
-    """The forward pass. `leaves` are the parameters; `last_token` (max_slots,) has each slot's last
-    sampled token. The layers' caches (slots, 2, K, H), key before value, are donated and written in
-    place. Returns them, the residual stream (T, D) of the tokens in `logit_rows`, and for each
-    token whether its residual stream is finite after the last layer.
+    """The forward pass of a step. `leaves` are the parameters. `last_token` (max_slots,) has the
+    last sampled token of each slot. `caches` are the KV caches of the layers, (slots, 2, K, H) each
+    with key before value. They are donated and written in place.
+
+    Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
+    whether its residual stream is finite after the last layer.
     """
     model, tree, attention, block_size, mesh = program
     params = jax.tree.unflatten(tree, leaves)
@@ -244,7 +253,9 @@ def write_and_attend(
     write_slots: Array,
     work: Work,
 ) -> tuple[Array, Array]:
-    """Writes and attends in one layer, over the heads that a device holds."""
+    """Writes the keys and values of one layer to the cache, then attends. With several devices,
+    each computes only its own heads.
+    """
     cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
     return attention(q, cache, work, shape), cache
 
@@ -261,7 +272,11 @@ def sample_step(
     packed: Array,
     mask: Array | None,
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
-    """Samples: gives the new slot state, the sampled tokens and the hidden states."""
+    """Computes logits from the residual stream `states` and samples a token per row.
+
+    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states if they
+    are wanted.
+    """
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)
     hidden = final_norm(model, params, states)

@@ -1,4 +1,6 @@
-"""Samples tokens in traced pure functions, with `runtime/host_sampler.py`'s semantics."""
+"""Samples tokens in pure functions that JAX compiles. `runtime/host_sampler.py` has the same
+semantics.
+"""
 
 from collections.abc import Mapping
 
@@ -11,11 +13,11 @@ from engine.backends.custom.runtime.host_sampler import gumbel
 from engine.backends.custom.runtime.model_runner import SAMPLE
 from engine.backends.custom.runtime.outputs import Sampled
 
-# A slot's count of a token: the lowest bit is set if the prompt has the token; the other bits count
-# its occurrences in the output.
+# In the token counts of a slot, the lowest bit of a token's count is set if the prompt has the
+# token. The other bits count its occurrences in the output.
 IN_PROMPT, PER_OUTPUT = 1, 2
 
-Settings = Mapping[str, Array]  # of `frameworks/settings.py`
+Settings = Mapping[str, Array]  # the arrays of `frameworks/settings.py`, by name
 
 
 def sample(
@@ -26,8 +28,11 @@ def sample(
     counts: Array | None,
     mask: Array | None,
 ) -> Sampled:
-    """logits (R, V) float32; `words` (V,) are the vocabulary's `token_words`. `counts` (R, V): None
-    without penalties. `mask` (R, ceil(V / 32)): None if all tokens are allowed.
+    """Samples one token per row from logits (R, V) float32.
+
+    `words` (V,) are the vocabulary's `token_words`. `counts` (R, V) are the rows' token counts, or
+    None if no row has penalties. `mask` (R, ceil(V / 32)) has a bit per allowed token, or is None
+    if all tokens are allowed.
     """
     adjusted = logits
     if counts is not None:
@@ -48,7 +53,9 @@ def sample(
 
 
 def penalize(logits: Array, counts: Array, settings: Settings) -> Array:
-    """Repetition scales logits toward unlikely; frequency and presence subtract, output only."""
+    """Applies the penalties. The repetition penalty makes tokens of prompt and output less likely
+    by a factor. Frequency and presence penalties are subtracted, for tokens of the output only.
+    """
     num_output = (counts // PER_OUTPUT).astype(jnp.float32)
     repetition = settings["repetition"][:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -65,7 +72,9 @@ def apply_mask(logits: Array, mask: Array) -> Array:
 
 
 def random_sample(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
-    """Samples one token per row, (R,), as if every temperature were above 0."""
+    """Samples one token per row, (R,). Rows with temperature 0 are sampled at temperature 1; the
+    caller ignores their tokens.
+    """
     temperature = jnp.where(settings["temperature"] > 0, settings["temperature"], 1)
     logits = logits / temperature[:, None]
     if traits.filters:
@@ -75,7 +84,11 @@ def random_sample(logits: Array, settings: Settings, traits: Traits, words: Arra
 
 
 def keep_top_k(logits: Array, top_k: Array) -> Array:
-    """Finds the k-th largest logit by bisecting its bits: several times faster than sorting."""
+    """Keeps the k largest logits of each row and sets the others to -inf.
+
+    The k-th largest logit is found bit by bit, by bisection. This is several times faster than
+    sorting.
+    """
     wanted = jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -91,7 +104,9 @@ def keep_top_k(logits: Array, top_k: Array) -> Array:
 
 
 def keep_likely(logits: Array, top_p: Array, min_p: Array) -> Array:
-    """Top-p, then min-p: a fraction of the best token's probability, which top-p always keeps."""
+    """Applies top-p and min-p: sets the logits of too unlikely tokens to -inf. Min-p is a fraction
+    of the best token's probability. Top-p always keeps the best token.
+    """
     probs = jax.nn.softmax(logits, axis=-1)
     floor = probs.max(axis=-1, keepdims=True) * min_p[:, None]
     nucleus = jnp.where(top_p < 1, nucleus_floor(probs, top_p), 0)
@@ -99,10 +114,12 @@ def keep_likely(logits: Array, top_p: Array, min_p: Array) -> Array:
 
 
 def nucleus_floor(probs: Array, target: Array) -> Array:
-    """The max probability such that tokens at or above it sum to at least the target: (R,)
+    """The top-p threshold of each row, (R,): the largest probability such that the tokens at or
+    above it sum to at least `target`.
 
-    Bisects over the bits of a float, which sort like the values. The last 7 bits stay 0, so tokens
-    whose probabilities agree to one part in 65,536 count as equally likely.
+    The threshold is found bit by bit, by bisection, since the bits of positive floats sort like
+    their values. The last 7 bits stay 0, so tokens whose probabilities agree to one part in 65,536
+    count as equally likely.
     """
     lowest = jnp.full(len(probs), 2.0**-63, jnp.float32)
 

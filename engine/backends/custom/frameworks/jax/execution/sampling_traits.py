@@ -1,4 +1,4 @@
-"""The compile-time kind of a step's sampling, and the layout of its settings."""
+"""The compile-time properties of a step's sampling, and the layout of its settings."""
 
 from functools import cache
 from typing import NamedTuple
@@ -10,23 +10,24 @@ from engine.backends.custom.frameworks.jax.execution.buckets import padded_rows
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.model_runner import F32, I32, SamplingInputs
 
-# Top alternatives are computed in one of these counts and trimmed on the host.
+# The device computes one of these numbers of top log-probabilities per token. The host drops those
+# that the request did not ask for.
 NUM_TOPS = (0, 5, 20)
 
 
 class Traits(NamedTuple):
-    """What `sample_step` is compiled for."""
+    """The properties that `sample_step` is compiled for."""
 
-    num_rows: int  # padded
-    num_biases: int  # padded
+    num_rows: int  # number of rows, with padding
+    num_biases: int  # number of logit biases in all rows, with padding
     samples: bool  # some row's temperature is above 0
-    filters: bool  # top-k, top-p or min-p
-    num_top: int | None  # None: no log-probabilities
+    filters: bool  # some row uses top-k, top-p or min-p
+    num_top: int | None  # number of top log-probabilities; None: no log-probabilities at all
     keeps_hidden: bool
 
 
-# The rows' temperatures (decode-only steps share the array object, so its identity tells whether
-# settings changed), the traits, and the packed settings on the device.
+# The rows' temperatures, the traits, and the packed settings on the device. Consecutive decode-only
+# steps share the array object of temperatures, so its identity tells whether settings changed.
 Settings = tuple[F32, Traits, Array]
 
 
@@ -52,7 +53,9 @@ def _num_top(wanted: int, vocab_size: int) -> int | None:
 
 @cache
 def settings_layout(traits: Traits, max_slots: int) -> Layout:
-    """The layout of `frameworks/settings.py`; the slot after the last is the spare one."""
+    """The layout of the arrays of `frameworks/settings.py`. The spare slot, which no sequence uses,
+    is the slot after the last.
+    """
     sizes = settings.settings_sizes(traits.num_rows, traits.num_biases)
     return Layout(sizes, settings.PADS | {settings.KEEPS: max_slots})
 

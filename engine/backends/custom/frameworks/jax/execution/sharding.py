@@ -1,7 +1,7 @@
-"""Tensor parallelism: which axis of each parameter is sharded over a mesh's devices.
+"""Tensor parallelism: the axis along which each parameter is sharded over the devices.
 
-Matrices that produce heads or inner values are split by rows, those that consume them by columns.
-Attention and MLP then each end with one all-reduce, which XLA inserts.
+The matrices for q, k, v, gate and up are sharded by rows, the output and down projections by
+columns. Attention and MLP then each need one all-reduce at the end, which XLA inserts.
 """
 
 import jax
@@ -18,7 +18,9 @@ BY_COLUMNS = frozenset({"o", "down"})
 
 
 def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
-    """None for a single device. Raises `ConfigError` if the model cannot be split that way."""
+    """A mesh of the devices, or None for a single device. Raises `ConfigError` if the model's heads
+    or feed-forward values cannot be divided evenly among the devices.
+    """
     count = len(devices)
     if count == 1:
         return None
@@ -33,7 +35,7 @@ def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
 
 
 def param_spec(name: str) -> P:
-    """The sharding of a weight, by a name such as "layers.3.attn.q.bias"."""
+    """How a weight is sharded. `name` is for example "layers.3.attn.q.bias"."""
     *_, part, kind = name.split(".")
     if part in BY_ROWS:
         return P(AXIS)
@@ -44,5 +46,5 @@ CACHE_SPEC = P(None, None, AXIS)  # (slots, 2, K, H)
 
 
 def home(spec: P, mesh: Mesh | None, device: jax.Device) -> jax.Device | NamedSharding:
-    """An array's placement: sharded over the mesh, or whole on the device without a mesh."""
+    """Where to place an array: sharded over the mesh, or on `device` if there is no mesh."""
     return device if mesh is None else NamedSharding(mesh, spec)

@@ -1,6 +1,7 @@
-"""Attention backends: a mixed batch's queries attend to keys and values in the paged cache.
+"""Attention backends. The queries of a batch, prefill and decode, attend to the keys and values in
+the paged cache.
 
-Backends differ only in speed: all are tested against attention over a plain sequence.
+Backends differ only in speed. All are tested against plain attention over one sequence.
 """
 
 from typing import Protocol
@@ -16,20 +17,22 @@ from engine.core.errors import ConfigError
 
 class AttentionBackend(Protocol):
     def __call__(self, q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
-        """One layer. q (T, N, H); cache (slots, 2, K, H), key before value, already has the step's
-        own keys and values. Returns (T, N, H); tokens that no item covers are undefined.
+        """Attention of one layer: q (T, N, H) -> (T, N, H). Padding tokens' results are undefined.
+        cache (slots, 2, K, H), key before value, already has the keys and values of this step.
         """
         ...
 
 
-MAX_OFFSET = 2**31 - 1  # the kernel uses 32-bit offsets within a layer
+MAX_OFFSET = 2**31 - 1  # the Pallas kernel uses 32-bit offsets within the cache of a layer
 ATTENTION: dict[str, AttentionBackend] = {"xla": xla_attention, "pallas": pallas_attention}
 
 
 def attention_backend(
     name: str, config: ModelConfig, platform: str, num_slots: int
 ) -> AttentionBackend:
-    """ "auto": Pallas on a GPU if it supports the head size, else plain XLA."""
+    """The attention backend `name`. "auto" is Pallas on a GPU if Pallas supports the head size,
+    else XLA.
+    """
     if name == "auto":
         can_tile = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
         name = "pallas" if platform == "gpu" and can_tile else "xla"

@@ -1,8 +1,8 @@
 """Paged attention as a Pallas kernel for GPUs: one program per work item and KV head.
 
-A program holds the queries of all heads that share its KV head. It walks the row's context in
-chunks through the block table with an online softmax, so nothing of the context's size is stored.
-Without a GPU, Pallas interprets it, for tests.
+A program holds the queries of all heads that share its KV head. It reads the context in chunks,
+through the block table, and uses an online softmax, so it never stores the scores of the whole
+context. Without a GPU, Pallas interprets the kernel, for tests.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, W
 from engine.backends.custom.frameworks.jax.layers.linear import precision
 
 CHUNK = 64  # context positions per iteration
-MIN_DOT = 16  # min rows of a tensor core matmul
+MIN_DOT = 16  # tensor core matmuls have at least this many rows
 HIDDEN = -1e30
 Ref = Any
 
@@ -68,7 +68,7 @@ def _attend(
         mask = jnp.broadcast_to(is_own[:, None], (num_queries, head_dim))
         scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(shape.scale, q_ref.dtype)
         positions = first + index // group
-        end = first + count  # end of the context that the item may see
+        end = first + count  # end of the context that the item's queries may attend to
 
         def attend_chunk(chunk: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
             best, total, mixed = state

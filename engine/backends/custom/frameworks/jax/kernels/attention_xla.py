@@ -1,7 +1,7 @@
-"""Paged attention in plain XLA; it gathers one chunk of the context at a time.
+"""Paged attention in plain XLA operations. It gathers one chunk of the context at a time.
 
-Trip counts are values, not shapes, so one compiled step serves contexts of any length. Single
-queries of several rows are batched; a longer run of queries is processed alone.
+The number of chunks is a value, not a shape, so one compiled step serves contexts of any length.
+Rows with a single query are computed in batches; a run of several queries is computed on its own.
 """
 
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jax import Array, lax
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
 from engine.backends.custom.frameworks.jax.layers.linear import einsum
 
-CHUNK = 128  # positions gathered at once, at least one block
-GROUP = 8  # single-query rows per batch
+CHUNK = 128  # positions gathered at once; a larger block is gathered as a whole
+GROUP = 8  # rows with a single query that are computed together
 HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 NO_QUERY = -1  # position of a padding query
 
@@ -41,7 +41,11 @@ def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array
 
 
 def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
-    """Tiles may overlap the next row's tokens or the padding; those keep their own results."""
+    """Computes the items with several queries and adds their results to `out`.
+
+    A tile has a fixed size and may reach into the next row's tokens or the padding. The results of
+    those tokens are not changed.
+    """
     size, offsets = shape.tile, jnp.arange(shape.tile)
     padding = ((0, size), (0, 0), (0, 0))
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
@@ -63,7 +67,10 @@ def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape
 def _attend(
     q: Array, positions: Array, tables: Array, cache: Array, shape: AttentionShape
 ) -> Array:
-    """G rows of Q queries each: q (G, Q, N, H) at positions (G, Q), block tables (G, B)."""
+    """Attention of G rows with Q queries each: q (G, Q, N, H) -> (G, Q, N, H).
+
+    `positions` (G, Q) are the queries' positions, `tables` (G, B) the rows' block tables.
+    """
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads = cache.shape[2]
     blocks = cache.reshape(-1, shape.block_size, *cache.shape[1:])
@@ -78,7 +85,7 @@ def _attend(
         table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         taken = _take(blocks, table).reshape(rows, chunk, 2, num_kv_heads, head_dim)
         keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
-        # Slots past a row's end belong to other sequences and may hold NaN.
+        # Cache slots past a row's end belong to other sequences and may be NaN, so they are zeroed.
         values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
         visible = is_visible(distance, shape.window)
@@ -105,5 +112,5 @@ def _attend(
 
 
 def _take(array: Array, indices: Array) -> Array:
-    """Rows of an array; the host computed the indices, so they are in bounds."""
+    """Rows of an array by index, without a bounds check. The host computed valid indices."""
     return array.at[indices].get(mode="promise_in_bounds")

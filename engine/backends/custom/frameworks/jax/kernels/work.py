@@ -1,4 +1,6 @@
-"""A step's attention work: the host cuts its queries into items of one row each."""
+"""The attention work of a step. The host cuts the queries into items; all queries of an item belong
+to one row.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,31 +9,31 @@ from jax import Array
 
 
 class Work(NamedTuple):
-    """Attention's work in a step. Single-query items come first; padding items come last.
+    """The attention items of a step. Items with one query come first; padding items come last.
 
     Letters: T tokens, S rows, B blocks of a table, I items.
     """
 
     positions: Array  # (T,)
     tables: Array  # (S, B)
-    token: Array  # (I,) an item's first query, index into T
-    length: Array  # (I,) number of queries; 0: padding
-    row: Array  # (I,) index into S
-    num_singles: Array  # () items of one query
-    num_items: Array  # () items in use
+    token: Array  # (I,) index of each item's first token in the step
+    length: Array  # (I,) number of queries of each item; 0: padding
+    row: Array  # (I,) index of each item's row in `tables`
+    num_singles: Array  # () number of items with one query
+    num_items: Array  # () number of items without padding
 
 
 def is_visible(distance: Array, window: int | None) -> Array:
-    """Whether a query sees a key that lies `distance` positions before it."""
+    """Whether a query attends to a key that is `distance` positions before it."""
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is known when attention is traced."""
+    """The compile-time arguments of attention."""
 
     tile: int  # max queries per item
     block_size: int
     window: int | None
-    scale: float  # multiplies scores
+    scale: float  # multiplies the attention scores

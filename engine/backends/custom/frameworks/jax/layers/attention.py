@@ -1,4 +1,6 @@
-"""Self-attention's projections and norms; attending over the cache is passed in by the step."""
+"""Projections and norms of self-attention. Serving attends over the paged cache elsewhere, in
+`kernels/`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 def heads(
     params: Params, config: ModelConfig, x: Array, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, N, H), keys and values (T, K, H), normed and rotated (RoPE)."""
+    """Queries (T, N, H), keys and values (T, K, H), after the norms of q and k and after RoPE."""
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
@@ -29,7 +31,7 @@ def heads(
 
 
 def causal_attention(q: Array, k: Array, v: Array, window: int | None, scale: float) -> Array:
-    """One whole sequence attends to itself: (T, N, H). Differentiable."""
+    """Causal attention of one whole sequence, without a cache: (T, N, H). It is differentiable."""
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
     scores = einsum("tkgh,skh->kgts", grouped, k)

@@ -1,20 +1,22 @@
-"""Matmul and embedding lookup. A parameter is a dictionary with "weight", (out, in), and an
-optional "bias".
+"""Matmul and embedding lookup. The parameters of a layer are a dictionary with "weight", (out, in),
+and an optional "bias".
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-Params = dict  # names to arrays or to nested dictionaries: a pytree
+Params = dict  # a pytree: names to arrays or to nested dictionaries
 
 
 def precision(dtype: jnp.dtype) -> str:
-    """Keeps float32 matmuls in float32 on a GPU, whose tensor cores would use TF32."""
+    """JAX's precision setting for a matmul. It makes float32 matmuls exact on GPUs, which would
+    otherwise use TF32 on tensor cores.
+    """
     return "highest" if dtype == jnp.float32 else "default"
 
 
 def einsum(formula: str, a: Array, b: Array) -> Array:
-    """Accumulates in float32, whatever the arrays' dtype."""
+    """`jnp.einsum` that accumulates in float32 and returns float32, whatever the arrays' dtype."""
     exact = precision(a.dtype)
     return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""The feed-forward layer: gated (Llama and its descendants) or plain (GPT-2)."""
+"""The MLP of a layer: gated in Llama and its descendants, without a gate in GPT-2."""
 
 from collections.abc import Callable
 from functools import partial

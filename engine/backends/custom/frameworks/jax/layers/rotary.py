@@ -1,4 +1,4 @@
-"""RoPE: angles depend only on the position, by the model's scaling rule."""
+"""RoPE. The rotation of a query or key depends only on its position and the model's frequencies."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from jax import Array
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of a step's tokens."""
+    """The cosines and sines for the positions of a step's tokens."""
 
     cos: Array  # (T, 1, dim / 2)
     sin: Array  # (T, 1, dim / 2)
@@ -16,13 +16,17 @@ class Rotation(NamedTuple):
 def rotation(
     positions: Array, frequencies: tuple[float, ...], scale: float, dtype: jnp.dtype
 ) -> Rotation:
-    """`frequencies` are radians per position, for half of the rotated dimensions."""
+    """The cosines and sines for `positions`, multiplied by `scale`. `frequencies` are dim / 2
+    numbers, in radians per position.
+    """
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.array(frequencies, jnp.float32)
     return Rotation(*((rotation(angles) * scale).astype(dtype) for rotation in (jnp.cos, jnp.sin)))
 
 
 def rotate(x: Array, rotation: Rotation) -> Array:
-    """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
+    """Rotates the first `dim` values of each head of x (T, N, H). Value i is paired with value
+    i + dim / 2.
+    """
     half = rotation.cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = (

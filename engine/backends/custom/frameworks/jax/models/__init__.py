@@ -1,1 +1,1 @@
-"""The decoder as a pure function over a pytree of weights, and how the weights are loaded."""
+"""The decoder as a pure function of a pytree of weights, and the code that loads the weights."""

@@ -1,8 +1,8 @@
-"""The decoder of every family, as functions of its parameters.
+"""The decoder of all model families, as functions of its parameters.
 
-A `Model` is data known at trace time; the parameters are a pytree. Serving runs `decode` with an
-`attend` that reads and writes the paged cache. Parity tests and training call `forward_sequence`,
-which is differentiable with respect to the parameters.
+A `Model` has the data that is known at compile time; the parameters are a pytree. Serving calls
+`decode` with a function `attend` that reads and writes the paged cache. Parity tests and training
+call `forward_sequence`, which is differentiable with respect to the parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +22,20 @@ from engine.backends.custom.frameworks.jax.layers.norm import layer_norm, rms_no
 from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotation
 from engine.backends.custom.frameworks.jax.models.gpt2 import add_positions
 
-Memory = Any  # a layer's KV state: a pytree that the step defines
-# From a layer's queries (T, N, H), keys and values (T, K, H) and its KV state to the attention
-# output (T, N, H) and the new KV state.
+Memory = Any  # the KV state of a layer, for example its cache: a pytree that only `attend` reads
+# A function that attends in one layer. It gets the layer's queries (T, N, H), keys and values
+# (T, K, H) and KV state. It returns the attention output (T, N, H) and the new KV state.
 Attend = Callable[[Array, Array, Array, Memory], tuple[Array, Memory]]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Hashable, so that models of the same shape share compiled programs."""
+    """The compile-time part of a model. It is hashable, so that models with the same config share
+    compiled programs.
+    """
 
     config: ModelConfig
-    # Radians per position, dim / 2 of them, and the factor of cosines and sines.
+    # RoPE: dim / 2 frequencies in radians per position, and the factor of cosines and sines.
     frequencies: tuple[float, ...] | None = None
     rotary_scale: float = 1.0
 
@@ -53,7 +55,10 @@ def block(
     rotation: Rotation | None,
     memory: Memory,
 ) -> tuple[Array, Memory]:
-    """Attention, then MLP; each adds to the residual stream. `params` are the layer's."""
+    """One layer: attention, then MLP. Both add to the residual stream x (T, D).
+
+    `params` are the layer's parameters, `memory` is its KV state. Returns both new states.
+    """
     config = model.config
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
     attended, memory = attend(*heads(params["attn"], config, read, rotation), memory)
@@ -65,7 +70,9 @@ def block(
 
 
 def merged(config: ModelConfig, params: Params, x: Array, half: Array) -> Array:
-    """Adds the output `half` of attention or MLP to the stream; `params` are its norm's."""
+    """Adds the output `half` of attention or MLP to the residual stream `x`. `params` are the
+    parameters of the output norm, which only some models have.
+    """
     if config.norm_placement == "output":
         half = norm(config, params, half)
     if config.residual_multiplier != 1:
@@ -93,9 +100,11 @@ def decode(
     attend: Attend,
     memories: Sequence[Memory],
 ) -> tuple[list[Array], list[Memory]]:
-    """The residual stream (T, D) before the first block and after each; each layer's KV state."""
+    """Runs all layers. Returns a list of the residual stream (T, D) before the first layer and
+    after each layer, and a list of each layer's new KV state.
+    """
     rotation = rotation_of(model, params, positions)
-    one_layer = jax.jit(partial(block, model, attend))  # traced once: all layers have equal shapes
+    one_layer = jax.jit(partial(block, model, attend))  # traced once, for all layers
     states, after = [embed(model.config, params, token_ids, positions)], []
     for own, memory in zip(params["layers"], memories, strict=True):
         x, remembered = one_layer(own, states[-1], rotation, memory)
@@ -109,14 +118,14 @@ def final_norm(model: Model, params: Params, x: Array) -> Array:
 
 
 def head_logits(model: Model, params: Params, hidden: Array) -> Array:
-    """Normed states (R, D) -> logits (R, V) float32"""
+    """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
     head = params["head" if "head" in params else "embed"]
     logits, scaling = linear(head, hidden).astype(jnp.float32), model.config.logits_scaling
     return logits if scaling == 1 else logits / scaling
 
 
 def forward_sequence(model: Model, params: Params, token_ids: Array) -> tuple[Array, list[Array]]:
-    """Logits (T, V) of one sequence (T,), and the states that `decode` returns."""
+    """The logits (T, V) of one sequence (T,), and the residual streams that `decode` returns."""
 
     config = model.config
 

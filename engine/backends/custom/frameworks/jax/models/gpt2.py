@@ -1,4 +1,4 @@
-"""GPT-2's learned positions, added to the token embeddings; `base.py` has the rest."""
+"""GPT-2's learned position embeddings. All other parts of the model are in `base.py`."""
 
 from jax import Array
 
@@ -6,5 +6,5 @@ from engine.backends.custom.frameworks.jax.layers.linear import Params, embeddin
 
 
 def add_positions(params: Params, x: Array, positions: Array) -> Array:
-    """x (T, D), positions (T,) -> (T, D)"""
+    """Adds the position embeddings to the token embeddings: x (T, D), positions (T,) -> (T, D)"""
     return x + embedding(params["position"], positions)

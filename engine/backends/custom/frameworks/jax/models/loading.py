@@ -24,7 +24,7 @@ Place = Callable[[str, Array | NDArray[np.generic]], Array]  # puts a named arra
 
 
 def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len: int) -> Model:
-    """The trace-time part of a model; reads no weight except RoPE's frequency factors."""
+    """The compile-time part of a model. The only weight that this reads is "rope.factors"."""
     check_decoder(config, "jax")
     if config.rope is None:
         return Model(config)
@@ -33,7 +33,7 @@ def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len:
 
 
 def load_params(weights: Mapping[str, Weight], dtype: jnp.dtype, place: Place) -> Params:
-    """Every weight in the given dtype, under the names of `architectures`."""
+    """Loads all weights in the given dtype. `architectures/` lists their names."""
 
     def decode(weight: Weight) -> Array | NDArray[np.generic]:
         if isinstance(weight, RandomWeight):  # generated on the device

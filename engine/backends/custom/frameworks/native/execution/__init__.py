@@ -1,1 +1,1 @@
-"""The native model runner: turns an `ExecutionPlan` into the program of the C++ executor."""
+"""The native model runner, which passes an `ExecutionPlan` to the C++ executor."""

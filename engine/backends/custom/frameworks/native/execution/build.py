@@ -1,4 +1,4 @@
-"""Builds a loaded runner from a model source and a configuration."""
+"""Builds the native model runner: loads the weights and passes the plans to the C++ executor."""
 
 import logging
 from collections.abc import Mapping
@@ -42,15 +42,18 @@ from engine.core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 KERNELS = "engine.backends.custom.frameworks.native._native"
-STORED = "stored"  # weights as stored in the file, with matching arithmetic
+STORED = "stored"  # dtype: weights keep the file's type, which also decides the arithmetic
 KV_TYPES = ("float32", "bfloat16", "int8")
 TOKENS, POSITIONS = "embed.weight", "position.weight"  # lookup tables, not matmul weights
-TILE_TOKENS = 16  # positions per tile of the paged cache
-ROW_TOKENS = 12  # prefill tokens per step on CPUs where batching tokens saves nothing
-STEP_TOKENS = 512  # activations of more tokens do not fit a second-level cache
+TILE_TOKENS = 16  # positions per tile of the paged KV cache
+# Min prefill tokens of a step that has any, on CPUs without bfloat16 kernels. There, computing many
+# tokens together saves nothing.
+ROW_TOKENS = 12
+STEP_TOKENS = 512  # max tokens per step; the activations of more do not fit the L2 cache
 USUAL_POOL_BYTES = 224 * MIB
-MIN_CACHED_BYTES = 32 * MIB  # packing less takes less time than finding a file
-# Codes of csrc/base/layout.h and csrc/base/kernels.h.
+# Smaller models are not cached on disk: packing them takes less time than opening a cache file.
+MIN_CACHED_BYTES = 32 * MIB
+# The index of each name is its code in csrc/base/layout.h or csrc/base/kernels.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
 NUMERICS = ("f32", "int8", "bf16")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
@@ -59,19 +62,22 @@ NORMS = ("none", "rms", "layer")
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """The numbers of weights that were given to the executor, by name."""
+    """The numbers that the C++ executor assigned to the weights, by the weights' names."""
 
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
-    biases: Mapping[str, int]  # by the name of their matrix
-    per_channel: Mapping[str, int]  # per-channel int8 weights, for steps of many rows
+    biases: Mapping[str, int]  # a bias has the name of its matrix
+    # Copies of matrices in int8 with a scale per row, for steps of many tokens. By matrix name.
+    per_channel: Mapping[str, int]
 
     def vector(self, name: str | None) -> int:
         return -1 if name is None else self.vectors[name]
 
 
 def kernels() -> Any:
-    """The compiled module. Raises a `ConfigError` that says how to get it if it is missing."""
+    """The compiled module of kernels. If it was not built, raises a `ConfigError` that says how to
+    get it.
+    """
     try:
         return import_module(KERNELS)
     except ModuleNotFoundError as error:
@@ -95,7 +101,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
             f"the native backend takes weights as they are stored; --dtype {dtype} needs "
             "--backend torch, and --dtype float32 means float arithmetic throughout"
         )
-    import psutil  # late: an engine process that is started ahead need not wait for it
+    import psutil  # imported late, so that an engine process that is started early starts faster
 
     kernels()
     free_bytes = psutil.virtual_memory().available
@@ -113,14 +119,14 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
-    """Bytes of a token in the KV cache, with the padding of its heads."""
+    """Bytes of one token in the KV cache. Heads are padded to multiples of 32 values."""
     dim = -(-config.head_dim // 32) * 32
     head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
     return 2 * config.num_layers * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:
-    """Bytes of a weight as packed for kernels, which is wider than some file types."""
+    """Bytes of a weight after packing for the kernels. Some file types take fewer bytes."""
     native, shape = kernels(), weight.spec.shape
     if len(shape) == 1:
         return 4 * shape[0]
@@ -130,7 +136,9 @@ def _packed_bytes(weight: Weight) -> int:
 
 
 def _per_channel_bytes(source: ModelSource) -> int:
-    """Bytes of the per-channel int8 weights that `--numerics fast` adds, if the CPU has kernels."""
+    """Bytes of the extra int8 weights of `--numerics fast`, which have one scale per row. 0 if this
+    CPU has no kernels for them.
+    """
     native = kernels()
     if not native.has_per_channel(native.instruction_sets()[-1]):
         return 0
@@ -147,7 +155,7 @@ def _per_channel_bytes(source: ModelSource) -> int:
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
-    """Maps or packs the weights, gives plan and weights to the executor, allocates the cache."""
+    """Loads the weights, passes plans and weights to the C++ executor, allocates the KV cache."""
     from engine.backends.custom.frameworks.native.machine import choose_cpus, default_threads
     from engine.backends.custom.frameworks.native.weights.cache import PackedCache
     from engine.backends.custom.frameworks.native.weights.loading import load_weights
@@ -200,7 +208,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
 def _add_per_channel(
     model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]
 ) -> dict[str, int]:
-    """Adds per-channel int8 requantized weights, if the CPU has kernels for them."""
+    """Requantizes weights to int8 with one scale per row, if this CPU has kernels for them. Returns
+    their numbers in the executor by matrix name.
+    """
     if not kernels().has_per_channel(plan.machine.instruction_set):
         return {}
     matmuls = (step for step in plan.steps if isinstance(step, LinearStep))
@@ -209,7 +219,7 @@ def _add_per_channel(
 
 
 def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
-    """Gives a plan to the compiled executor, with names as numbers and types as codes."""
+    """Passes a plan to the C++ executor, which knows weights by number and types by code."""
     model.begin_program(plan.capacity.tokens)
     for step in plan.steps:
         if isinstance(step, EmbedStep):
@@ -304,7 +314,7 @@ def _check(model: ModelConfig, config: RunnerConfig) -> None:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """Profiles a runner's calls by plan step."""
+    """A profiler that measures the time of each plan step."""
     from engine.backends.custom.frameworks.native.execution.profiling import NativeProfiler
     from engine.backends.custom.frameworks.native.machine import default_threads
 
@@ -314,14 +324,14 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
 
 
 def machine_with(threads: int) -> Machine:
-    """This machine's capabilities, for the planner."""
+    """The capabilities of this CPU with this many threads, for the planner."""
     native = kernels()
     instruction_set = native.instruction_sets()[-1]
     return Machine(threads, instruction_set, native.has_bf16(instruction_set))
 
 
 def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> list[ExecutionPlan]:
-    """One plan per size class of a step; they differ only in how work is split."""
+    """One plan per size class of steps. The plans differ only in sizes and in the work split."""
     layout_of = kernels().layout_of
     max_tokens = max(config.max_batch_tokens, config.max_slots)
     cache = plan_cache(

@@ -1,4 +1,4 @@
-"""Times a runner's calls with the executor's own clock: seconds of each plan step, by name."""
+"""Profiles a native runner. The C++ executor itself measures the seconds of each plan step."""
 
 import json
 import os
@@ -24,8 +24,8 @@ class Event:
 
 
 class NativeProfiler:
-    """`labels` name the plan steps, in order. Calls are synchronous, so there is nothing to wait
-    for.
+    """Profiles the calls of a native runner, which are synchronous. `labels` are the names of the
+    plan steps, in order.
     """
 
     def __init__(self, runner: NativeRunner, labels: Sequence[str]) -> None:
@@ -83,7 +83,9 @@ class NativeProfiler:
         path.write_text(json.dumps({"traceEvents": lanes + events}))
 
     def _note_steps(self, ended_at: float) -> None:
-        """Plan steps run back to back, and the last one ended with the call."""
+        """Adds the plan steps of the last call to the trace. They ran without gaps, and the last
+        step ended with the call, at `ended_at`.
+        """
         spent = self._model.op_seconds()
         began_at = ended_at - sum(spent)
         for label, seconds in zip(self._labels, spent, strict=True):

@@ -1,4 +1,4 @@
-"""`NativeRunner`: `forward` and `sample` are each one call into C++ with the GIL released."""
+"""`NativeRunner`. Its `forward` and `sample` are one C++ call each, which releases the GIL."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +18,17 @@ from engine.backends.custom.runtime.model_runner import (
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `forward` passes on to `sample`; the logits stay in the executor's memory."""
+    """The result of `forward`, which the caller passes to `sample`. The logits themselves stay in
+    the executor's memory.
+    """
 
-    finite: np.ndarray  # (S,) bool
+    finite: np.ndarray  # (S,) bool: whether each sequence's results are free of NaN and infinity
     num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTokens:
-    """The results of a finished step; `wait` returns at once."""
+    """The sampled tokens of a step. The step has already finished, so `wait` returns at once."""
 
     output: StepOutput
 
@@ -35,7 +37,9 @@ class FinishedTokens:
 
 
 class NativeRunner:
-    """`model` is the compiled module's `Model`, ready to run; `hidden_size` is its state width."""
+    """Runs a model on the CPU. `model` is a loaded `Model` of the compiled module; `hidden_size` is
+    the width of its hidden states.
+    """
 
     def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int) -> None:
         self._model = model
@@ -75,18 +79,20 @@ class NativeRunner:
         )
 
     def logits(self, handle: StepHandle) -> np.ndarray:
-        """The last step's logits, (R, V), as a copy."""
+        """A copy of the last step's logits, (R, V)."""
         rows = np.empty((handle.num_logits, self._spec.vocab_size), np.float32)
         for index, row in enumerate(rows):
             self._model.logits(index, row)
         return rows
 
     def close(self) -> None:
-        """Frees the cache and releases the weights; the runner cannot be used again."""
+        """Frees the KV cache and the weights. The runner cannot be used afterwards."""
         del self._model
 
     def _token_ids(self, inputs: BatchInputs) -> I32:
-        """Replaces FROM_DEVICE by the last token sampled for the row's slot."""
+        """The step's token ids. FROM_DEVICE is replaced by the last token that was sampled for the
+        sequence.
+        """
         if inputs.token_ids.min(initial=0) >= 0:
             return inputs.token_ids
         slots = np.repeat(inputs.slots, np.diff(inputs.query_start))

@@ -1,4 +1,4 @@
-"""Measures each plan step's time on this machine, in forward passes like a server's."""
+"""Measures the time of each plan step on this machine, in forward passes as a server runs them."""
 
 import time
 from collections.abc import Sequence
@@ -21,20 +21,24 @@ from engine.core.errors import ConfigError
 
 WARM_UPS = 3
 MIN_FORWARDS, MAX_FORWARDS = 20, 200
-MIN_SECONDS = 1.0  # repeat quick forward passes for this long, up to their max number
+MIN_SECONDS = 1.0  # forward passes are repeated for at least this long, but at most MAX_FORWARDS
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians in seconds over the faster half of the forward passes, to exclude disturbed ones."""
+    """Median times in seconds. Only the faster half of the forward passes counts, because other
+    processes may have slowed down the rest.
+    """
 
-    steps: tuple[float, ...]  # in plan order
-    forward: float  # the whole call
-    forwards: int  # passes in the faster half
+    steps: tuple[float, ...]  # seconds of each plan step, in plan order
+    forward: float  # seconds of the whole forward pass
+    forwards: int  # number of passes in the faster half
 
 
 def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
-    """A server's settings, with space for `sequences` of `context` and a step of `tokens`."""
+    """A server's usual settings, with a KV cache for `sequences` sequences of `context` tokens and
+    steps of up to `tokens` tokens.
+    """
     usual = _usual_options()
     return RunnerConfig(
         device="cpu",
@@ -51,8 +55,10 @@ def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
 
 
 def time_steps(source: ModelSource, config: RunnerConfig, tokens: int, is_prompt: bool) -> Timing:
-    """Times forward passes of one decode token for each of `tokens` sequences, or of the last
-    `tokens` of one prompt. Sequences are `config.max_seq_len` long; the cache has earlier tokens.
+    """Times forward passes. With `is_prompt`, a pass computes the last `tokens` tokens of one
+    prompt; otherwise one decode token for each of `tokens` sequences.
+
+    Each sequence is `config.max_seq_len` tokens long, and its earlier tokens are in the KV cache.
     """
     _check_memory(source, config)
     runner = build_runner(source, config)
@@ -100,7 +106,7 @@ def _check_memory(source: ModelSource, config: RunnerConfig) -> None:
 
 
 class _Inputs:
-    """Batches over sequences of random tokens, each with its own blocks."""
+    """Makes batches for sequences of random tokens. Each sequence has its own cache blocks."""
 
     def __init__(self, config: RunnerConfig, vocab_size: int, sequences: int) -> None:
         self.sequences = sequences
@@ -113,7 +119,9 @@ class _Inputs:
     def make(
         self, rows: Sequence[int], start: int, stop: int, is_prompt: bool, logits: bool
     ) -> BatchInputs:
-        """Positions `start` to `stop` of these sequences, with the logits of each one's last."""
+        """A batch with the tokens `start` to `stop - 1` of the sequences `rows`. With `logits`, it
+        asks for the logits of the last token of each sequence.
+        """
         slots = np.array(rows, np.int32)
         positions = np.arange(start, stop, dtype=np.int32)
         blocks = self._tables[slots][:, positions // self._block_size].astype(np.int64)

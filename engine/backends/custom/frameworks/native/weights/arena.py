@@ -1,7 +1,7 @@
-"""Computes each packed weight's offset in one memory arena, before any weight is read.
+"""Computes the offset of each packed weight in one memory arena, before any weight is read.
 
-Offsets follow from the model's shapes and storage types alone. A file of packed weights therefore
-needs no table of contents, and no offset is ever taken from a file.
+The offsets depend only on the shapes and storage types of the weights. So a file of packed weights
+needs no table of contents, and no offset is ever read from a file.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 
 class MatrixParts(Protocol):
-    """Weights that a kernel reads as one matrix; `biases` has one name per part, or none."""
+    """Weights that a kernel reads as one matrix. `biases` has one name per part, or is empty."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,9 @@ class MatrixParts(Protocol):
 
 
 class Panels(NamedTuple):
-    """A matrix in panels. `rows` includes padding between interleaved parts, not the last one's."""
+    """A matrix, packed in panels of 16 rows. `rows` includes padding rows between interleaved
+    parts, but not those at the end.
+    """
 
     layout: int
     rows: int
@@ -66,7 +68,7 @@ Place = TypeVar("Place", MatrixPlace, VectorPlace)
 
 @dataclass(slots=True)
 class ArenaPlan:
-    """Places by name; a bias has the name of its matrix."""
+    """The place of each weight in the arena, by name. A bias has the name of its matrix."""
 
     matrices: dict[str, MatrixPlace] = field(default_factory=dict)
     biases: dict[str, VectorPlace] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class ArenaPlan:
     num_bytes: int = 0
 
     def add(self, place: Place) -> Place:
-        """Appends the place; the next one starts on the following boundary."""
+        """Appends a place and returns it. The next place starts at the next aligned offset."""
         self.num_bytes = _round_up(place.offset + place.num_bytes, _ALIGNMENT)
         return place
 
@@ -89,7 +91,9 @@ class ArenaPlan:
 def plan_arena(
     source: ModelSource, matrices: Sequence[MatrixParts], vectors: Sequence[str]
 ) -> ArenaPlan:
-    """Vectors first, then matrices in the given order, each preceded by its bias."""
+    """Places all weights: first the vectors, then the matrices in the given order. The bias of a
+    matrix comes before it.
+    """
     plan = ArenaPlan()
     for name in vectors:
         plan.vectors[name] = plan.add(VectorPlace(plan.num_bytes, source.weights[name].spec.shape))
@@ -103,7 +107,9 @@ def plan_arena(
 
 
 def stacked_bias(source: ModelSource, matrix: MatrixParts) -> NDArray[np.float32]:
-    """The parts' biases in the order of the matrix's rows, zero for padding rows."""
+    """The biases of all parts as one vector in the order of the matrix's rows. Padding rows have
+    bias 0.
+    """
     parts = [source.weights[name].numpy() for name in matrix.biases]
     stacked = np.zeros(_padded_rows(source, matrix), np.float32)
     if matrix.interleaved:

@@ -1,6 +1,7 @@
-"""Packed weights on disk: one file per model, keyed by the identity of its files, bounded in size.
+"""A cache of packed weights on disk, limited in total size. It has one file per model. A cache file
+is valid only as long as the model's own files are unchanged.
 
-Serving never depends on it: a full, slow or read-only disk costs only a line in the log.
+Serving never depends on the cache. If the disk is full or read-only, only a warning is logged.
 """
 
 import hashlib
@@ -35,35 +36,41 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".packed"
 _GIB = 1024**3
-# A killed writer leaves its temporary file behind; no live writer takes this long.
+# A killed process leaves its temporary file behind. An older file is removed, because no running
+# process takes this long to write.
 _ABANDONED_SECONDS = 3600
 
 
 def cache_directory() -> Path:
-    """The folder beside the models of the store."""
+    """The cache's folder, next to the folder of downloaded models."""
     return store_directory().parent / "packed"
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCache:
-    """A directory of packed files. `free_share` limits a new file to a share of the free disk."""
+    """A folder of files with packed weights. A new file may take at most the share `free_share` of
+    the free disk space.
+    """
 
     directory: Path = field(default_factory=cache_directory)
     max_bytes: int = 16 * _GIB
     free_share: float = 0.1
 
     def path_for(self, source: ModelSource) -> Path:
-        """One file per model path; a new version of a model replaces the old file."""
+        """The cache file of a model. Its name depends only on the paths of the model's files, so a
+        new version of a model replaces the old cache file.
+        """
         places = "\n".join(str(file.path.resolve()) for file in source.checkpoint.files)
         digest = hashlib.sha256(places.encode()).hexdigest()[:16]
         return self.directory / f"{source.path.stem[:64]}-{digest}{SUFFIX}"
 
     def open(self, path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
-        """The mapped arena; None if there is no such file or it is invalid."""
+        """The packed weights in `path`, memory-mapped; None if the file is missing or invalid."""
         try:
             arena = map_packed(path, key, num_bytes)
-            with suppress(OSError):  # a read-only disk
-                # Eviction removes the least recently used file. The mtime is the file's seal.
+            with suppress(OSError):  # the disk may be read-only
+                # Sets the access time, because eviction removes the least recently used file. The
+                # mtime must not change: a changed mtime makes the file invalid.
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return None
@@ -73,7 +80,9 @@ class PackedCache:
         return arena
 
     def write(self, path: Path, key: bytes, arena: NDArray[np.uint8]) -> bool:
-        """Writes an arena and removes the least recently used files if it needs their space."""
+        """Writes packed weights to `path`. If the cache would become too large, first removes the
+        least recently used files.
+        """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             size = HEADER_BYTES + arena.size
@@ -112,9 +121,10 @@ class PackedCache:
 def cache_key(
     source: ModelSource, matrices: Sequence[MatrixParts], plan: ArenaPlan
 ) -> bytes | None:
-    """A digest of the files' identity, of the storage types and of the packed layout.
+    """The key of a cache file: a digest of the identity of the model's files, the storage types of
+    its weights and the packed layout.
 
-    Reads headers only. None if a file was replaced since it was opened.
+    Reads only the headers of the files. None if a file was replaced since it was opened.
     """
     files = [_identity(source, file) for file in source.checkpoint.files]
     if None in files:
@@ -138,7 +148,9 @@ def cache_key(
 
 
 def _identity(source: ModelSource, file: FileBytes) -> tuple[str, int, int, str] | None:
-    """Path, size, mtime, and a digest of everything before the first tensor."""
+    """A file's path, size, mtime and a digest of everything before its first tensor. None if the
+    file was replaced since it was opened.
+    """
     status = _status(file.path)
     if status is None or any(
         getattr(status, fact) != getattr(file.status, fact)

@@ -1,4 +1,6 @@
-"""Loads weights for the kernels: mapped from the cache if present, else packed and cached."""
+"""Loads weights for the kernels. They are mapped from the cache on disk if it has them; else they
+are packed and written to the cache.
+"""
 
 import mmap
 import os
@@ -24,9 +26,10 @@ from engine.backends.custom.frameworks.native.weights.cache import PackedCache, 
 from engine.backends.custom.weights.model import ModelSource, Weight
 from engine.core.errors import ModelFormatError
 
-Progress = Callable[[int, int], None]  # bytes packed, total bytes
+Progress = Callable[[int, int], None]  # is called with the bytes packed so far, and the total bytes
 
-# Batch size: after each batch, progress is reported and the pages that were read are released.
+# Weights are packed in batches of about this size. After each batch, progress is reported and the
+# pages of the model file that were read are released.
 _BATCH_BYTES = 32 * 1024 * 1024
 
 
@@ -37,7 +40,9 @@ def pack(
     threads: int,
     progress: Progress | None = None,
 ) -> NDArray[np.uint8]:
-    """The whole arena, read-only. The source's pages are no longer resident afterwards."""
+    """Packs all weights. Returns the whole arena, read-only. Afterwards no pages of the model's
+    files are resident.
+    """
     arena = _fresh_memory(plan.num_bytes)
     for name, place in plan.vectors.items():
         plan.floats(arena, place)[...] = source.weights[name].numpy()
@@ -63,7 +68,9 @@ def pack(
 
 
 def _fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory on huge pages where available: fewer page faults and fewer TLB misses."""
+    """Zeroed memory. It uses huge pages if the system has them, for fewer page faults and TLB
+    misses.
+    """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -99,7 +106,9 @@ def _part(weight: Weight) -> tuple[Any, ...]:
 
 
 def let_go(source: ModelSource) -> None:
-    """Releases mapped pages that were read: they count as ours until then."""
+    """Releases the pages of the model's files that were read. Until then, they count as memory of
+    this process.
+    """
     for file in source.checkpoint.files:
         if isinstance(file.buffer, mmap.mmap):
             file.buffer.madvise(mmap.MADV_DONTNEED)
@@ -110,14 +119,16 @@ _LEAST_URGENT = 19
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Read-only views by name. Biases are keyed by their matrix and padded like its rows."""
+    """The packed weights by name, as read-only views. A bias has the name of its matrix, and is
+    padded like the matrix's rows.
+    """
 
     matrices: dict[str, Panels]
     biases: dict[str, NDArray[np.float32]]
     vectors: dict[str, NDArray[np.float32]]
     num_bytes: int
     from_cache: bool
-    writer: threading.Thread | None  # alive while the cache file is being written
+    writer: threading.Thread | None  # the thread that writes the cache file; None: nothing to write
 
 
 def load_weights(
@@ -129,7 +140,9 @@ def load_weights(
     cache: PackedCache | None,
     progress: Progress | None = None,
 ) -> PackedWeights:
-    """Packs or maps all weights. The source may be closed afterwards; its pages are released."""
+    """Maps all weights from the cache, or packs them. Afterwards the pages of the model's files are
+    released, and the source may be closed.
+    """
     plan = plan_arena(source, matrices, vectors)
     key = cache_key(source, matrices, plan) if cache is not None else None
     path = cache.path_for(source) if cache is not None else None
@@ -137,7 +150,7 @@ def load_weights(
     from_cache, writer = arena is not None, None
     if arena is None:
         arena = pack(source, matrices, plan, threads, progress)
-        # If a file was replaced meanwhile, the key no longer describes these weights.
+        # If a model file was replaced during packing, the key does not belong to these weights.
         if cache and path and key and cache_key(source, matrices, plan) == key:
             writer = _write_behind(cache, path, key, arena)
     let_go(source)
@@ -147,7 +160,9 @@ def load_weights(
 def _write_behind(
     cache: PackedCache, path: Path, key: bytes, arena: NDArray[np.uint8]
 ) -> threading.Thread:
-    """Writes the cache file while the model is served, at the lowest CPU priority."""
+    """Starts a thread of the lowest CPU priority that writes the cache file while the model already
+    serves requests.
+    """
 
     def write() -> None:
         with suppress(OSError):

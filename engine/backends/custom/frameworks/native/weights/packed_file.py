@@ -1,8 +1,9 @@
-"""A file of packed weights: a header page, then the arena as it lies in memory.
+"""A file of packed weights: a header page, then the bytes of the arena as in memory.
 
-The header ends with a digest of itself. A file is valid only if that digest, the key and the file
-size match, and if its mtime equals the one in the header, because any later write changes the
-mtime. The digest of the data is only for `verify`, which reads all of it.
+The header ends with a digest of the header itself. A file is valid only if this digest, the key and
+the file size match. Its mtime must also equal the mtime in the header, because any later write
+changes the mtime. The header also has a digest of the data. Only `verify` checks it, because that
+takes reading the whole file.
 """
 
 import hashlib
@@ -20,13 +21,13 @@ from engine.core.sandbox.private_files import new_version, open_private, write_a
 
 HEADER_BYTES = 4096
 _MAGIC = b"ENGPACK2"
-_FIELDS = struct.Struct("<8s32sQ32sQ")  # magic, key, bytes of data, digest of data, mtime
+_FIELDS = struct.Struct("<8s32sQ32sQ")  # magic, key, size of the data, digest of the data, mtime
 _DIGEST_BYTES = 32
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
 class PackedFileError(Exception):
-    """The file is damaged, foreign, or holds other weights; the message says which."""
+    """The file is damaged, has another format, or has other weights. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Header:
     key: bytes
     num_bytes: int
     data_digest: bytes
-    sealed_s: int  # mtime in even seconds, which every file system can store
+    sealed_s: int  # the file's mtime in seconds, an even number, which all file systems can store
 
     def encode(self) -> bytes:
         fields = _FIELDS.pack(_MAGIC, self.key, self.num_bytes, self.data_digest, self.sealed_s)
@@ -43,7 +44,10 @@ class Header:
 
 
 def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
-    """The arena of a file with this key, mapped read-only and shared; reads no data."""
+    """Maps the arena of the file, read-only and shared. Reads only the header.
+
+    Raises `PackedFileError` unless the file is valid and has this key and size.
+    """
     with open_private(path) as file:
         header = _read_header(file)
         if header.key != key or header.num_bytes != num_bytes:
@@ -53,7 +57,9 @@ def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def verify(path: Path) -> None:
-    """Reads the whole file and raises `PackedFileError` unless its data matches its digest."""
+    """Reads the whole file. Raises `PackedFileError` unless the data matches the digest in the
+    header.
+    """
     with open_private(path) as file:
         header = _read_header(file)
         digest = hashlib.sha256()
@@ -64,7 +70,9 @@ def verify(path: Path) -> None:
 
 
 def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
-    """Writes beside `path`, syncs, then renames, so that no partial file is ever visible."""
+    """Writes the file under a temporary name, syncs it, then renames it to `path`. So `path` is
+    never a partial file.
+    """
     with new_version(path) as file:
         digest = hashlib.sha256()
         file.seek(HEADER_BYTES)

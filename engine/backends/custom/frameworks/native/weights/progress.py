@@ -1,4 +1,6 @@
-"""Reports packing progress: a bar in a terminal if it takes long, else log lines."""
+"""Reports the progress of packing: as a bar in a terminal if packing takes long, as log lines if
+the output is no terminal.
+"""
 
 import logging
 import sys
@@ -21,7 +23,7 @@ class PackingProgress:
         self._bar: Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Takes the bytes packed so far and the total."""
+        """Reports that `done` of `total` bytes are packed."""
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         if not is_terminal:
             log.info("packing %s: %d of %d MiB", self._name, done // _MIB, total // _MIB)

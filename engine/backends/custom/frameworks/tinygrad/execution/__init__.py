@@ -1,1 +1,1 @@
-"""The tinygrad model runner: captured steps and their replay."""
+"""The tinygrad model runner, which captures steps and replays them."""

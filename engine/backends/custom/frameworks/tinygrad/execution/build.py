@@ -1,4 +1,4 @@
-"""Builds a loaded runner from a model source and a configuration."""
+"""Finds tinygrad devices and builds a model runner with loaded weights."""
 
 import ctypes
 import re
@@ -32,7 +32,9 @@ NAME = re.compile(r"(cpu|metal|cuda(:\d+)?)")
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Resolves "auto": CUDA if tinygrad finds it, else the CPU; float32, so weights stay exact."""
+    """Resolves device "auto" to CUDA if tinygrad finds it, else to the CPU, and dtype "auto" to
+    float32, which keeps all weights exact.
+    """
     if device == "auto":
         device = "cuda" if _is_there("CUDA") else "cpu"
     open_device(device)
@@ -43,7 +45,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def open_device(device: str) -> str:
-    """tinygrad's name of a device, after a check that it exists and works."""
+    """Checks that a device exists and works, and returns tinygrad's name of it."""
     if NAME.fullmatch(device) is None:
         raise ConfigError(f"device '{device}' is unknown; use cpu, cuda, cuda:N or metal")
     problem = missing_clang() if device == "cpu" else None
@@ -56,7 +58,9 @@ def open_device(device: str) -> str:
 
 
 def _is_there(name: str) -> bool:
-    """Opens the device, which is the only check; each kind of device raises its own errors."""
+    """Whether tinygrad can open the device. There is no other check, and each kind of device raises
+    its own kind of error, so all errors are caught.
+    """
     try:
         Device[name]
     except Exception:
@@ -65,7 +69,7 @@ def _is_there(name: str) -> bool:
 
 
 def _free_cuda_bytes() -> int:
-    """Free memory of the device that was opened last."""
+    """Free memory in bytes of the CUDA device that was opened last."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     status = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
     if status != 0:
@@ -80,12 +84,15 @@ DTYPES = {
     "bfloat16": dtypes.bfloat16,
     "float16": dtypes.float16,
 }
-# A larger step gains little, and every size is another program to compile.
+# Max tokens per step. Larger steps are hardly faster per token, and each size is another program to
+# compile.
 MOST_STEP_TOKENS = 128
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """Attention stores a score and a weight for every position that a step's tokens may see."""
+    """The memory that a model needs. It includes scratch memory for attention, which stores a score
+    and a softmax weight for each token, head and position of the longest context.
+    """
     config = source.config
     needs = dense_needs(config, device)
     longest = min(options.max_seq_len or config.max_position, config.max_position)
@@ -99,7 +106,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
-    """Loads the weights and allocates the cache; steps are compiled on first use."""
+    """Loads the weights and allocates the KV cache. Steps are compiled when first used."""
     _check(source, config)
     device, dtype = open_device(config.device), DTYPES[config.dtype]
     PARALLEL.value = 0  # an engine process has no child processes
@@ -123,7 +130,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """tinygrad reports kernel times itself, when DEBUG=2 is set at its start."""
+    """Raises `ConfigError`: there is no profiler, because tinygrad itself prints kernel times if
+    DEBUG=2 is set when it starts.
+    """
     raise ConfigError(
         "the tinygrad backend has no profile; start it with DEBUG=2 in the environment, and "
         "tinygrad prints every program with its time"

@@ -1,7 +1,7 @@
-"""`TinygradRunner`, and its captured steps. Logits are copied to the host, which samples from them.
+"""`TinygradRunner` and its captured steps. Logits are copied to the host, which samples tokens.
 
-tinygrad compiles a program per shape, so sizes are few and steps are padded to them. The context
-length that attention reads is a variable of the program, not a shape.
+tinygrad compiles a program per shape, so steps are padded to one of few sizes. The context length
+of attention is a variable of the program, not a shape.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import step_output
 
-MIN_SIZE, GROWTH = 8, 4  # except a single token, which has its own program
+# Step sizes in tokens: 1, then MIN_SIZE times powers of GROWTH.
+MIN_SIZE, GROWTH = 8, 4
 
 
 def padded_size(count: int) -> int:
@@ -52,11 +53,11 @@ def padded_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """State and limits that steps of every size share."""
+    """The KV cache and the limits that steps of all sizes share."""
 
-    pages: tuple[Pages, ...]  # per layer
+    pages: tuple[Pages, ...]  # keys and values of each layer
     block_size: int
-    max_blocks: int  # per sequence
+    max_blocks: int  # max number of blocks of one sequence
     max_rows: int
     device: str
 
@@ -70,7 +71,9 @@ def make_cache(
     dtype: DType,
     device: str,
 ) -> Cache:
-    """Filled with zeros, because 0 * NaN is NaN under a mask."""
+    """Allocates the KV cache. It is filled with zeros, because attention multiplies masked values
+    by 0, and 0 * NaN is NaN.
+    """
     config = model.config
 
     def room(*shape: int) -> Tensor:
@@ -83,13 +86,14 @@ def make_cache(
         )
         for _ in range(config.num_layers)
     ]
-    # tinygrad folds a variable with only one possible value to a constant, not an argument.
+    # At least two, because tinygrad replaces a variable that has only one possible value by a
+    # constant, and the kernels need it as an argument.
     max_blocks = max(2, -(-max_seq_len // block_size))
     return Cache(tuple(pages), block_size, max_blocks, max_rows, device)
 
 
 class Input:
-    """A step's input array at a fixed device address."""
+    """An input array of a step. It is always at the same device address, as captured steps need."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, device: str) -> None:
         self.tensor = Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
@@ -99,7 +103,9 @@ class Input:
         self._source = Buffer("PYTHON", self._host.size, dtype, opaque=memory)
 
     def put(self, values: NDArray[np.generic]) -> None:
-        """Copies the values and zero-fills the rest, so nothing remains of earlier steps."""
+        """Copies the values to the device and fills the rest with zeros, so that nothing remains of
+        earlier steps.
+        """
         self._host.fill(0)
         self._host[tuple(slice(size) for size in values.shape)] = values
         self._buffer.copy_from(self._source)
@@ -107,14 +113,16 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Results on the device, valid until the next step of the same size."""
+    """The results of a forward pass, on the device. They are valid until the next step of the same
+    size.
+    """
 
-    states: Tensor  # (T, D) the residual stream, tokens with logits first
-    sums: Tensor  # (T,) each token's summed residual stream, to detect NaN and infinity
+    states: Tensor  # (T, D) the residual stream; tokens whose logits are needed come first
+    sums: Tensor  # (T,) the sum of each token's residual stream, to detect NaN and infinity
 
 
 class ForwardStep:
-    """The forward pass of steps of one size: its inputs, and the captured program."""
+    """The forward pass for steps of one size. It has the input arrays and the captured program."""
 
     def __init__(self, model: Model, cache: Cache, size: int) -> None:
         self._model, self._cache = model, cache
@@ -124,8 +132,8 @@ class ForwardStep:
 
         self._token_ids, self._positions, self._write_slots = (numbers(size) for _ in range(3))
         self._rows, self._logit_rows = numbers(size), numbers(size)
-        # At least two tables: with one, a kernel would not need the row index, and tinygrad would
-        # then number the kernel's arguments wrongly.
+        # There are at least two block tables. With one, a kernel would not need the row index, and
+        # tinygrad would then number the kernel's arguments wrongly.
         self._tables = numbers(max(2, min(size, cache.max_rows)), cache.max_blocks)
         self._rotation: tuple[Input, ...] = ()
         if model.rotary is not None:
@@ -134,7 +142,7 @@ class ForwardStep:
         self._program = TinyJit(self._forward)
 
     def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
-        """`token_ids` has no FROM_DEVICE left."""
+        """Runs the forward pass. In `token_ids`, FROM_DEVICE is already replaced by real tokens."""
         counts = np.diff(inputs.query_start)
         self._token_ids.put(token_ids)
         self._positions.put(inputs.positions)
@@ -170,14 +178,14 @@ class ForwardStep:
 
 
 class HeadStep:
-    """From a step's first states to logits, for one number of rows."""
+    """Computes logits from the first rows of a step's states, for one number of rows."""
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self._model, self._num_rows = model, num_rows
         self._program = TinyJit(self._logits)
 
     def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed states (R, D) and logits (R, V), float32."""
+        """Returns the hidden states after the final norm (R, D) and the logits (R, V), float32."""
         hidden, logits = self._program(states)
         return hidden, logits
 
@@ -188,7 +196,7 @@ class HeadStep:
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `forward` passes on to `sample`."""
+    """The result of `forward`, which the caller passes to `sample`."""
 
     size: int
     forwarded: Forwarded
@@ -197,7 +205,7 @@ class StepHandle:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTokens:
-    """The results of a finished step; `wait` returns at once."""
+    """The sampled tokens of a step. The step has already finished, so `wait` returns at once."""
 
     output: StepOutput
 
@@ -239,7 +247,7 @@ class TinygradRunner:
         return FinishedTokens(step_output(sampled, states, finite, handle.query_start, sampling))
 
     def close(self) -> None:
-        """Frees the model and the cache; the runner cannot be used again."""
+        """Frees the model and the KV cache. The runner cannot be used afterwards."""
         del self._model, self._cache, self._forwards, self._heads
 
     def _head(self, size: int, count: int) -> HeadStep:

@@ -1,8 +1,9 @@
-"""Attention over a paged cache, as a few kernels whose loops end at the step's longest table.
+"""Attention over a paged cache, as a few tinygrad kernels. Their loops over blocks end at the
+longest block table of the step.
 
-Within a block, keys are contiguous along positions and values along head dimensions, which are the
-axes that kernels vectorize. Letters: N query heads, K KV heads, H head size, B blocks, P block
-size.
+Within a block, keys are contiguous along positions and values along head dimensions. These are the
+axes that the kernels vectorize. Letters: N query heads, K KV heads, H head size, B blocks, P tokens
+per block.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ Stored = tuple[UOp, tuple[UOp, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One layer's part of the cache."""
+    """The KV cache of one layer."""
 
     keys: Tensor  # (B, K, H, P)
     values: Tensor  # (B, K, P, H)
@@ -34,25 +35,25 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The positions, slots and tables of a step's tokens."""
+    """The positions, cache slots and block tables of a step's tokens."""
 
     positions: Tensor  # (T,)
     write_slots: Tensor  # (T,)
     rows: Tensor  # (T,) index into `tables`
     tables: Tensor  # (S, B)
-    num_blocks: UOp  # variable: length of the longest table in use
+    num_blocks: UOp  # a variable: the number of blocks in the longest table of the step
     window: int | None
-    scale: float  # multiplies scores
+    scale: float  # multiplies the attention scores
 
 
 def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
-    """Writes k, v (T, K, H) to their slots."""
+    """Writes keys and values (T, K, H) to their slots in the cache."""
     keys, values, *_ = launch("write", _write, pages.keys, pages.values, k, v, write_slots)
     return Pages(keys, values)
 
 
 def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
-    """q (T, N, H) -> (T, N, H)"""
+    """Attention of one layer over the cache: q (T, N, H) -> (T, N, H)"""
     num_tokens, num_heads, head_dim = q.shape
     block_size, bound, on_cpu = pages.keys.shape[3], work.num_blocks, q.device == "CPU"
     places = (num_tokens, num_heads, work.tables.shape[1], block_size)
@@ -112,7 +113,9 @@ def _score(
     window: int | None,
     scale: float,
 ) -> Stored:
-    """The score of each query with each key of its table; HIDDEN where it may not attend."""
+    """The score of each query with each key in its sequence's blocks. It is HIDDEN for keys that
+    the query must not attend to.
+    """
     num_tokens, num_heads, head_dim = q.shape
     block_size, group = keys.shape[3], num_heads // keys.shape[1]
     t, n, b = loop(num_tokens, 0), loop(num_heads, 1), loop(bound, 2)
@@ -153,8 +156,8 @@ def _mix(
     *,
     bound: UOp,
 ) -> Stored:
-    """The weighted mean of the values. Slots past a query's position belong to other sequences and
-    may hold NaN, so they are skipped rather than multiplied by 0.
+    """The mean of the values, weighted by the softmax weights. Cache slots past a query's position
+    may be NaN, left by other sequences, so they are skipped rather than multiplied by 0.
     """
     num_tokens, num_heads, head_dim = out.shape
     block_size, group = values.shape[2], num_heads // values.shape[1]

@@ -1,4 +1,6 @@
-"""Custom kernels: written as loops over tinygrad's operations, compiled for any device."""
+"""Helpers for custom kernels. A kernel is written as loops over tinygrad's operations, and tinygrad
+compiles it for any device.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +8,8 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 MAX_LANES = 16
-# From the tensors' buffers to the store of one element, and the loops around it.
+# A function that defines a kernel. It gets the buffers of the tensors and returns the store of one
+# element and the loops around that store.
 Body = Callable[..., tuple[UOp, tuple[UOp, ...]]]
 
 
@@ -17,8 +20,9 @@ def launch(
     bound: UOp | None = None,
     as_written: bool = False,
 ) -> list[Tensor]:
-    """Returns the tensors after the kernel has run. `bound` is a bound variable at which loops may
-    end. tinygrad vectorizes and threads the loops unless they stay `as_written`.
+    """Runs a kernel and returns the tensors as they are afterwards. `bound` is a tinygrad variable
+    with a value; loops may end at it. With `as_written`, tinygrad does not optimize the loops;
+    otherwise it vectorizes them and distributes them over threads.
     """
     sources = [tensor.uop for tensor in tensors]
     places = [UOp.placeholder_like(source, slot) for slot, source in enumerate(sources)]
@@ -29,7 +33,7 @@ def launch(
 
 
 def inside(bound: UOp) -> UOp:
-    """A bound variable as the kernel sees it: without its value."""
+    """Converts a variable with a value to one without a value, which a kernel's code uses."""
     variable, _ = bound.unbind()
     return UOp.variable(variable.expr, variable.vmin, variable.vmax, param=True)
 
@@ -43,12 +47,14 @@ def reduction(size: int | UOp, number: int) -> UOp:
 
 
 def index(value: UOp) -> UOp:
-    """Casts a loaded integer to an index."""
+    """Loads an integer and casts it to tinygrad's index type."""
     return value.load().cast(dtypes.weakint)
 
 
 def lanes(size: int, number: int) -> tuple[UOp, tuple[UOp, UOp]]:
-    """An index over `size`, and its two loops, of which the inner one runs over vector lanes."""
+    """Two nested loops over `size` elements. Returns the element's index and both loops. The inner
+    loop runs over vector lanes.
+    """
     width = next(width for width in range(min(size, MAX_LANES), 0, -1) if size % width == 0)
     outer, inner = UOp.range(size // width, number), UOp.range(width, number + 1, AxisType.UPCAST)
     return outer * width + inner, (outer, inner)

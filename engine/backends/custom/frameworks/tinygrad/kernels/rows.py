@@ -1,4 +1,4 @@
-"""Table lookup: rows by index."""
+"""A kernel that looks up rows of a table by index, for embeddings."""
 
 from tinygrad import Tensor, UOp
 

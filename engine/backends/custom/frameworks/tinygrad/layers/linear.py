@@ -1,4 +1,4 @@
-"""Matmul. A parameter is a dictionary with "weight", (out, in), and an optional "bias"."""
+"""Matmul. Its parameters are a dictionary with "weight", (out, in), and an optional "bias"."""
 
 from tinygrad import Tensor
 

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension; statistics are float32 whatever the model's dtype."""
+"""Norms over the last dimension. Mean and variance are computed in float32 for all dtypes."""
 
 from tinygrad import Tensor
 

@@ -1,4 +1,4 @@
-"""RoPE by the cosines and sines of a step's positions, which the host looks up."""
+"""RoPE. The host looks up the cosines and sines for the positions of a step."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,16 @@ from tinygrad import Tensor
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of a step's tokens."""
+    """The cosines and sines for the positions of a step's tokens."""
 
     cos: Tensor  # (T, dim / 2) float32
     sin: Tensor  # (T, dim / 2) float32
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
+    """Rotates the first `dim` values of each head of x (T, N, H). Value i is paired with value
+    i + dim / 2.
+    """
     cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in rotation)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

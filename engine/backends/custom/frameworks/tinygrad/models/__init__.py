@@ -1,1 +1,1 @@
-"""The decoder over tinygrad tensors, and how its weights are loaded."""
+"""The decoder in tinygrad, and the code that loads its weights."""

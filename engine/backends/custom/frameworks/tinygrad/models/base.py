@@ -1,7 +1,7 @@
-"""The decoder of every family, as functions of its parameters.
+"""The decoder of all model families, as functions of its parameters.
 
-Serving runs `decode` with an `attend` that reads and writes the paged cache. Parity tests call
-`forward_sequence`.
+Serving calls `decode` with a function `attend` that reads and writes the paged cache. Parity tests
+call `forward_sequence`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
 from engine.backends.custom.frameworks.tinygrad.models.gpt2 import add_positions
 from engine.backends.custom.runtime.model_runner import F32
 
-# From a layer's index, queries (T, N, H), keys and values (T, K, H) to the output (T, N, H)
+# A function that attends in one layer. It gets the layer's number, queries (T, N, H), keys and
+# values (T, K, H), and returns the attention output (T, N, H).
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -33,7 +34,7 @@ class Model:
 
 
 def block(model: Model, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-    """Attention, then MLP; each adds to the residual stream."""
+    """One layer: attention, then MLP. Both add to the residual stream x (T, D)."""
     config, params = model.config, model.params["layers"][layer]
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
     attended = attend(layer, *heads(params["attn"], config, read, rotation))
@@ -45,7 +46,9 @@ def block(model: Model, layer: int, x: Tensor, rotation: Rotation | None, attend
 
 
 def merged(config: ModelConfig, params: Params, x: Tensor, half: Tensor) -> Tensor:
-    """Adds the output `half` of attention or MLP to the stream; `params` are its norm's."""
+    """Adds the output `half` of attention or MLP to the residual stream `x`. `params` are the
+    parameters of the output norm, which only some models have.
+    """
     if config.norm_placement == "output":
         half = norm(config, params, half.contiguous())
     if config.residual_multiplier != 1:
@@ -73,7 +76,9 @@ def decode(
     rotation: Rotation | None,
     attend: Attend,
 ) -> list[Tensor]:
-    """The residual stream (T, D) before the first block and after each."""
+    """Runs all layers. Returns a list of the residual stream (T, D) before the first layer and
+    after each layer.
+    """
     states = [embed(model, token_ids, positions)]
     for layer in range(model.config.num_layers):
         states.append(block(model, layer, states[-1], rotation, attend))
@@ -85,14 +90,14 @@ def final_norm(model: Model, x: Tensor) -> Tensor:
 
 
 def head_logits(model: Model, hidden: Tensor) -> Tensor:
-    """Normed states (R, D) -> logits (R, V) float32"""
+    """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
     params, scaling = model.params, model.config.logits_scaling
     logits = linear(params["head" if "head" in params else "embed"], hidden).float()
     return logits if scaling == 1 else logits / scaling
 
 
 def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Logits (T, V) of one sequence, and the states that `decode` returns."""
+    """The logits (T, V) of one sequence, and the residual streams that `decode` returns."""
     device = model.params["norm"]["weight"].device
     positions = np.arange(len(token_ids), dtype=np.int32)
     ids, places = (Tensor(x, device=device) for x in (np.array(token_ids, np.int32), positions))

@@ -1,4 +1,4 @@
-"""GPT-2's learned positions, added to the token embeddings; `base.py` has the rest."""
+"""GPT-2's learned position embeddings. All other parts of the model are in `base.py`."""
 
 from tinygrad import Tensor
 
@@ -7,5 +7,5 @@ from engine.backends.custom.frameworks.tinygrad.layers.linear import Params
 
 
 def add_positions(params: Params, x: Tensor, positions: Tensor) -> Tensor:
-    """x (T, D), positions (T,) -> (T, D)"""
+    """Adds the position embeddings to the token embeddings: x (T, D), positions (T,) -> (T, D)"""
     return x + take_rows(params["position"]["weight"], positions)

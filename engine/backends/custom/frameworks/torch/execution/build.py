@@ -1,4 +1,4 @@
-"""Builds a loaded runner from a model source and a configuration; finds devices."""
+"""Finds PyTorch devices and builds model runners and text encoders with loaded weights."""
 
 from dataclasses import replace
 
@@ -33,10 +33,11 @@ DTYPES = {
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
-    """Resolves "auto": CUDA in bfloat16 if there is a GPU, else the CPU in float32.
+    """Resolves device "auto" to CUDA if there is a GPU, else to the CPU. Resolves dtype "auto" to
+    bfloat16 on CUDA and to float32 on the CPU.
 
-    On a CPU bfloat16 is about twice as fast for many rows, but the user must choose it: its
-    rounding changes a small model's output.
+    On a CPU, bfloat16 is about twice as fast for many rows. It is not the default there, because
+    its rounding changes the output of small models.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +51,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """Bytes of the weights and of a token's keys and values."""
+    """The memory that a model needs: bytes of all weights, and of one token's keys and values."""
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return needs
@@ -65,7 +66,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
-    """Loads the weights and allocates the cache; the runner is ready when this returns."""
+    """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
     check_config("torch", "PyTorch", source.config, config)
     if config.quantization != "auto" and device.type != "cuda":
@@ -83,14 +84,14 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """Profiles a runner's calls with PyTorch's profiler."""
+    """A profiler for the runner's calls, which uses PyTorch's profiler."""
     return TorchProfiler(torch.device(config.device))
 
 
 def build_encoder(
     source: ModelSource, device: str, dtype: str, num_threads: int | None = None
 ) -> Encoder:
-    """Loads the weights of a text encoder; it is ready when this returns."""
+    """Loads the weights of a text encoder. Returns an encoder that is ready to use."""
     found = find_device(device, dtype)
     place, kind = torch.device(found.name), DTYPES[found.dtype]
     if num_threads is not None:

@@ -1,7 +1,7 @@
-"""The paged KV tensors: one allocation, addressed by block or by slot.
+"""The paged KV cache. It is one tensor, which is addressed by block or by slot.
 
-A slot is block * block_size + offset. A slot's key and value are adjacent, so one gather of blocks
-fetches both. Block 0 belongs to no sequence: padding is written there.
+A slot is block * block_size + offset. The key and the value of a slot are next to each other, so
+one gather of blocks reads both. Block 0 belongs to no sequence; padding tokens write to it.
 """
 
 import math
@@ -17,7 +17,7 @@ from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of one token's keys and values, equal in all layers."""
+    """The shape of one token's keys and values, which is the same in all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,19 +40,20 @@ class PagedCache:
         )
         self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
         self._null_slot = NULL_BLOCK * block_size
-        # Per-layer views, made once rather than in every step.
+        # Views of each layer's part. They are made once, because making them takes time.
         self._layer_slots = self.slots.unbind(0)
         self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, 2, K, H) each
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes k, v (T, K, H) to slots (T,)."""
+        """Writes keys and values (T, K, H) to the slots (T,) of one layer."""
         self._layer_slots[layer].index_copy_(0, slots, torch.stack((k, v), dim=1))
 
     def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
-        """Which rows of a step are finite, (S,); erases what the other rows wrote to the cache.
+        """Whether each row of a step is free of NaN and infinity, (S,). Also erases what tokens
+        with NaN or infinity wrote to the cache.
 
-        x (T, D) is the residual stream after the last block. It carries any NaN or infinity of a
-        token to its end, so its sum reveals them.
+        x (T, D) is the residual stream after the last block. It carries any NaN or infinity of
+        earlier layers, so its sum reveals them.
         """
         bad = ~torch.isfinite(x.sum(dim=-1, dtype=torch.float32))  # (T,)
         self.erase(write_slots, bad)
@@ -63,19 +64,22 @@ class PagedCache:
         return num_bad.index_add_(0, to_device(row_of, x.device), bad.float()) == 0
 
     def erase(self, slots: Tensor, where: Tensor) -> None:
-        """Zeroes the slots (T,) where the flag (T,) is set, in every layer.
+        """Sets the slots (T,) whose flag in `where` (T,) is set to zero, in all layers.
 
-        NaN in a block would reach its next owner through masked positions. The flag stays on the
-        device: slots that keep their contents are replaced by a slot of the null block.
+        Otherwise NaN in a block would reach the next sequence that uses the block, since attention
+        multiplies masked values by 0. The host does not read the flags. For tokens without a flag,
+        a slot of the null block is zeroed instead.
         """
         self.slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not empty: positions past a row's end are read under a mask, and 0 * NaN is NaN."""
+    """Allocates zeros. Uninitialised memory could be NaN, and attention multiplies masked positions
+    past a row's end by 0, but 0 * NaN is NaN.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy gets zero pages from the system, which use memory only once written; PyTorch would
-    # write them all.
+    # NumPy takes zero pages from the system, which use no memory until they are written. PyTorch
+    # would write all of them.
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

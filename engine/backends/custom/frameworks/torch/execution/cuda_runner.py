@@ -1,8 +1,9 @@
-"""`CudaRunner`: steps as CUDA graphs over static buffers, with one copy in and one out.
+"""`CudaRunner`. It runs steps as CUDA graphs over static buffers, with one copy to the device and
+one copy back.
 
 Decode-only steps and small steps with prefill are padded to a size that has a graph. A larger step
-launches its kernels one by one, which takes less time than they run. All steps read their arrays
-from one device buffer, so a graph serves any sequence lengths.
+launches its kernels one by one; the host does this faster than the kernels run. All steps read
+their arrays from one device buffer, so a graph serves sequences of any length.
 """
 
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ Arrays = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The padded size of a step's buffers."""
+    """The size of a step, with padding. Each size has its own buffers and CUDA graphs."""
 
     tokens: int
     rows: int
@@ -66,7 +67,9 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CachedStep:
-    """A forward pass that writes keys and values to the cache before any query attends to them."""
+    """A forward pass over the paged cache. In each layer it first writes all keys and values to the
+    cache, then attends.
+    """
 
     positions: Tensor  # (T,) int32
     write_slots: Tensor  # (T,) int32
@@ -99,7 +102,9 @@ class CachedStep:
 
 
 class BufferedStep:
-    """One size of step: its part of the device buffer, its outputs, and its graphs if any."""
+    """The steps of one size: their views of the device buffer, their outputs, and their CUDA graphs
+    once captured.
+    """
 
     def __init__(self, runner: "CudaRunner", size: Size, room: ListLengths) -> None:
         self.size, self.room = size, room
@@ -108,7 +113,7 @@ class BufferedStep:
         self.views: dict[str, Tensor] = {}
         self.results = torch.empty(0)  # (samples + rows + 1,) int32: tokens, then finite flags
         self.logits: Tensor | None = None  # (samples, V)
-        self.stream: Tensor | None = None  # (samples, D) before the last norm
+        self.stream: Tensor | None = None  # (samples, D) residual stream before the final norm
         self.forward: torch.cuda.CUDAGraph | None = None
         self.sample_graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
 
@@ -130,7 +135,9 @@ class CudaHandle:
 
 @dataclass(frozen=True, slots=True)
 class CudaPendingTokens:
-    """Sampled tokens while they are copied to the host, without logprobs or hidden states."""
+    """The sampled tokens of a step, which may still be on their way to the host. The step has no
+    logprobs and no hidden states.
+    """
 
     pinned: Pinned
     ring: PinnedRing
@@ -158,8 +165,8 @@ class CudaRunner(TorchRunner):
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         if device.type == "cuda":
-            # With matrices of Llama models on an H200, cuBLASLt is at most a tenth slower than
-            # cuBLAS and up to a third faster.
+            # For the matrices of Llama models on an H200, cuBLASLt is up to a third faster than
+            # cuBLAS, and at most a tenth slower.
             torch.backends.cuda.preferred_blas_library("cublaslt")
         self._angles = None
         if model.rotary is not None:
@@ -238,7 +245,7 @@ class CudaRunner(TorchRunner):
         return Layout(sizes, pads, last="tables")
 
     def _size(self, inputs: BatchInputs) -> Size | None:
-        """The padded size if the step has a graph, else None."""
+        """The padded size of a step, or None if the step is too large for a CUDA graph."""
         tokens, rows, samples = len(inputs.token_ids), len(inputs.slots), len(inputs.logit_rows)
         if tokens == rows == samples:
             bucket = at_least(self._row_sizes, rows)
@@ -251,7 +258,9 @@ class CudaRunner(TorchRunner):
         return Size(padded, most, most, False, False)
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
-        """The graph's static buffers; the copy of this step's arrays into them is queued."""
+        """The static buffers for steps of this size. This also queues the copy of the step's arrays
+        to the device.
+        """
         step = self._steps.get(size)
         if step is None:
             step = self._steps[size] = BufferedStep(self, size, self._room_for(size))
@@ -306,7 +315,9 @@ class CudaRunner(TorchRunner):
         self._inbound.give_back(pinned)
 
     def _largest_buffer(self, config: RunnerConfig) -> int:
-        """Max number of values in a graph step's arrays. Graphs keep the buffer's address."""
+        """The max number of values in the arrays of a step with a graph. The buffer is allocated
+        once with this size, because captured graphs contain its address.
+        """
         slots, tokens = config.max_slots, TOKEN_SIZES[-1]
         tables = np.empty(slots * -(-config.max_seq_len // config.block_size), np.bool_)
         sizes = (
@@ -336,7 +347,7 @@ class CudaRunner(TorchRunner):
         )
 
     def _compute(self, step: BufferedStep) -> None:
-        """The forward pass, from the step's arrays to its logits."""
+        """Runs the forward pass: computes the step's logits from its arrays on the device."""
         views, size, model = step.views, step.size, self._model
         finite = step.results[size.samples :].fill_(1)
         cached = CachedStep(
@@ -354,7 +365,7 @@ class CudaRunner(TorchRunner):
             x = model(token_ids, cached)  # (T, D)
             guard(x, token_rows, write_slots, self._cache.slots, finite)
             x = x if size.only_decodes else x.index_select(0, views["logit_rows"])
-        else:  # of a prompt, the last layer's MLP and the head run for the last token only
+        else:  # most tokens need no logits, so the last MLP and the LM head run for few tokens only
             rows = views["logit_rows"]
             x, attended = model.forward_rows(token_ids, cached, rows)
             guard(attended, token_rows, write_slots, self._cache.slots, finite)
@@ -363,7 +374,9 @@ class CudaRunner(TorchRunner):
             step.stream, step.logits = x, model.stream_logits(x)
 
     def _capture(self, step: BufferedStep) -> None:
-        """Captures forward and sampling. Capture allocates new outputs, which only replay fills."""
+        """Captures the forward pass and plain sampling as CUDA graphs. The capture allocates new
+        output tensors. They have no values until the graph is replayed.
+        """
         step.forward = self._capturer.capture(lambda: self._compute(step))
         if step.size.samples:
             self._sampler.capture(step, PLAIN)

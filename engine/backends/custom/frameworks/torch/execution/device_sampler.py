@@ -1,8 +1,8 @@
-"""`sampler.sample` as GPU kernels over settings on the device, one value per row.
+"""Samples with GPU kernels, which read one value of each setting per row from device memory.
 
-Tests compare it with `sampler.py`, which defines the settings. All settings travel in one copy.
-Their values select only which kernels run, which is the `Kind`. So `choose` over static buffers can
-be captured once per kind.
+The semantics are those of `sampler.py`, with which tests compare it. All settings are copied to the
+device at once. The host uses them only to choose which kernels run (`Kind`). So `choose` over
+static buffers can be captured as one CUDA graph per kind.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ PADS = settings.PADS | {"position": 0, "num_prompt": 0}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What at least one row of a step asks for, and thus which kernels run."""
+    """The features that at least one row of a step uses. They decide which kernels run."""
 
-    adjusts: bool  # penalties or biases
-    masks: bool
+    adjusts: bool  # some row has penalties or logit biases
+    masks: bool  # some row has a mask of allowed tokens
     samples: bool  # some row's temperature is above 0
 
 
@@ -55,7 +55,7 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
 def settings_arrays(
     sampling: SamplingInputs, history: TokenHistory
 ) -> dict[str, NDArray[np.generic]]:
-    """All arrays are int32."""
+    """The settings of all rows as int32 arrays, by name."""
     mask = np.zeros(0, np.uint32) if sampling.mask is None else sampling.mask
     return settings.settings_arrays(sampling, history.spare_slot) | {
         "position": sampling.position,
@@ -71,9 +71,10 @@ def settings_views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
 def choose(
     logits: Tensor, given: Mapping[str, Tensor], kind: Kind, history: Tensor, words: Tensor
 ) -> Tensor:
-    """Tokens (R,) int64 from logits (R, V), which are not modified, and the first R settings.
+    """Chooses a token per row, (R,) int64, from logits (R, V), which are not modified.
 
-    `history` has the slots' tokens, `words` are the vocabulary's `token_words`.
+    `given` has the settings on the device; only those of the first R rows are used. `history` has
+    the tokens of all slots. `words` are the vocabulary's `token_words`.
     """
     rows, vocabulary = logits.shape
     of_rows = {name: given[name][:rows] for name in PADS if not name.startswith("bias")}
@@ -123,7 +124,9 @@ def _adjusted(
 def sample(
     logits: Tensor, sampling: SamplingInputs, history: TokenHistory, words: Tensor
 ) -> Sampled:
-    """logits (R, V) float32 are not modified; `words` are the vocabulary's `token_words`."""
+    """Samples a token per row from logits (R, V) float32, which are not modified. `words` are the
+    vocabulary's `token_words`.
+    """
     sizes = settings_sizes(len(logits), len(sampling.bias_rows))
     layout = Layout(sizes, PADS, last=MASK)
     packed = layout.packed(settings_arrays(sampling, history))

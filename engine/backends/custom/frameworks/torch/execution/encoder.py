@@ -1,7 +1,7 @@
-"""`TorchEncoder`: token ids in, one vector per text out.
+"""`TorchEncoder`, which computes one vector per text from the text's token ids.
 
-Texts are sorted by length and computed in groups. Within a group tokens are concatenated, so no
-matmul computes padding. Only attention pads, to the group's longest text, and masks the padding.
+Texts are sorted by length and computed in groups. The tokens of a group are concatenated, so
+matmuls compute no padding. Only attention pads the texts to the longest of the group, with a mask.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,18 +18,18 @@ from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt
 
-# Max tokens per group, attention's padding included.
+# Max tokens per group. Every text counts as long as the longest, because attention pads to it.
 GROUP_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class TextsStep:
-    """A group of texts, each attending only to itself."""
+    """A forward pass over a group of texts. Tokens attend only to tokens of their own text."""
 
     lengths: Tensor  # (S,) int64
     positions: Tensor  # (T,) int64
     padded: Tensor  # (T,) int64: a token's index when every text is padded to the longest
-    visible: Tensor  # (S, 1, 1, L) bool: which positions of a padded text hold a token
+    visible: Tensor  # (S, 1, 1, L) bool: whether a position of a padded text has a token
     rotation: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class TextsStep:
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.padded)
 
     def _pad(self, x: Tensor) -> Tensor:
-        """(T, N, H) -> (S, N, L, H)"""
+        """Pads all texts to the longest: (T, N, H) -> (S, N, L, H)"""
         num_texts, longest = self.visible.shape[0], self.visible.shape[-1]
         places = x.new_zeros(num_texts * longest, *x.shape[1:]).index_copy_(0, self.padded, x)
         return places.unflatten(0, (num_texts, longest)).transpose(1, 2)
@@ -65,14 +65,14 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        """(S, D), in the order of `prompts`."""
+        """One vector per text, (S, D), in the order of `prompts`."""
         vectors = np.empty((len(prompts), self._spec.num_dimensions), np.float32)
         for rows in groups([len(prompt) for prompt in prompts], GROUP_TOKENS):
             vectors[rows] = self._wait(self._vectors([prompts[row] for row in rows]))
         return vectors
 
     def close(self) -> None:
-        """Frees the model; the encoder cannot be used again."""
+        """Frees the model. The encoder cannot be used afterwards."""
         del self._model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -117,8 +117,8 @@ class TorchEncoder:
 
 
 def groups(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Groups texts of similar length; count times max length stays within `max_tokens`, unless one
-    text alone is longer.
+    """Yields the indices of texts in groups of similar length. In a group, the number of texts
+    times the max length is at most `max_tokens`. A text that is longer forms its own group.
     """
     group: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):

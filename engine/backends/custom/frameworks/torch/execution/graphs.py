@@ -1,7 +1,8 @@
-"""CUDA graphs of the forward pass and of sampling, captured when a size first occurs.
+"""CUDA graphs of the forward pass and of sampling. A graph is captured when a step of its size
+first occurs.
 
-In small steps, launching kernels one by one takes the host longer than they run; replaying a graph
-is one launch. Steps are padded to the next size that has a graph.
+In small steps, the host needs more time to launch the kernels one by one than the kernels need to
+run. Replaying a graph is one launch. Steps are padded to the next size that has a graph.
 """
 
 from bisect import bisect_left
@@ -10,13 +11,14 @@ from collections.abc import Callable
 import torch
 
 _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_COARSE = 64  # spacing of larger sizes
-# Sizes of steps with prefill: larger steps keep the device busy while their kernels are launched.
+_COARSE = 64  # sizes above those of _FINE are this far apart
+# The sizes of steps with prefill, in tokens. Larger steps need no graph, because their kernels run
+# longer than it takes to launch them.
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes of decode-only steps; the last is `max_rows`."""
+    """The batch sizes of decode-only steps that have graphs. The last is `max_rows`."""
     sizes = [size for size in _FINE if size < max_rows]
     sizes.extend(range(_FINE[-1] + _COARSE, max_rows, _COARSE))
     return (*sizes, max_rows)
@@ -28,17 +30,22 @@ def at_least(sizes: tuple[int, ...], size: int) -> int | None:
 
 
 class Capturer:
-    """Captures functions as graphs on one stream. Graphs share memory, as they never overlap."""
+    """Captures functions as CUDA graphs. All graphs share one memory pool, because they never run
+    at the same time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._device = device
-        # PyTorch cannot capture again into a memory pool that no graph uses: one always stays.
+        # PyTorch cannot capture into a memory pool that no graph uses any more. So this graph is
+        # always kept.
         self._anchor = self.capture(lambda: torch.zeros(1, device=device))
 
     def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """`work` must have run once before, so that compilation and allocation are not captured."""
+        """Captures the kernels that `work` launches. `work` must have run once before, so that
+        kernels are already compiled and one-time allocations are done.
+        """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)

@@ -1,8 +1,8 @@
-"""The tokens of each slot's sequence, on the device, for penalties.
+"""The tokens of all sequences, by slot, on the device. Penalties need them.
 
-A slot's history is uploaded once, when it begins to sample. From then on the sampler appends its
-tokens on the device, so penalties see tokens that have not reached the host yet. A token is stored
-at its position, so a row that samples position p has exactly p earlier tokens.
+The tokens of a sequence are uploaded once, when it begins to sample. From then on the sampler
+appends its tokens on the device, so penalties also apply to tokens that have not reached the host
+yet. A token is stored at its position, so a row that samples position p has p earlier tokens.
 """
 
 import numpy as np
@@ -15,15 +15,15 @@ from engine.backends.custom.runtime.model_runner import I32, SamplingInputs
 
 class TokenHistory:
     def __init__(self, max_slots: int, max_seq_len: int, device: torch.device) -> None:
-        # One spare column: the token after a full sequence is sampled though never computed.
-        # One spare slot: padding rows sample into it.
+        # One spare column, because a token is still sampled after a sequence of max length.
+        # One spare slot, to which padding rows write their tokens.
         size = max_slots + 1, max_seq_len + 1
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._num_prompt = np.zeros(max_slots, np.int64)
         self._device = device
 
     def begin(self, sampling: SamplingInputs) -> None:
-        """Uploads the histories that came with a step."""
+        """Uploads the tokens of sequences that begin to sample in this step."""
         if not len(sampling.history_slots):
             return
         self._num_prompt[sampling.history_slots] = sampling.history_num_prompt
@@ -37,12 +37,12 @@ class TokenHistory:
 
     @property
     def spare_slot(self) -> int:
-        """The slot that padding rows sample into; no sequence owns it."""
+        """The slot to which padding rows write their tokens. No sequence uses it."""
         return len(self._num_prompt)
 
     @property
     def tokens(self) -> Tensor:
-        """(max_slots + 1, max_seq_len + 1) int64"""
+        """The tokens of all slots, (max_slots + 1, max_seq_len + 1) int64."""
         return self._tokens
 
     def num_prompt(self, slots: I32) -> I32:
@@ -52,9 +52,10 @@ class TokenHistory:
         self._tokens[slots, positions] = tokens
 
     def read(self, slots: I32, positions: I32) -> tuple[Tensor, Tensor]:
-        """The tokens of each row, (P, L), and which of them are output, (P, L) float32.
+        """The earlier tokens of each row, (P, L), and whether each token is output, (P, L) float32.
 
-        Rows shorter than L are padded with their first token, which is not marked as output.
+        `positions` are the numbers of earlier tokens. Rows shorter than L are padded with their
+        first token. Padding does not count as output.
         """
         length = int(positions.max())
         columns = torch.arange(length, device=self._device)

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.runtime.model_runner import KernelTime
 
-SPAN = "engine: "  # prefix of the runner's calls in a trace, to tell them from kernels
+SPAN = "engine: "  # in a trace, the names of the runner's calls have this prefix, kernels do not
 _US = 1e-6
 
 

@@ -1,4 +1,4 @@
-"""`TorchRunner`: `forward` and `sample` over a model and its paged cache."""
+"""`TorchRunner`, which runs a model eagerly over its paged KV cache, without CUDA graphs."""
 
 from dataclasses import dataclass
 
@@ -77,6 +77,6 @@ class TorchRunner(SamplingRunner):
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
 
     def close(self) -> None:
-        """Frees the model and the cache; the runner cannot be used again."""
+        """Frees the model and the KV cache. The runner cannot be used afterwards."""
         del self._model, self._cache
         super().close()

@@ -1,9 +1,10 @@
-"""Samples tokens from logits: one stateless function, in a fixed order.
+"""Samples tokens from logits, in a stateless function.
 
 The order is penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Log-probabilities are
-the model's own, before all of these. Top-k, top-p and min-p are thresholds: tokens that tie with
-the last one kept are kept too, so the result depends on values alone. Sampling adds keyed Gumbel
-noise and takes the argmax; a row at temperature 0 takes the argmax without noise.
+those of the model, before all of these. Top-k, top-p and min-p are thresholds. They keep all tokens
+that are as likely as the least likely token they have to keep, so the result does not depend on the
+order of tokens. Sampling adds Gumbel noise, which depends on the row's key, and takes the argmax. A
+row with temperature 0 takes the argmax without noise.
 """
 
 import numpy as np
@@ -24,7 +25,9 @@ MINUS_INFINITY = float("-inf")
 def sample(
     logits: Tensor, sampling: SamplingInputs, history: TokenHistory, words: Tensor
 ) -> Sampled:
-    """logits (R, V) float32 are not modified; `words` are the vocabulary's `token_words`."""
+    """Samples a token per row from logits (R, V) float32, which are not modified. `words` are the
+    vocabulary's `token_words`.
+    """
     adjusted = logits
     if sampling.has_penalties:
         adjusted = penalize(adjusted, sampling, history)
@@ -47,7 +50,9 @@ def sample(
 
 
 def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) -> Tensor:
-    """Repetition scales logits toward unlikely; frequency and presence subtract, output only."""
+    """Applies the penalties. The repetition penalty makes tokens of prompt and output less likely
+    by a factor. Frequency and presence penalties are subtracted, for tokens of the output only.
+    """
     active = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     rows = np.flatnonzero(active)
 
@@ -62,7 +67,7 @@ def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) ->
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= column(sampling.frequency) * counts
     values -= column(sampling.presence) * (counts > 0)
-    # A token that occurs twice is written twice with the same value.
+    # A token that occurs several times in a row's history is written each time with the same value.
     penalized = some.scatter(1, tokens, values)
     return logits.index_copy(0, to_device(rows, logits.device), penalized)
 
@@ -79,8 +84,9 @@ def apply_mask(logits: Tensor, mask: U32) -> Tensor:
 
 
 def forbidden(mask: U32, vocab_size: int, device: torch.device) -> Tensor:
-    """Mask bits as booleans, (R, V). On a CPU numpy unpacks them: waking PyTorch's threads takes
-    longer than the work. On other devices the packed bits are copied and unpacked there.
+    """Whether each token is forbidden, (R, V) bool, from the mask's bits. On a CPU, numpy unpacks
+    the bits, because waking PyTorch's threads takes longer than this work. Other devices get the
+    packed bits and unpack them there.
     """
     if device.type == "cpu":
         bits = np.unpackbits((~mask).view(np.uint8), axis=1, count=vocab_size, bitorder="little")
@@ -119,7 +125,9 @@ def keep_top_k(logits: Tensor, top_k: I32) -> Tensor:
 
 
 def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.float32]) -> Tensor:
-    """Top-p, then min-p: a fraction of the best token's probability, which top-p always keeps."""
+    """Applies top-p and min-p: sets the logits of too unlikely tokens to -inf. Min-p is a fraction
+    of the best token's probability. Top-p always keeps the best token.
+    """
     probs = logits.softmax(dim=-1)
     floor = probs.amax(dim=-1, keepdim=True) * to_device(min_p, logits.device)[:, None]
     rows = np.flatnonzero(top_p < 1)
@@ -132,11 +140,12 @@ def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.fl
 
 
 def nucleus_floor(probs: Tensor, target: Tensor) -> Tensor:
-    """The max probability such that tokens at or above it sum to at least the target: (R, 1).
+    """The top-p threshold of each row, (R, 1): the largest probability such that the tokens at or
+    above it sum to at least `target`.
 
-    Bisects over the bits of a float, which sort like the values: on a CPU several times faster than
-    sorting the vocabulary. The last 7 bits stay 0, so tokens whose probabilities agree to one part
-    in 65,536 count as equally likely.
+    The threshold is found bit by bit, by bisection, since the bits of positive floats sort like
+    their values. On a CPU this is several times faster than sorting the vocabulary. The last 7 bits
+    stay 0, so tokens whose probabilities agree to one part in 65,536 count as equally likely.
     """
     floor = torch.full_like(probs[:, :1], 2.0**-63).view(torch.int32)
     above = torch.empty_like(probs)

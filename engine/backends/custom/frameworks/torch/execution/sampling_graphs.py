@@ -1,7 +1,8 @@
-"""Sampling as CUDA graphs: one copy for the settings, then one launch.
+"""Sampling as CUDA graphs. A step takes one copy of its settings to the device and one launch.
 
-Every step's settings lie at the same address, so one graph per step size and `Kind` serves any mix
-of requests. A grammar's mask travels with the settings, after the forward pass was launched.
+The settings of all steps are at the same address, so one graph per step size and `Kind` serves any
+mix of requests. The mask of a grammar is copied with the settings, after the forward pass was
+launched.
 """
 
 from typing import Protocol
@@ -28,11 +29,13 @@ from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
 PLAIN = Kind(adjusts=False, masks=False, samples=False)
-MAX_BIASES = 1024  # per step; a step with more is sampled without a graph
+MAX_BIASES = 1024  # max logit biases of a step; a step with more is sampled without a graph
 
 
 class SampledStep(Protocol):
-    """The logits to sample from and the outputs. Addresses are fixed once `forward` is set."""
+    """The logits of a step and the tensors for its sampled tokens. Once the graph `forward` is
+    captured, their addresses stay the same.
+    """
 
     logits: Tensor | None  # (R, V)
     forward: torch.cuda.CUDAGraph | None
@@ -68,10 +71,12 @@ class GraphSampler:
         self._last: tuple[SamplingInputs, Kind | None] | None = None
 
     def kind_of(self, sampling: SamplingInputs) -> Kind | None:
-        """None: the step needs more than tokens (logprobs, hidden states) or exceeds a buffer."""
+        """The kind of a step's sampling. None if the step cannot use a graph: it needs logprobs or
+        hidden states, or its settings do not fit the buffer.
+        """
         if self._last is not None and sampling.mask is None:
             last, kind = self._last
-            # Decode-only steps share their arrays with the last step; only positions change.
+            # Consecutive decode-only steps share the arrays of settings; only positions change.
             if last.temperature is sampling.temperature and last.mask is None:
                 return kind
         kind = self._find_kind(sampling)
@@ -79,7 +84,7 @@ class GraphSampler:
         return kind
 
     def sample(self, step: SampledStep, kind: Kind, sampling: SamplingInputs) -> None:
-        """Writes the sampled tokens to the start of the step's tokens."""
+        """Samples the tokens of a step and writes them to the start of `step.tokens`."""
         self._history.begin(sampling)
         if kind != PLAIN:
             self._send(sampling)
@@ -103,7 +108,7 @@ class GraphSampler:
         ):
             return None
         kind = kind_of(sampling)
-        # A forced token is one of the settings, which a plain step does not copy.
+        # Plain sampling does not copy the settings, but a forced token is one of them.
         return None if kind == PLAIN and (sampling.forced != SAMPLE).any() else kind
 
     def _send(self, sampling: SamplingInputs) -> None:

@@ -1,7 +1,7 @@
-"""The part of a step that all PyTorch runners share: from logits to tokens on the host.
+"""The part of a step that all PyTorch runners share: sampling, and the copy of tokens to the host.
 
-Only `TorchPendingTokens.wait` waits for the device. Control flow depends on host arrays only; what
-the host does not know yet (last tokens, which rows are finite) stays in tensors.
+Only `TorchPendingTokens.wait` waits for the device. All branches depend on host arrays only. Values
+that the host does not know yet stay in tensors, for example the last sampled tokens.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ from engine.backends.custom.runtime.outputs import Sampled
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """What `forward` passes on to `sample`."""
+    """The result of `forward`, which the caller passes to `sample`."""
 
-    logits: Tensor | None  # (R, V) float32; None: no row samples
-    hidden: Tensor | None  # (R, D) normed
-    finite: Tensor  # (S,) bool
+    logits: Tensor | None  # (R, V) float32; None: no row of this step samples a token
+    hidden: Tensor | None  # (R, D) hidden states after the final norm
+    finite: Tensor  # (S,) bool: whether each row is free of NaN and infinity
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPendingTokens:
-    """A step's results while they are copied to the host."""
+    """The results of a step, which may still be on their way to the host."""
 
-    sampled: Sampled  # host tensors, valid once `done` has passed
+    sampled: Sampled  # host tensors, valid once the event `done` has occurred
     finite: Tensor
     hidden: Tensor | None
     done: torch.cuda.Event | None
@@ -65,7 +65,7 @@ class SamplingRunner:
         self._spec = spec
         self._device = device
         self._history = TokenHistory(spec.max_slots, spec.max_seq_len, device)
-        # One spare slot: padding rows sample into it.
+        # One spare slot, to which padding rows write their tokens.
         self._last_token = torch.zeros(spec.max_slots + 1, dtype=torch.int64, device=device)
         self._words = to_device(token_words(spec.vocab_size), device)
 
@@ -85,13 +85,15 @@ class SamplingRunner:
         return self._send(sampled, handle.finite, self._hidden(handle, sampling))
 
     def close(self) -> None:
-        """Frees the device's memory; the runner cannot be used again."""
+        """Frees the memory on the device. The runner cannot be used afterwards."""
         del self._history, self._last_token, self._words
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _token_ids(self, inputs: BatchInputs) -> Tensor:
-        """(T,), with FROM_DEVICE replaced by the last token sampled for the row's slot."""
+        """The step's token ids, (T,). FROM_DEVICE is replaced by the last token that was sampled
+        for the row's slot.
+        """
         token_ids = self._put(inputs.token_ids.astype(np.int64))
         if inputs.token_ids.min(initial=0) >= 0:
             return token_ids

@@ -1,7 +1,7 @@
-"""Pinned buffers for a step's arrays and for its results, with one copy each.
+"""Pinned host buffers. One holds all arrays of a step, another its results, so each takes one copy.
 
-The host never waits: it writes only to pinned memory that no copy in flight is reading. Buffers are
-reused, and a buffer still in use is skipped.
+The host never waits for a copy. It writes only to a buffer that no running copy reads. Buffers are
+reused; if all are in use, a new one is allocated.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from engine.backends.custom.runtime.model_runner import I32
 
 @dataclass(slots=True)
 class Pinned:
-    """Page-locked memory as tensor and array, and the event of its last copy."""
+    """A page-locked buffer, as a tensor and as an array, and the event after its last copy."""
 
     tensor: Tensor
     array: I32 = field(init=False)
@@ -25,13 +25,13 @@ class Pinned:
 
 
 class PinnedRing:
-    """A pool of reusable buffers; a buffer that was taken is out of the pool until given back."""
+    """A pool of reusable buffers. A taken buffer is not in the pool until it is given back."""
 
     def __init__(self) -> None:
         self._free: list[Pinned] = []
 
     def take(self, size: int) -> Pinned:
-        """A buffer of at least `size` values that no copy is reading."""
+        """Takes a buffer of at least `size` values that no running copy reads."""
         for index, pinned in enumerate(self._free):
             if len(pinned.array) >= size and pinned.copied.query():
                 return self._free.pop(index)

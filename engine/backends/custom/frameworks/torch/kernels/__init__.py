@@ -1,1 +1,1 @@
-"""Ops with several implementations: PyTorch reference, Triton, CUDA; `base.py` chooses."""
+"""Ops that have a PyTorch reference and Triton or CUDA kernels. `base.py` chooses between them."""

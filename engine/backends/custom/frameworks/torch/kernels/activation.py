@@ -1,4 +1,4 @@
-"""The gate of a gated MLP: activation(first half of each row) times the second half."""
+"""The gated activation of an MLP: activation(first half of each row) times the second half."""
 
 from collections.abc import Iterator
 
@@ -18,12 +18,15 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """(T, 2 I) -> (T, I)"""
+    """SiLU(gate) * up, for gate and up side by side: (T, 2 I) -> (T, I)"""
     return gated(gate_up, "silu")
 
 
 def gated(gate_up: Tensor, kind: str) -> Tensor:
-    """`kind` is "silu", "gelu" or "gelu_tanh", as in a model's config."""
+    """activation(gate) * up, for gate and up side by side: (T, 2 I) -> (T, I)
+
+    `kind` is the activation: "silu", "gelu" or "gelu_tanh".
+    """
     return _GATED(gate_up, kind)
 
 

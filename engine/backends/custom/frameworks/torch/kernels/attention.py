@@ -1,7 +1,8 @@
-"""Attention backends: a mixed batch's queries attend to keys and values in the paged cache.
+"""Attention backends. The queries of a batch, prefill and decode, attend to the keys and values in
+the paged cache.
 
-A backend plans once per step, on the host, from the step's arrays; every layer then uses the plan.
-Backends differ only in speed: all are tested against "reference".
+A backend makes a plan once per step, on the host. All layers use this plan. Backends differ only in
+speed; all are tested against the backend "reference".
 """
 
 from typing import Protocol
@@ -19,16 +20,17 @@ from engine.core.errors import ConfigError
 
 class AttentionPlan(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        """One layer. q (T, N, H); k, v (T, K, H) are the step's own, already written to the cache.
+        """Attention of one layer: q (T, N, H) -> (T, N, H).
 
-        cache is (num_blocks, block_size, 2, K, H), key before value. Returns (T, N, H).
+        k and v (T, K, H) are the keys and values of this step, which are already in the cache.
+        `cache` is (num_blocks, block_size, 2, K, H), key before value.
         """
         ...
 
 
 class AttentionBackend(Protocol):
     def plan(self, inputs: BatchInputs, positions: Tensor) -> AttentionPlan:
-        """`positions` is inputs.positions as int64 on the device."""
+        """Plans the attention of a step. `positions` is inputs.positions on the device, int64."""
         ...
 
 

@@ -1,4 +1,6 @@
-"""Attention by its definition: one row at a time, with all scores in memory. Slow and simple."""
+"""The reference for attention: slow and simple. It computes one sequence at a time and stores all
+scores.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +33,10 @@ class ReferencePlan:
         return out
 
     def _row(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-        """q (T, N, H) are the last T of the L positions; keys, values (L, K, H)."""
+        """Attention of one sequence: q (T, N, H) -> (T, N, H).
+
+        q are the queries of the last T positions; keys and values (L, K, H) are those of all L.
+        """
         group = q.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)
         values = values.repeat_interleave(group, dim=1)

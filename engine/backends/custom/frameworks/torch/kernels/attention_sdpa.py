@@ -1,9 +1,9 @@
-"""Attention through PyTorch's `scaled_dot_product_attention`, over blocks gathered from the cache.
+"""Attention by PyTorch's `scaled_dot_product_attention`, on blocks gathered from the cache.
 
-Rows with one query are batched with a mask over the padding; a row with more queries is its own
-call. A row that starts at position 0 reads its own keys and needs neither gather nor mask. For
-single queries, the query heads that share a KV head are folded into the query axis, so keys are
-never repeated.
+Rows with one query are padded and computed in one call, with a mask. A row with several queries is
+a call of its own. If it starts at position 0, it uses the keys of this step and needs no gather and
+no mask. For single queries, the query heads that share a KV head are moved to the query axis, so
+keys are never repeated.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-# Rows whose block counts round to the same power of two are padded together. So are all short rows,
-# where a kernel launch costs more than the padding.
+# Rows with one query are padded together if their block counts round up to the same power of two.
+# All rows of up to this many blocks are padded together, because for them another kernel launch
+# would cost more than the padding.
 SHORT_BLOCKS = 8
 
 Rows = NDArray[np.intp]
@@ -27,24 +28,26 @@ Tokens = slice | Tensor  # indices of a part's queries within the step's T token
 
 
 class Part(Protocol):
-    """A subset of a step's rows."""
+    """A subset of a step's rows that is computed in one call."""
 
     @property
     def tokens(self) -> Tokens: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        """q (Q, N, H) of this part; k, v (T, K, H) of the whole step. Gives (Q, N, H)."""
+        """q (Q, N, H) -> (Q, N, H). q are the queries of this part only; k and v (T, K, H) are the
+        keys and values of the whole step.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SingleQueries:
-    """S rows with one query each (decode)."""
+    """S rows with one query each, as in decode."""
 
     tokens: Tokens
     blocks: Tensor  # (S * B,)
-    seen: slice  # which of the B * block_size gathered positions are attended to
-    mask: Tensor | None  # (S, 1, 1, L) added to the scores
+    seen: slice  # the part of the B * block_size gathered positions that queries attend to
+    mask: Tensor | None  # (S, 1, 1, L) is added to the scores
     scale: float | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ class SingleQueries:
 
 @dataclass(frozen=True, slots=True)
 class LaterChunk:
-    """One row with several queries that follow earlier positions."""
+    """One row with several queries, whose first position is not 0."""
 
     tokens: slice
     blocks: Tensor  # (B,)
@@ -80,7 +83,7 @@ class LaterChunk:
 
 @dataclass(frozen=True, slots=True)
 class FirstChunk:
-    """One row with several queries from position 0 on, all within the window."""
+    """One row with several queries, whose first position is 0. All keys are within the window."""
 
     tokens: slice
     scale: float | None
@@ -112,7 +115,7 @@ class SdpaPlan:
 
 
 class SdpaAttention:
-    """`scale` multiplies the scores; None: 1 / sqrt(head_dim)."""
+    """The attention backend. `scale` multiplies the scores; None means 1 / sqrt(head_dim)."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class SdpaAttention:
         return SdpaPlan(tuple(parts))
 
     def _groups(self, inputs: BatchInputs, rows: Rows) -> list[Rows]:
-        """Groups single-query rows by their block count, rounded up to a power of two."""
+        """Groups rows with one query by their block count, rounded up to a power of two."""
         if len(rows) < 2:
             return [rows] if len(rows) else []
         last = inputs.seq_lens[rows] - 1
@@ -157,7 +160,8 @@ class SdpaAttention:
         first = self._first_key(last)
         first_block = first // size
         width = int((last // size - first_block).max()) + 1
-        # A table may end before the padding does; the repeated blocks there are masked.
+        # If a block table is shorter than the padded width, its last block is repeated. The mask
+        # hides the repeated blocks.
         columns = np.minimum(
             first_block[:, None] + np.arange(width), inputs.block_tables.shape[1] - 1
         )
@@ -186,7 +190,9 @@ class SdpaAttention:
         return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._scale)
 
     def _mask(self, query: Tensor, key: Tensor) -> Tensor:
-        """0 where a query position sees a key position, -inf elsewhere; the two broadcast."""
+        """A mask that is added to scores: 0 if the query at position `query` may attend to the key
+        at position `key`, else -inf. The two arguments broadcast.
+        """
         distance = query - key
         hidden = distance < 0
         if self._window is not None:
@@ -196,7 +202,9 @@ class SdpaAttention:
 
 
 def _tokens(indices: I32, device: torch.device) -> Tokens:
-    """A slice if the ascending indices are consecutive, which avoids a copy."""
+    """The ascending indices as a slice if they are consecutive, which avoids a copy; else as a
+    tensor.
+    """
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
         return slice(first, last + 1)
@@ -204,7 +212,7 @@ def _tokens(indices: I32, device: torch.device) -> Tokens:
 
 
 def _gather(cache: Tensor, blocks: Tensor, rows: int, seen: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values of `rows` rows, (S, K, L, H) each, as views of one copy."""
+    """Gathers the keys and values of `rows` rows, (S, K, L, H) each. Both are views of one copy."""
     taken = cache.index_select(0, blocks).flatten(0, 1).unflatten(0, (rows, -1))  # (S, L, 2, K, H)
     keys, values = taken[:, seen].transpose(1, 3).unbind(2)
     return keys, values

@@ -1,4 +1,6 @@
-"""Attention kernels as `KernelSpec`s for tests and benchmarks: one layer of a planned step."""
+"""`KernelSpec`s of the attention kernels, for tests and benchmarks. An example is the attention of
+one layer in one step.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,15 +35,15 @@ _MAX_DECODES = 256
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """One step, planned by both backends."""
+    """The plans of both backends for one step."""
 
     reference: ReferencePlan
     triton: TritonPlan
-    num_keys: int  # keys that must be read; a shared key counts once
-    num_pairs: int  # visible (query, key) pairs
+    num_keys: int  # number of keys that must be read; a key shared by several rows counts once
+    num_pairs: int  # number of pairs of a query and a key that it attends to
 
 
-Rows = list[tuple[int, int]]  # (keys, queries)
+Rows = list[tuple[int, int]]  # (number of keys, number of queries) of each row
 
 
 def _reference(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
@@ -57,7 +59,9 @@ def _bytes_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
 
 
 def _flops_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
-    """Two FLOPs per value for the score, and two for the weighted sum of values."""
+    """FLOPs of one call. Each pair of query and key takes two FLOPs per head value for the score,
+    and two for the weighted sum of values.
+    """
     return 4 * plans.num_pairs * q.shape[1] * q.shape[2]
 
 
@@ -79,7 +83,9 @@ def _config(shape: Shape) -> ModelConfig:
 
 
 def _tables(rows: Rows, shared: int, block_size: int) -> I32:
-    """Block tables in random order; all rows begin with the same `shared` blocks."""
+    """The block tables of all rows. Blocks are in random order. All rows begin with the same
+    `shared` blocks.
+    """
     widths = np.array([-(-keys // block_size) for keys, _ in rows])
     own = widths - shared
     blocks = np.random.default_rng(0).permutation(int(own.sum()) + shared).astype(np.int32) + 1
@@ -127,7 +133,7 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
     blocks = int(step.block_tables.max()) + 1
     q = inputs.normal(len(step.token_ids), shape.num_heads, shape.head_dim)
     cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
-    cache[0] = float("nan")  # slots past a row's end must not be read
+    cache[0] = float("nan")  # reveals kernels that read slots past a row's end
     for table, length in zip(step.block_tables, step.seq_lens, strict=True):
         if length % size:
             cache[int(table[length // size]), length % size :] = float("nan")

@@ -1,10 +1,10 @@
-"""Paged attention by our own kernels: the host plans a step as lists of small work items.
+"""Paged attention by our own kernels. The host plans a step as lists of small work items.
 
-Single-query rows are cut into spans of keys (split-K), rows of several queries into tiles of
-queries. Where rows share leading blocks, one work item attends to the shared keys for many rows and
-reads them once. The lists and their lengths lie in device memory. A captured graph launches enough
-programs for its longest lists, so it serves steps of any lengths. The kernels are Triton code,
-except prefill on Hopper, which is CUDA C++.
+Rows with one query are cut into spans of keys (split-K). Rows with several queries are cut into
+tiles of queries. If many rows share leading blocks, one work item attends to the shared keys for
+many of these rows and reads the keys once. The lists and their lengths are in device memory. A
+captured CUDA graph launches enough programs for the longest possible lists, so it serves sequences
+of any length. The kernels are Triton code, except prefill on Hopper, which is CUDA C++.
 """
 
 from collections.abc import Mapping
@@ -23,30 +23,32 @@ from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
-# (queries, keys, warps, stages) per program, the fastest found on an H200: for heads of up to 64
-# values, and for wider heads.
+# Tile sizes as (queries, keys, warps, stages) per program, the fastest found on an H200. The first
+# is for heads of up to 64 values, the second for wider heads.
 CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
-# With this many spans the device is busy anyway; smaller programs then save energy.
+# With more spans than this, the device is busy in any case. Smaller programs then save energy.
 MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
-# float32 values take twice the shared memory.
+# Smaller tiles for float32, whose values take twice the shared memory.
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
 NARROW_HEAD = 64
-KEY_BLOCK = 64  # spans are multiples of this many keys
-MIN_SPAN = 128
-SPARE_SPANS = 64  # extra spans for splitting a few rows
-LONE_PROGRAMS = 128  # for a single row: about one per multiprocessor
-# A prefix that is shorter, or shared by fewer rows, is read once per row.
+KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
+MIN_SPAN = 128  # min keys of a span
+SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
+LONE_PROGRAMS = 128  # programs for a step of a single row: about one per multiprocessor
+# A shared prefix needs at least this many keys and rows. Others are read once per row.
 MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
-MAX_SPLITS = 8  # per shared prefix
-SHARED_PROGRAMS = 256  # enough to keep the device busy; more only write more partial results
+MAX_SPLITS = 8  # max work items along the keys of a shared prefix
+# Programs for shared prefixes. These keep the device busy; more would only write more partial
+# results.
+SHARED_PROGRAMS = 256
 SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5
 
 
 @dataclass(frozen=True, slots=True)
 class ListLengths:
-    """List lengths: a step's own, or the max that a captured graph allows."""
+    """The lengths of the work lists: those of a step, or the max that a captured graph allows."""
 
     spans: int
     tiles: int
@@ -74,7 +76,7 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's work lists on the device."""
+    """The plan of a step's attention: its work lists on the device."""
 
     arrays: Mapping[str, Tensor]
     room: ListLengths
@@ -88,7 +90,7 @@ class TritonPlan:
         return self.attend_cached(q, cache)
 
     def attend_cached(self, q: Tensor, cache: Tensor) -> Tensor:
-        """q (T, N, H) attends to keys and values that are all in the cache: (T, N, H)"""
+        """Attention of one layer: q (T, N, H) -> (T, N, H). All keys and values are cached."""
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_decode
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
@@ -132,7 +134,7 @@ class TritonPlan:
 
 
 class Heads(Protocol):
-    """The attention fields of a model's config; a `ModelConfig` has them."""
+    """The fields of a `ModelConfig` that attention needs."""
 
     @property
     def num_heads(self) -> int: ...
@@ -177,7 +179,7 @@ class TritonAttention:
         return self.plan_on(on_device, room)
 
     def plan_on(self, arrays: Mapping[str, Tensor], room: ListLengths) -> TritonPlan:
-        """A plan over arrays that are on the device, or will be when the plan runs."""
+        """A plan with work lists that are already on the device, or will be when the plan runs."""
         return TritonPlan(
             arrays,
             room,
@@ -189,7 +191,9 @@ class TritonAttention:
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
-        """Allocates space for the partial results of `rows` rows. Earlier plans keep their own."""
+        """Allocates scratch memory for the partial results of up to `rows` rows. Plans made earlier
+        keep the scratch memory that they have.
+        """
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
         if self._scratch is None or len(self._scratch.arrived) < rows:
@@ -204,7 +208,7 @@ class TritonAttention:
             )
 
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
-        """The max list lengths of a step with so many tokens and rows."""
+        """The max lengths of the work lists of a step with at most these tokens and rows."""
         spans = _span_room(rows)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
@@ -212,7 +216,7 @@ class TritonAttention:
         return ListLengths(spans, tiles, max(rows, MAX_SPLITS), MAX_SPLITS * rows + spans)
 
     def has_shared(self, inputs: BatchInputs) -> bool:
-        """Whether a decode-only step may have work items over shared prefixes."""
+        """Whether a decode-only step may have work items for shared prefixes."""
         if self._window or not len(inputs.prefix_blocks):
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
@@ -220,7 +224,9 @@ class TritonAttention:
     def lists(
         self, inputs: BatchInputs, room: ListLengths | None = None
     ) -> tuple[dict[str, I32], ListLengths]:
-        """The work items of a step; with `room`, at most as many as it allows."""
+        """The work lists of a step by name, and their lengths. With `room`, no list is longer than
+        `room` allows.
+        """
         counts = np.diff(inputs.query_start)
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
@@ -243,7 +249,9 @@ class TritonAttention:
         return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
-        """(row, first query) per tile, tiles with the most keys first; rows start at `begins`."""
+        """The row and the first query of each tile. Tiles with the most keys come first. `begins`
+        are the positions of the rows' first queries.
+        """
         which, queries = cut(counts[rows], self._tile_tokens)
         tiles = np.stack((rows[which], queries), axis=1).astype(np.int32)
         return tiles[np.argsort(-(begins[tiles[:, 0]] + tiles[:, 1]), kind="stable")]
@@ -251,8 +259,9 @@ class TritonAttention:
     def _shared(
         self, inputs: BatchInputs, decodes: np.ndarray, has_chunks: bool
     ) -> tuple[I32, I32, I32, I32]:
-        """Work items over shared prefixes, their member rows, and for each row of the step where
-        its own keys begin and how many items cover its prefix.
+        """The work items for shared prefixes. Returns the items, the rows that belong to them, and
+        two arrays with a value per row of the step: the position at which its own keys begin, and
+        the number of items that cover its prefix.
         """
         rows = len(inputs.seq_lens)
         begins, splits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -296,8 +305,11 @@ def _span_room(rows: int) -> int:
 def _spans(
     inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, most: int
 ) -> tuple[I32, I32]:
-    """(row, first key, last key + 1, result index) for each of at most `most` spans, and for each
-    row of the step (first result, number of results); results of its shared prefix come first.
+    """Cuts rows with one query into at most `most` spans of keys.
+
+    Returns (row, first key, last key + 1, index of the partial result) for each span, and (index of
+    the first partial result, their number) for each row of the step. The partial results of a row's
+    shared prefix come first.
     """
     partials = np.zeros((len(begins), 2), np.int32)
     if not len(decodes):
@@ -307,7 +319,8 @@ def _spans(
     size = int(slack * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
     size = max(MIN_SPAN, -(-size // KEY_BLOCK) * KEY_BLOCK)
     each = -(-own // size)
-    width = np.repeat(-(-own // (each * KEY_BLOCK)) * KEY_BLOCK, each)  # equal within a row
+    # All spans of a row have the same number of keys.
+    width = np.repeat(-(-own // (each * KEY_BLOCK)) * KEY_BLOCK, each)
     places = each + splits[decodes]
     ends = np.cumsum(places)
     partials[decodes, 0] = ends - places
@@ -318,5 +331,5 @@ def _spans(
     spans[:, 1] = np.repeat(begins[decodes], each) + index * width
     spans[:, 2] = spans[:, 1] + width
     spans[:, 3] = np.repeat(partials[decodes, 0] + splits[decodes], each) + index
-    # Longest first, so that no long span starts when the others are nearly done.
+    # The longest spans come first, so that no long span starts when all others are nearly done.
     return spans[np.argsort(-width, kind="stable")], partials

@@ -1,9 +1,9 @@
-"""A kernel's specification: reference, tolerance, examples, and the bytes it has to move.
+"""Defines `KernelSpec`: a kernel, its PyTorch reference, tolerances, examples and min work.
 
-Each op is one function of this package. It runs Triton code on a CUDA tensor and a PyTorch
-reference elsewhere. `KernelSpec` holds both, so that tests compare them on the examples that the
-micro-benchmark measures. Kernels never wait for the device and allocate only by the shapes of their
-inputs, so each can be captured in a CUDA graph.
+Each op is one function of this package. It runs a kernel on CUDA tensors and the PyTorch reference
+on others. A `KernelSpec` has both, so tests can compare them. Tests and the micro-benchmark use the
+same examples. Kernels never wait for the device, and the memory they allocate depends only on the
+shapes of their inputs. So each kernel can be captured in a CUDA graph.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _PACKAGE = __package__
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's sizes and the step sizes to try, from which examples are made."""
+    """The sizes of a model and of the steps to try. Examples are made from these."""
 
     name: str
     hidden_size: int
@@ -33,8 +33,8 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    rows: tuple[int, ...]  # tokens per step
-    context: int  # context length per row, where it matters
+    rows: tuple[int, ...]  # numbers of tokens per step to try
+    context: int  # context length of each row, for kernels that depend on it
     block_size: int = 16
 
     @property
@@ -42,7 +42,8 @@ class Shape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-# No size of TINY is a power of two, so that every edge block is partly filled.
+# The model sizes of TINY are no powers of two, so that the last block of each kernel is partly
+# filled.
 TINY = Shape("tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4)
 LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
 LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
@@ -50,7 +51,7 @@ LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 40
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One call. It may write to tensors among its arguments."""
+    """The arguments of one call of a kernel. The call may write to tensors among them."""
 
     label: str
     args: tuple[Any, ...]
@@ -63,7 +64,7 @@ class Tolerance:
     absolute: float
 
 
-# For a result that is rounded once from float32: one or two units in the last place.
+# Tolerances for results that are rounded once from float32: one or two units in the last place.
 ROUNDED = {
     torch.float32: Tolerance(1e-5, 1e-5),
     torch.float16: Tolerance(2e-3, 2e-3),
@@ -72,7 +73,7 @@ ROUNDED = {
 
 
 class Inputs:
-    """Random tensors for examples, the same in every run."""
+    """Makes random tensors for examples. They are the same in every run."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
@@ -99,8 +100,11 @@ ExampleMaker = Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """`bytes_of` and `flops_of` take a call's arguments and return the min work: each input read
-    once, each output written once. The roofline is whichever takes longer.
+    """A kernel and how to test and measure it.
+
+    `bytes_of` and `flops_of` take the arguments of a call and return its min work: each input is
+    read once and each output written once. The roofline time is the longer of the times for these
+    bytes and FLOPs.
     """
 
     name: str
@@ -125,14 +129,16 @@ def register(spec: KernelSpec) -> KernelSpec:
 
 
 def load_all() -> Mapping[str, KernelSpec]:
-    """Every kernel of the package; imports all of its modules."""
+    """The specs of all kernels by name. Imports all modules of the package."""
     for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
         importlib.import_module(f"{_PACKAGE}.{module.name}")
     return KERNELS
 
 
 def compiled(path: str) -> Callable[..., Any]:
-    """Imports Triton code, named as "module:function", at the first call."""
+    """A function that imports Triton code at its first call and then calls it. `path` is
+    "module:function".
+    """
     module, _, name = path.partition(":")
 
     @cache
@@ -152,7 +158,9 @@ def _has_triton() -> bool:
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton interprets kernels. It decides at definition, so this never changes."""
+    """Whether Triton interprets kernels instead of compiling them. Triton decides this when a
+    kernel is defined, so it never changes within a process.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

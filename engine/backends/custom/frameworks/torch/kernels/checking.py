@@ -1,4 +1,6 @@
-"""Runs a kernel and its reference on one example and compares everything they wrote."""
+"""Runs a kernel and its reference on one example and compares their results and all tensors that
+they wrote to.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +23,9 @@ def check(spec: KernelSpec, example: Example) -> None:
 
 
 def outcome(call: Any, example: Example) -> list[Tensor]:
-    """The call's results, then its copies of the tensor arguments after the call."""
+    """Runs `call` on copies of the example's tensors. Returns its results, then these copies, which
+    the call may have modified.
+    """
     args = [_copy(each) for each in example.args]
     kwargs = {name: _copy(each) for name, each in example.kwargs.items()}
     with torch.no_grad():
@@ -45,7 +49,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:
-    """The tolerance of the least precise dtype among results and arguments."""
+    """The tolerance for the least precise dtype among the tensors."""
     found = [spec.tolerance[t.dtype] for t in tensors if t.dtype in spec.tolerance]
     return max(found, key=lambda tolerance: tolerance.relative)
 

@@ -1,7 +1,8 @@
 """A GEMM of many rows with a gated activation as its epilogue.
 
-On Hopper this is CUDA C++ (`cuda/gated_linear.cu`): the GEMM is as fast as cuBLAS and the gate
-almost free. Elsewhere, and where rows fill the tiles badly, GEMM and gate run separately.
+On Hopper this is CUDA C++ (`cuda/gated_linear.cu`). Its GEMM is as fast as cuBLAS, and the
+activation is almost free. On other devices, and if the rows would leave too much of the tiles
+empty, GEMM and activation run as separate kernels.
 """
 
 from collections.abc import Iterator
@@ -22,16 +23,19 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda.library import is_hopper
 
-# With fewer rows, half of a tile is empty and cuBLAS is as fast.
+# Min rows for the fused kernel. With fewer rows, half of a tile is empty, and cuBLAS is as fast.
 MIN_ROWS = 65
-# Above one tile of rows, two tiles share the weight. Padding rows cost as much as real ones, so
-# cuBLAS, whose tiles come in more sizes, is faster beyond this share of padding.
+# Rows per tile, rows per pair of tiles, and the max share of padding rows. With more than one tile
+# of rows, two tiles share the weight. Padding rows cost as much as real rows. With more padding
+# than this share, cuBLAS is faster, because it has more tile sizes.
 _ONE_TILE, _TWO_TILES, _MOST_EMPTY = 128, 256, 0.2
-_VECTOR = 8  # values per copy
+_VECTOR = 8  # the kernel copies this many values at once
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
-    """x (T, D), weight (2 F, D) -> (T, F): activation(first half) times the second half."""
+    """activation(x @ first half of the weight) * (x @ second half): x (T, D), weight (2 F, D) ->
+    (T, F). `gate` names the activation.
+    """
     if not fills_tiles(len(x)):
         return _composed(x, weight, bias, gate)
     return _GATED_LINEAR(x, weight, bias, gate)
@@ -96,7 +100,7 @@ _GATED_LINEAR = register(
             size_of(x, weight) + len(x) * len(weight) // 2 * x.element_size()
         ),
         flops_of=lambda x, weight, bias, gate: 2 * len(x) * weight.numel(),
-        # The reference rounds the matmul's result before the gate.
+        # The reference rounds the matmul's result before the activation, which the kernel does not.
         tolerance={
             torch.float32: Tolerance(1e-4, 1e-4),
             torch.float16: Tolerance(1e-2, 1e-2),

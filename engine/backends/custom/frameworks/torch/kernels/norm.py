@@ -18,7 +18,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (T, D) -> (T, D); statistics in float32."""
+    """RMSNorm: x (T, D) -> (T, D). The mean of squares is computed in float32."""
     return _RMS_NORM(x, weight, eps)
 
 

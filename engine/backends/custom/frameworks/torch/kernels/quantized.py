@@ -1,7 +1,7 @@
-"""Matmul with weights of 4 or 8 bits in small groups, each with a scale and optionally a minimum.
+"""Matmul with weights of 4 or 8 bits. Small groups of weights have a scale and maybe a minimum.
 
-Kernels dequantize in registers. Only a step of many rows, which reads the weights once for all of
-them, dequantizes a whole matrix for the time of one matmul.
+For few rows, kernels dequantize the weights in registers. For many rows, a whole matrix is
+dequantized to memory just for the time of its matmul.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,18 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
-# With more rows a matmul is compute-bound, and cuBLAS on dequantized weights is faster.
+# Max rows for the kernels. With more rows a matmul is compute-bound, and cuBLAS with dequantized
+# weights is faster.
 MAX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """weight = scale * value + minimum; without minima, scale * (value - 2 ** (bits - 1)).
+    """A quantized matrix (F, D). A weight is scale * value + minimum, or without minima
+    scale * (value - 2 ** (bits - 1)).
 
-    For 4-bit values, byte i of a group holds value i in its low nibble and value i + group / 2 in
-    its high nibble.
+    For 4-bit values, byte i of a group has value i in its low nibble and value i + group / 2 in its
+    high nibble.
     """
 
     values: Tensor  # uint8 (F, D * bits / 8)
@@ -50,7 +52,9 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[int, int, bool]:
-        """Matrices with the same layout can be stacked."""
+        """Bits, group size and whether there are minima. Matrices with equal layouts can be stacked
+        by rows.
+        """
         return self.bits, self.group, self.minima is not None
 
     @property
@@ -68,7 +72,9 @@ def grouped_linear(
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As `fused_linear`: residual + gate(rms_norm(x) W^T + bias); omitted parts are skipped."""
+    """residual + act(rms_norm(x) W^T + bias), as `fused_linear`. `gate` names the gated activation.
+    Parts that are None are skipped.
+    """
     parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
     if len(x) <= MAX_ROWS:
         return _GROUPED_LINEAR(x, weight, bias, **parts)
@@ -81,7 +87,9 @@ def grouped_linear(
 
 
 def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """The dequantized matrix, or only the given rows (R,), as for an embedding."""
+    """Dequantizes the whole matrix, or only the rows with the given indices (R,), as an embedding
+    lookup needs.
+    """
     run = _DEQUANTIZE.triton if use_triton(weight.values) else _DEQUANTIZE.reference
     return run(weight, dtype, rows)
 
@@ -123,7 +131,7 @@ def _linear_reference(
     return y if residual is None else residual + y
 
 
-# Layouts of GGUF types: bits, group size, whether there are minima.
+# Layouts that GGUF types are repacked to: bits, group size, and whether there are minima.
 LAYOUTS = {
     "int4": (4, 32, False),
     "int4 minima": (4, 32, True),
@@ -138,7 +146,7 @@ LAYOUTS = {
 def random_weight(
     inputs: Inputs, outputs: int, size: int, bits: int, group: int, has_minima: bool
 ) -> GroupedWeight:
-    """Dequantized values have a variance of about 1 / size."""
+    """A random quantized matrix for examples. Its weights have a variance of about 1 / size."""
     step = 3.4 / 2**bits * size**-0.5
     scales = ((0.5 + inputs.uniform(outputs, size // group)) * step).to(torch.float16)
     return GroupedWeight(

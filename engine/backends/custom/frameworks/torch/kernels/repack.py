@@ -1,8 +1,8 @@
-"""Repacks GGUF's quantized blocks into the kernels' groups, without dequantizing.
+"""Repacks the quantized blocks of GGUF files into the kernels' groups, without dequantizing.
 
-This is bit manipulation on whichever device the bytes are: a file's tensors are copied as stored
-and repacked on the GPU. Types with uneven levels or more than 4 bits become 8-bit values; all
-others stay at 4.
+A file's tensors are copied to the GPU as stored and repacked there, by bit operations. Types with
+more than 4 bits, or with levels that are not evenly spaced, become 8-bit values. All others become
+4-bit values.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from engine.backends.custom.weights.quants import traits_of
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """n blocks: values (n, block_elems) uint8; scales and minima (n, groups) float16."""
+    """n unpacked blocks: values (n, block_elems) uint8, scales and minima (n, groups) float16."""
 
     values: Tensor
     scales: Tensor
@@ -27,7 +27,7 @@ class Groups:
 
 
 def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
-    """A matrix (F, D) from its stored bytes. `dtype` is one of REPACKED."""
+    """Repacks the stored bytes of a matrix (F, D). `dtype` is a GGUF type in REPACKED."""
     traits = traits_of(dtype)
     blocks = raw.view(-1, traits.block_bytes)
     groups = REPACKED[dtype](blocks)
@@ -46,7 +46,7 @@ def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
 
 
 def packed_bits(dtype: str) -> float:
-    """Bits per value of a stored type after repacking, scales and minima included."""
+    """Bits per value that a GGUF type takes after repacking, with scales and minima."""
     traits = traits_of(dtype)
     groups = REPACKED[dtype](torch.zeros((1, traits.block_bytes), dtype=torch.uint8))
     factors = groups.scales.numel() * (1 if groups.minima is None else 2)
@@ -54,12 +54,14 @@ def packed_bits(dtype: str) -> float:
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at `offset` of every block, as a float32 column."""
+    """The float16 number at byte `offset` of each block, as a float32 column."""
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
 
 def _plane(packed: Tensor, width: int, bits: int) -> Tensor:
-    """Unpacks runs of `width` bytes: all lowest fields of a run, then the next ones."""
+    """Unpacks bytes into fields of `bits` bits. In each run of `width` bytes, the lowest fields of
+    all bytes come first, then the next higher fields.
+    """
     runs = packed.reshape(len(packed), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((runs >> shifts[:, None]) & ((1 << bits) - 1)).flatten(1)
@@ -78,7 +80,9 @@ def _q4_1(blocks: Tensor) -> Groups:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """32 bits per block in value order, each shifted to bit 4 to extend a 4-bit value."""
+    """The fifth bits of a block's 32 values, in value order. Each is shifted to bit 4, so that it
+    extends a 4-bit value.
+    """
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
 
@@ -105,7 +109,9 @@ def _q2_k(blocks: Tensor) -> Groups:
 
 
 def _q3_k(blocks: Tensor) -> Groups:
-    """A cleared third bit means "subtract 4"; the 4-bit midpoint is 8, hence the offset of 4."""
+    """Q3_K values have 3 bits and stand for value - 4. Our 4-bit groups stand for value - 8, so 4
+    is added.
+    """
     low, high = _plane(blocks[:, 96:104], 8, 4), _plane(blocks[:, 104:108], 4, 2)
     scales = _half(blocks, 108) * ((low | high << 4).float() - 32)
     values = _plane(blocks[:, 32:96], 32, 2) | _plane(blocks[:, :32], 32, 1) << 2
@@ -113,7 +119,7 @@ def _q3_k(blocks: Tensor) -> Groups:
 
 
 def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit minima from 12 bytes, as in Q4_K and Q5_K."""
+    """Unpacks eight 6-bit scales and eight 6-bit minima from 12 bytes, as in Q4_K and Q5_K."""
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6) << 4), dim=1)
     minima = torch.cat((second & 63, (rest >> 4) | (second >> 6) << 4), dim=1)

@@ -1,4 +1,4 @@
-"""RoPE of queries and keys, fused with writing keys and values to the cache."""
+"""RoPE for queries and keys. The same kernel also writes keys and values to the cache."""
 
 from collections.abc import Iterator
 
@@ -30,11 +30,13 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """qkv (T, (N + 2 K) H) -> rotated queries (T, N, H); keys and values go to `write_slots` (T,).
+    """qkv (T, (N + 2 K) H) -> rotated queries (T, N, H). Rotated keys, and values, are written to
+    the slots `write_slots` (T,) of the cache.
 
     `cos_sin_table` is float32 (max_positions, dim): cosines, then sines. The first `dim` values of
-    a head are rotated, value i with i + dim / 2. `cache_layer` is (num_blocks, block_size, 2, K, H)
-    with stride 1 in the last dimension. The norms are weights (H,) applied before the rotation.
+    a head are rotated; value i is paired with value i + dim / 2. `cache_layer` is
+    (num_blocks, block_size, 2, K, H) with stride 1 in the last dimension. `q_norm` and `k_norm` are
+    the weights (H,) of RMS norms that apply to each head before the rotation.
     """
     return _ROPE_WRITE(
         qkv,
@@ -88,7 +90,7 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     inputs = Inputs(device, dtype)
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     max_positions = max(shape.context, max(shape.rows))
-    # A rotation of the whole head, then a partial one with norms.
+    # First a rotation of the whole head, then a rotation of half a head, with norms.
     for dim, with_norms in ((head_dim, False), (head_dim // 2, True)):
         angles = inputs.uniform(max_positions, dim // 2) * 6.28
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)

@@ -1,8 +1,8 @@
-"""Samples on the device, without reading anything back and without value-dependent shapes.
+"""Samples on the device. Nothing is read back by the host, and no shape depends on values.
 
-Tests compare these kernels with `execution/sampler.py`: penalties, bias, mask, temperature, top-k,
-top-p, min-p, sample. Settings are tensors with one value per row, and neutral values have no
-effect, so one captured graph serves every mix of requests.
+The order is penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Tests compare these
+kernels with `execution/sampler.py`. Settings are tensors with one value per row. A row that does
+not use a setting has a value without effect, so one captured graph serves every mix of requests.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,10 @@ _MAX_ROWS = 256
 
 
 def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The argmax of each row, the lowest id on ties: (R, V) float32 -> (R,) int64.
+    """The token with the largest logit of each row: (R, V) float32 -> (R,) int64. Of equal logits,
+    the lowest token id wins.
 
-    `mask` is int32 (R, ceil(V / 32)): a token whose bit is clear is not allowed.
+    `mask` is int32 (R, ceil(V / 32)) with one bit per token. Tokens whose bit is 0 are not allowed.
     """
     return _GREEDY(logits, mask)
 
@@ -50,10 +51,10 @@ def random_sample(
     words: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Samples one token per row, (R,) int64; at temperature 0 the argmax.
+    """Samples one token per row, (R,) int64. A row with temperature 0 gets its most likely token.
 
-    Settings are (R,), `top_k` int32. `keys` (R, 2) are the rows' `row_keys`; `words` (V,) are the
-    vocabulary's `token_words`.
+    Settings have one value per row, (R,); `top_k` is int32. `keys` (R, 2) are the rows' `row_keys`
+    and `words` (V,) the vocabulary's `token_words`. Both determine the random noise.
     """
     return _RANDOM_SAMPLE(logits, temperature, top_k, top_p, min_p, keys, words, mask)
 
@@ -71,8 +72,9 @@ def penalize(
 ) -> Tensor:
     """A copy of the logits with each row's penalties applied.
 
-    Row r's tokens are the first `lengths[r]` of history[slots[r]] (int64), of which `num_prompt[r]`
-    are the prompt's. `counts` is int32 (R, V) scratch: zeros before and after.
+    The tokens of row r are the first `lengths[r]` of history[slots[r]] (int64). The first
+    `num_prompt[r]` of them are the prompt. `counts` (R, V) int32 is scratch memory, which has to be
+    all zeros and is again all zeros afterwards.
     """
     return _PENALIZE(
         logits, history, slots, lengths, num_prompt, repetition, presence, frequency, counts
@@ -80,7 +82,9 @@ def penalize(
 
 
 def add_bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Adds values (N,) to the logits at rows, ids (N,) int64, in place; a value of 0 is padding."""
+    """Adds values[i] to the logit of token ids[i] in row rows[i], in place, for all i < N. The
+    indices are int64. Padding has the value 0.
+    """
     return _ADD_BIAS(logits, rows, ids, values)
 
 
@@ -169,7 +173,7 @@ def _random_sample_examples(
     shape: Shape, device: torch.device, _: torch.dtype
 ) -> Iterator[Example]:
     words = torch.from_numpy(token_words(shape.vocab_size)).to(device)
-    # (top_k, top_p, min_p) of the rows of each example.
+    # (top_k, top_p, min_p) that all rows of an example have.
     uses = {
         "temperature": (0, 1.0, 0.0),
         "top-k": (7, 1.0, 0.0),

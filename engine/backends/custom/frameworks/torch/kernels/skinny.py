@@ -1,8 +1,8 @@
-"""Skinny GEMM (few rows), which is bound by reading the weights.
+"""Skinny GEMM: a matmul with few rows, whose time is the time to read the weights.
 
-The norm before the matmul, and the gate and residual addition after it, are fused into the same
-launch, so a layer at batch 1 takes only a few launches. With more rows the parts run separately,
-with cuBLAS for the matmul.
+The norm before the matmul, and the gated activation and residual addition after it, are fused into
+the same kernel. So a layer at batch 1 takes only a few kernel launches. With more rows these parts
+are separate kernels, with cuBLAS for the matmul.
 """
 
 from collections.abc import Iterator
@@ -28,21 +28,22 @@ from engine.backends.custom.frameworks.torch.kernels.gated_linear import gated_l
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
 MAX_ROWS = 16
-# Measured on an H200: for a wide model the fused launches win from five rows up; for a narrow one
-# cuBLAS with a few more launches is always faster. A single row always uses the fused launches.
+# A single row always uses the fused kernel. For more rows, measured on an H200: with a hidden size
+# of at least _WIDE, the fused kernel is faster for _FEW rows; with a smaller one, cuBLAS is always
+# faster, although it takes more launches.
 _WIDE, _FEW = 4096, range(5, MAX_ROWS + 1)
-# For 8-bit weights, which cuBLAS cannot read.
+# Max rows of the fused kernel for 8-bit weights, which cuBLAS cannot read.
 MAX_SCALED_ROWS = 128
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether matmuls with x (T, D) take a single launch, with norm and epilogue fused."""
+    """Whether matmuls with x (T, D) use the fused kernel, which includes norm and epilogue."""
     rows, size = x.shape
     return use_triton(x) and (rows == 1 or (size >= _WIDE and rows in _FEW))
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, D), weight (F, D) -> (T, F), for T up to MAX_ROWS."""
+    """x W^T + bias for up to MAX_ROWS rows: x (T, D), weight (F, D) -> (T, F)."""
     return _SKINNY_LINEAR(x, weight, bias)
 
 
@@ -57,10 +58,12 @@ def fused_linear(
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + gate(rms_norm(x) W^T + bias), for any T; omitted parts are skipped.
+    """residual + act(rms_norm(x) W^T + bias), for any number of rows. Parts that are None are
+    skipped.
 
-    `norm` is the norm's weight. `gate` names an activation; W then has the gate's rows, followed by
-    the rows that it multiplies. `scale` (F,) float32 belongs to a float8 weight.
+    `norm` is the weight of the RMS norm. `gate` names the activation of a gated MLP; W then has the
+    rows of gate, followed by the rows of up. `scale` (F,) float32 has the scales of the rows of a
+    float8 weight.
     """
     parts: dict[str, Any] = {
         "scale": scale,

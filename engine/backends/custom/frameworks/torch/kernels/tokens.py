@@ -1,4 +1,6 @@
-"""Start and end of a step: resolves input token ids, and checks the outputs for NaN."""
+"""Two ops: one replaces placeholders in a step's token ids by sampled tokens, at its start. The
+other checks the step's outputs for NaN, at its end.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ _guard = compiled("tokens:guard")
 def resolve_tokens(
     token_ids: Tensor, token_rows: Tensor, slots: Tensor, last_token: Tensor
 ) -> Tensor:
-    """(T,) int64; ids below 0 are replaced by the last token sampled for the token's slot."""
+    """The token ids of a step, (T,) int64. Ids below 0 are replaced by the last token that was
+    sampled for the slot of the token's row.
+    """
     if use_triton(token_ids):
         resolved: Tensor = _resolve(token_ids, token_rows, slots, last_token)
         return resolved
@@ -23,10 +27,12 @@ def resolve_tokens(
 def guard(
     x: Tensor, token_rows: Tensor, write_slots: Tensor, cache_slots: Tensor, finite: Tensor
 ) -> None:
-    """Clears `finite` (S,) for rows with a non-finite token in x (T, D); erases its cache slot.
+    """Sets `finite` (S,) to 0 for each row that has a token with NaN or infinity in x (T, D). Also
+    erases what such a token wrote to the cache.
 
-    The residual stream carries any NaN or infinity of a token to its end, so its sum reveals them.
-    NaN in a block would reach the block's next owner. `cache_slots` is (layers, slots, 2, K, H).
+    x is the residual stream after the last layer, or the last layer's attention output. It carries
+    any NaN or infinity of earlier layers, so its sum reveals them. NaN in a cache block would reach
+    the next sequence that uses the block. `cache_slots` is (layers, slots, 2, K, H).
     """
     if use_triton(x):
         _guard(x, token_rows, write_slots, cache_slots, finite)

@@ -1,1 +1,1 @@
-"""Layers as PyTorch modules; a layer picks its kernel, a model does not."""
+"""Layers as PyTorch modules. Layers choose the kernels; the models that use them do not."""

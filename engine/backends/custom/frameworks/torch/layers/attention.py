@@ -1,6 +1,7 @@
-"""Self-attention without attending, which the step does: paged in serving, plain in training.
+"""Projections and norms of self-attention. The `Step` computes attention itself: over the paged
+cache in serving, over the plain sequence in training.
 
-The fused projection has query and key heads side by side, so one operation rotates both.
+The fused projection has query and key heads next to each other, so one operation rotates both.
 """
 
 from typing import Protocol
@@ -15,7 +16,7 @@ from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rota
 
 
 class Step(Protocol):
-    """The inputs of a forward pass besides its tokens."""
+    """The inputs of a forward pass besides the token ids, and its way to compute attention."""
 
     @property
     def positions(self) -> Tensor:
@@ -24,12 +25,12 @@ class Step(Protocol):
 
     @property
     def rotation(self) -> Rotation | None:
-        """None: the model has no rotary embedding."""
+        """The RoPE cosines and sines of the step's positions; None if the model has no RoPE."""
         ...
 
     def attend(self, attention: "Attention", qkv: Tensor) -> Tensor:
-        """Attends from a layer's qkv projections (T, (N + 2 K) H), also to earlier tokens:
-        (T, N, H).
+        """Attention of one layer, to this step's and earlier tokens. `qkv` are the projections
+        (T, (N + 2 K) H). Returns (T, N, H).
         """
         ...
 
@@ -57,22 +58,22 @@ class Attention(nn.Module):
         return self.o(self.attended(x, step))
 
     def attended(self, x: Tensor, step: Step) -> Tensor:
-        """Everything before the output projection: (T, N H)"""
+        """Attention without the output projection: (T, N H)"""
         return step.attend(self, self._normed(self.qkv(x))).flatten(1)
 
     def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
-        """x plus attention's output, with few launches, for a few rows."""
+        """x + attention(norm(x)), with fused kernels for few rows."""
         qkv = self._normed(self.qkv.fused(x, norm=norm))
         attended = step.attend(self, qkv).flatten(1)
         return self.o.fused(attended, residual=x)
 
     @property
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
-        """The norms of each query head and each key head."""
+        """The norms that apply to each query head and to each key head; None if there are none."""
         return (None, None) if self.norms_whole else (self.q_norm, self.k_norm)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """qkv with queries and keys normed, if the model norms all heads together."""
+        """Normalizes q and k within qkv, if the model has one norm over all heads together."""
         if not self.norms_whole or self.q_norm is None or self.k_norm is None:
             return qkv
         keys = self.num_kv_heads * self.head_dim
@@ -80,7 +81,7 @@ class Attention(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
 
     def heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, N, H), keys and values (T, K, H), normed per head and rotated (RoPE)."""
+        """Queries (T, N, H), keys and values (T, K, H), after the norms per head and after RoPE."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)  # (T, N + K, H), (T, K, H)

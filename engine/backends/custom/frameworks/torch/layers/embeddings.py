@@ -1,4 +1,4 @@
-"""Token and position tables, and the head that may share the token table."""
+"""Embedding tables for tokens and positions. The LM head may use the token table, too."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,8 @@
-"""Linear layers. Fused ones (q, k, v; gate, up) are one matrix whose row ranges are loaded by name.
+"""Linear layers. A fused layer has one matrix for q, k and v, or for gate and up. Checkpoints store
+its parts as separate weights, which are loaded into row ranges of the matrix.
 
-Parameters are created uninitialised: a model is allocated in its final dtype and then filled from a
-checkpoint. `pack_linears` transforms a finished model, so model code does not know about it.
+Parameters are created uninitialised, in their final dtype, and then filled from a checkpoint.
+`pack_linears` changes a finished model, so model code does not depend on it.
 """
 
 from typing import TypeGuard
@@ -36,7 +37,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, stream: Tensor, x: Tensor, multiplier: float = 1.0) -> Tensor:
-        """stream + multiplier W x, in place: the GEMM accumulates into the stream."""
+        """stream += multiplier * W x. The GEMM itself adds to the residual stream, in place."""
         return torch.addmm(stream, x, self.weight.t(), alpha=multiplier, out=stream)
 
     def fused(
@@ -47,7 +48,9 @@ class Linear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + gate(W norm(x) + b), in one launch for few rows."""
+        """residual + act(W norm(x) + b), in one kernel launch for few rows. `gate` names the gated
+        activation. None skips a part.
+        """
         if norm is None:
             return fused_linear(x, self.weight, self.bias, gate=gate, residual=residual)
         return fused_linear(
@@ -62,7 +65,9 @@ class Linear(nn.Module):
 
 
 def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
-    """Whether `add_to` is possible and faster than a matmul followed by an adding norm."""
+    """Whether `add_to` is possible and faster than a matmul that is followed by a norm which adds
+    the residual.
+    """
     return (
         isinstance(layer, Linear)
         and layer.bias is None
@@ -72,9 +77,9 @@ def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
 
 
 class PackedLinear(nn.Module):
-    """A `Linear` with its weight in oneDNN's blocked layout: half the time in bfloat16.
+    """A `Linear` with its weight in oneDNN's blocked layout, which halves the time in bfloat16.
 
-    Inference only, on the CPU only; the packed tensor cannot be read back or trained.
+    It is only for inference on the CPU. The packed tensor cannot be read back or trained.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -87,12 +92,14 @@ class PackedLinear(nn.Module):
         return y
 
     def fused(self, x: Tensor, *, gate: str) -> Tensor:
-        """gate(W x + b)"""
+        """act(W x + b). `gate` names the gated activation."""
         return gated(self(x), gate)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Packing pays in bfloat16; in float32 the unpacked matrix is faster for a single row."""
+    """Whether packing is possible and useful. It is useful in bfloat16; in float32 the unpacked
+    matrix is faster for a single row.
+    """
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -102,7 +109,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replaces every `Linear` below `module`; a plain copy is freed before the next is packed."""
+    """Replaces all `Linear` layers in `module`. Each original weight is freed before the next one
+    is packed.
+    """
     for name, child in module.named_children():
         if isinstance(child, Linear):
             setattr(module, name, PackedLinear(child.weight, child.bias))

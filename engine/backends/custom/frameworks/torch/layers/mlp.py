@@ -1,4 +1,4 @@
-"""The feed-forward layer: gated (Llama and its descendants) or plain (GPT-2)."""
+"""The MLP of a layer: gated in Llama and its descendants, without a gate in GPT-2."""
 
 from torch import Tensor, nn
 
@@ -20,11 +20,11 @@ class GatedMLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """Everything before the down projection."""
+        """The MLP without its down projection."""
         return self.gate_up.fused(x, gate=self.activation)
 
     def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x plus the MLP's output, with few launches, for a few rows."""
+        """x + mlp(norm(x)), with fused kernels for few rows."""
         return self.down.fused(self.gate_up.fused(x, norm=norm, gate=self.activation), residual=x)
 
 
@@ -39,5 +39,5 @@ class MLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """Everything before the down projection."""
+        """The MLP without its down projection."""
         return activate(self.up(x), self.activation)

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension; statistics are float32 whatever the model's dtype."""
+"""Norms over the last dimension. Mean and variance are computed in float32 for all dtypes."""
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 2:  # heads; on a GPU the RoPE kernel norms them instead
+        if x.dim() > 2:  # a norm per head; on a GPU the RoPE kernel computes it instead
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum."""
+        """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -34,6 +34,6 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum."""
+        """Returns norm(x + residual), and the sum itself, which is the new residual stream."""
         total = residual + x
         return self(total), total

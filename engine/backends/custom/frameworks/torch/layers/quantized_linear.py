@@ -1,7 +1,8 @@
-"""Linear layers and tables with quantized weights; they replace `Linear`.
+"""Linear layers and embedding tables with quantized weights, for inference only. They replace
+`Linear` and `Embedding`.
 
-Inference only. A layer is made from a filled `Linear`, one at a time while a model loads. For GGUF
-models, `models/quantized_loading.py` places the file's own quantized weights instead.
+While a model loads, each `Linear` is filled and then converted before the next one. For GGUF
+models, `models/quantized_loading.py` uses the quantized weights of the file instead.
 """
 
 from collections.abc import Iterable
@@ -24,8 +25,8 @@ _LARGEST_FP8 = 448.0
 
 
 class GroupedLinear(nn.Module):
-    """`stacks` are stacked by rows: parts with different storage types have different layouts and
-    are multiplied separately.
+    """A linear layer with quantized weights. The rows of all `stacks` form its matrix. There are
+    several stacks if parts of a fused layer have different layouts; each is multiplied separately.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GroupedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + gate(W norm(x) + b)"""
+        """residual + act(W norm(x) + b). `gate` names the gated activation. None skips a part."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if len(self.stacks) == 1:
             return grouped_linear(
@@ -77,7 +78,7 @@ class GroupedEmbedding(nn.Module):
 
 
 class Fp8Linear(nn.Module):
-    """float8 weights with one scale per output channel."""
+    """A linear layer with float8 weights and one scale per output channel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class Fp8Linear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + gate(W norm(x) + b)"""
+        """residual + act(W norm(x) + b). `gate` names the gated activation. None skips a part."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return fused_linear(
             x,
@@ -112,7 +113,9 @@ class Fp8Linear(nn.Module):
 
 
 def int8_weight(weight: Tensor) -> GroupedWeight:
-    """Rounds to nearest; a group's absmax becomes 127."""
+    """Quantizes a matrix to int8 in groups of 32. The largest absolute value of a group becomes
+    127, and values are rounded to the nearest integer.
+    """
     groups = weight.detach().float().unflatten(1, (-1, _INT8_GROUP))  # (F, D / 32, 32)
     scales = (groups.abs().amax(dim=2) / 127).clamp(min=2.0**-24).half()
     values = (groups / scales.float()[..., None]).round().clamp(-127, 127) + 128
@@ -120,7 +123,7 @@ def int8_weight(weight: Tensor) -> GroupedWeight:
 
 
 def can_quantize(layer: Linear, kind: str) -> bool:
-    """`kind` is "fp8" or "int8"."""
+    """Whether a layer's size allows quantization to `kind`, which is "fp8" or "int8"."""
     return kind == "fp8" or layer.weight.shape[1] % _INT8_GROUP == 0
 
 
@@ -132,7 +135,7 @@ def quantized(layer: Linear, kind: str) -> GroupedLinear | Fp8Linear:
 
 
 def quantize_linears(module: nn.Module, kind: str) -> None:
-    """Replaces every `Linear` below `module` that supports it."""
+    """Quantizes all `Linear` layers in `module` whose size allows it."""
     for name, child in module.named_children():
         if not isinstance(child, Linear):
             quantize_linears(child, kind)

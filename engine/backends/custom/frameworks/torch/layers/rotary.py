@@ -1,8 +1,8 @@
-"""RoPE; every scaling rule reduces to one vector of frequencies.
+"""RoPE. All scaling rules result in one vector of frequencies.
 
-A cached key keeps the rotation it was written with, and other sequences may read it, so a rotation
-must depend on the position alone. Dynamic NTK scaling depends on the current length; here it uses
-the max length that the runner may hold.
+A cached key keeps its rotation, and other sequences may read the key. So a rotation must depend
+only on the position. Dynamic NTK scaling would depend on the sequence's current length; here it
+uses the max length that the runner serves.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,18 @@ from engine.backends.custom.ir.rotary import rope_frequencies
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Angles of a step's tokens, ready to multiply: `sin` has each half's sign."""
+    """The cosines and sines for the positions of a step's tokens. `sin` already has the signs that
+    the two halves of a head need.
+    """
 
     cos: Tensor  # (T, 1, 1, dim / 2)
     sin: Tensor  # (T, 1, 2, dim / 2): -sin for the first half, sin for the second
 
 
 class Rotary:
-    """Not a module: its only tensor is computed, not loaded."""
+    """The RoPE frequencies of a model. This is no `nn.Module`, because its only tensor is computed
+    and not loaded.
+    """
 
     def __init__(
         self, rope: RopeConfig, max_seq_len: int, device: torch.device, factors: Tensor | None
@@ -33,7 +37,7 @@ class Rotary:
         self.inv_freq = torch.from_numpy(inv_freq).to(device)  # (dim / 2,)
 
     def table(self, num_positions: int) -> Tensor:
-        """(num_positions, dim) float32: cosines, then sines."""
+        """A table for all positions, (num_positions, dim) float32: cosines, then sines."""
         positions = torch.arange(num_positions, device=self.inv_freq.device, dtype=torch.float32)
         angles = positions[:, None] * self.inv_freq
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
@@ -47,7 +51,9 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates the first `dim` values of each head of x (T, N, H), i together with i + dim / 2."""
+    """Rotates the first `dim` values of each head of x (T, N, H). Value i is paired with value
+    i + dim / 2.
+    """
     half = rotation.cos.shape[-1]
     if 2 * half < x.shape[-1]:
         turned = rotate(x[..., : 2 * half], rotation)

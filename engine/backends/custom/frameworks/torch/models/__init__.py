@@ -1,1 +1,1 @@
-"""The decoder and the encoder as PyTorch modules, and the loading of weights, also quantized."""
+"""The decoder and the text encoder as PyTorch modules, and the code that loads their weights."""

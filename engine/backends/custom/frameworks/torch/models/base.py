@@ -1,7 +1,7 @@
-"""The decoder of every family: embedding, blocks and LM head, with two ways to run it.
+"""The decoder of all model families: embedding, blocks and LM head. There are two ways to run it.
 
 Serving calls `forward` with a step that reads and writes the paged cache. Parity tests and training
-call `forward_sequence`, which is plain differentiable PyTorch over the same modules.
+call `forward_sequence`, which uses the same modules, without a cache, and is differentiable.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ Norm = RMSNorm | LayerNorm
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """A whole sequence at once, attending only to itself."""
+    """A forward pass over one whole sequence, without a cache."""
 
     positions: Tensor  # (T,)
     rotation: Rotation | None
-    visible: Tensor  # (T, T) bool: which keys each query sees
+    visible: Tensor  # (T, T) bool: the keys that each query attends to
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         heads = attention.heads(qkv, self.rotation)
@@ -41,7 +41,7 @@ class SequenceStep:
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP; each adds to the residual stream."""
+    """One layer: attention, then MLP. Both add to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -54,20 +54,25 @@ class Block(nn.Module):
         return self.halves(x, step)[2]
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention's output, the MLP's output, and the stream after both."""
+        """Returns the output of attention, the output of the MLP, and the residual stream after the
+        layer.
+        """
         raise NotImplementedError
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The stream, and a delta that is not yet added to it: the next norm adds it as it reads.
-        Where matmuls accumulate into the stream, the delta is None and x may be modified in place.
+        """Returns the residual stream after this layer, and a delta that still has to be added to
+        it. The next layer's norm adds the delta in the same kernel. If the matmuls already add to
+        the residual stream, the delta is None, and x may be modified in place.
         """
         raise NotImplementedError
 
     def last(
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The stream after this layer for the tokens `rows` only, (R, D), since nothing reads the
-        others; and attention's output for all tokens, (T, N H), whose NaN reveals bad cache writes.
+        """Runs the layer as the last one of the model. Returns the residual stream after it, only
+        for the tokens `rows`, (R, D), because no other tokens are needed. Also returns the
+        attention output of all tokens, (T, N H), in which NaN reveals that a token's keys or values
+        in the cache are NaN.
         """
         raise NotImplementedError
 
@@ -76,7 +81,7 @@ class Block(nn.Module):
 
 
 class InputNormBlock(Block):
-    """Attention and MLP read a normed copy of the stream."""
+    """A pre-norm block: attention and MLP read a normalized copy of the residual stream."""
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         attended = self.attn(self.attn_norm(x), step)
@@ -114,16 +119,22 @@ class InputNormBlock(Block):
         return x + self._scaled(self.mlp(normed)), attended
 
     def _is_few(self, x: Tensor) -> bool:
-        """Whether attention and MLP take two launches each, which add to the stream themselves."""
+        """Whether there are so few rows that attention and MLP use fused kernels, which also add to
+        the residual stream.
+        """
         return is_few(x) and isinstance(self.mlp, GatedMLP) and self.multiplier == 1
 
     def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention's normed input, and the stream."""
+        """Adds the delta of the previous layer. Returns the normalized input of attention, and the
+        residual stream.
+        """
         return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
 
 
 class OutputNormBlock(Block):
-    """Attention and MLP read the stream itself; their outputs are normed before they are added."""
+    """Attention and MLP read the residual stream itself. Their outputs are normalized before they
+    are added to it.
+    """
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         attended = self.attn(x, step)
@@ -155,7 +166,7 @@ def make_norm(config: ModelConfig) -> Norm:
 
 
 class Decoder(nn.Module):
-    """Parameter names equal weight names."""
+    """The decoder. Its parameters have the names of the weights in `architectures/`."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -175,19 +186,21 @@ class Decoder(nn.Module):
         return x if multiplier == 1 else x * multiplier
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """The residual stream after the last block, (T, D); pass the needed rows to `logits`."""
+        """The residual stream after the last block, (T, D). `logits` takes the rows whose logits
+        are needed.
+        """
         x, delta = self._through(len(self.layers), token_ids, step)
         return x if delta is None else x + delta
 
     def forward_rows(self, token_ids: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward` for some tokens only: see `Block.last`."""
+        """As `forward`, but only for the tokens `rows`. Returns the results of `Block.last`."""
         before = len(self.layers) - 1
         block = self.layers[before]
         assert isinstance(block, Block)
         return block.last(*self._through(before, token_ids, step), step, rows)
 
     def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The stream after the first `count` blocks, and the delta not yet added to it."""
+        """The residual stream after the first `count` blocks, and the delta to add to it."""
         x, delta = self.embed_tokens(ids, step), None
         for block in self.layers[:count]:
             assert isinstance(block, Block)
@@ -195,7 +208,7 @@ class Decoder(nn.Module):
         return x, delta
 
     def logits(self, x: Tensor) -> Tensor:
-        """(R, D) -> (R, V) float32"""
+        """Residual stream (R, D) -> logits (R, V) float32"""
         return self.head_logits(self.norm(x))
 
     def stream_logits(self, x: Tensor) -> Tensor:
@@ -205,7 +218,7 @@ class Decoder(nn.Module):
         return self._divided(self.head(self.norm(x)))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Normed states (R, D) -> logits (R, V) float32"""
+        """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
         return self._divided(self.head(hidden).to(torch.float32))
 
     def _divided(self, logits: Tensor) -> Tensor:
@@ -226,7 +239,9 @@ class Decoder(nn.Module):
     def forward_sequence(
         self, token_ids: Tensor, with_states: bool = False
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Logits (T, V) of one sequence (T,); optionally also the states after each block."""
+        """The logits (T, V) of one sequence (T,). With `with_states`, also the residual stream
+        before the first block and after each block.
+        """
         step = self.sequence_step(token_ids)
         states = [self.embed_tokens(token_ids, step)]
         for block in self.layers:

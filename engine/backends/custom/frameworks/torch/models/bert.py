@@ -1,4 +1,4 @@
-"""BERT: every token attends to its whole text; norms follow attention and MLP (post-norm)."""
+"""BERT, a post-norm text encoder. Each token attends to all tokens of its text."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm
 
 
 class PostNormBlock(nn.Module):
-    """One layer: attention, then MLP; the stream is normed after each."""
+    """One layer: attention, then MLP. The residual stream is normalized after each of them."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -25,7 +25,9 @@ class PostNormBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """Texts are concatenated; the step knows where each begins. All tokens have type 0."""
+    """The encoder. The tokens of all texts are concatenated; the step knows where each text begins.
+    All tokens have the token type 0.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class Bert(nn.Module):
         self.layers = nn.ModuleList(PostNormBlock(config, i) for i in range(config.num_layers))
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Token ids (T,) -> the tokens' states (T, D)"""
+        """Token ids (T,) -> hidden states of the tokens (T, D)"""
         x = self.embed(token_ids) + self.token_type.weight[0] + self.position(step.positions)
         x = self.embed_norm(x)
         for block in self.layers:

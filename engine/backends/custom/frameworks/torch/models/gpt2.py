@@ -1,4 +1,4 @@
-"""GPT-2: the decoder with learned positions, which are added to the token embeddings."""
+"""GPT-2: the decoder with learned position embeddings, which are added to the token embeddings."""
 
 from torch import Tensor
 

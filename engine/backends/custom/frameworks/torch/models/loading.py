@@ -1,8 +1,9 @@
 """Builds a model and fills it from a checkpoint, one tensor at a time.
 
-Parameters are allocated empty in their final dtype and place. Each weight is dequantized, cast into
-its parameter (or its rows of a fused one) and dropped, so peak memory is the model plus one float32
-tensor. A layer to be quantized is filled and quantized before the next one is allocated.
+Parameters are first allocated, uninitialised, in their final dtype and on their device. Each weight
+is dequantized, copied into its parameter (or into its rows of a fused parameter) and freed. So the
+peak memory is the model plus one float32 tensor. If a layer is to be quantized, this is done before
+the next layer is allocated.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,9 @@ def build_model(
     dtype: torch.dtype,
     quantization: str = "auto",
 ) -> Decoder:
-    """`quantization`: "fp8" or "int8" for matrices that the checkpoint stores in more bits."""
+    """Builds a decoder with loaded weights. `quantization` is "auto", "fp8" or "int8". The latter
+    two quantize matrices that the checkpoint stores in more bits.
+    """
     check_decoder(config, "torch")
     kind = GPT2 if config.rope is None else Decoder
     rotary = None
@@ -67,14 +70,16 @@ def build_model(
             model.head.weight = model.embed.weight
     _fill(model, rest)
     if shrinks:
-        quantize_linears(model, quantization)  # only a tied head is left to quantize here
+        quantize_linears(model, quantization)  # at this point only a tied LM head is left
     return model
 
 
 def _shrink(
     model: Decoder, weights: Mapping[str, Weight], quantization: str, device: torch.device
 ) -> set[str]:
-    """Replaces layers of a model on the meta device; returns the names of the weights used."""
+    """Loads and quantizes the layers of a model on the meta device, one by one. Returns the names
+    of the weights that it used.
+    """
     taken = set()
     for path in [path for path, _ in model.named_modules()]:  # a list of modules keeps them
         module = model.get_submodule(path)
@@ -103,7 +108,7 @@ def build_encoder_model(
 
 
 def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
-    """A model's current weights, under the names that they were loaded by."""
+    """The current weights of a model, under the names by which they were loaded."""
     return {
         name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
     }
@@ -148,8 +153,10 @@ def _put(name: str, place: Tensor, weight: Weight) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weight name -> the tensor to fill: a parameter, or its rows of a fused one."""
-    for name, parameter in model.named_parameters():  # lists a tied head once
+    """The name of each weight and the tensor to copy it to: a parameter, or rows of a fused
+    parameter.
+    """
+    for name, parameter in model.named_parameters():  # includes a tied weight only once
         path, _, kind = name.rpartition(".")
         yield from _parts(path, kind, model.get_submodule(path), parameter)
 
@@ -167,7 +174,9 @@ def _parts(
 
 
 def _tensor(weight: Weight, device: torch.device) -> Tensor:
-    """A weight's values; random ones are generated on the device, the same for every dtype."""
+    """The values of a weight. Random weights are generated on the device, with the same values for
+    every dtype of the model.
+    """
     if isinstance(weight, RandomWeight):
         normal = weight.values
         generator = torch.Generator(device).manual_seed(normal.seed)

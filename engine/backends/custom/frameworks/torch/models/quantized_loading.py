@@ -1,7 +1,8 @@
-"""Loads a checkpoint's quantized matrices into a model without dequantizing; repacks on the device.
+"""Loads the quantized matrices of a checkpoint into a model, without dequantizing. They are
+repacked on the device.
 
-A fused layer keeps its parts' storage types: neighbouring parts of one layout become one matrix. A
-layer with a part that is not quantized stays a plain `Linear`.
+The parts of a fused layer may have different storage types. Neighbouring parts of the same layout
+become one matrix. If any part of a layer is not quantized, the layer stays a plain `Linear`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +24,11 @@ from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.weights.model import Weight
 
 EMBED = "embed.weight"
-SHRUNK_BITS = 8.5  # per value: 8 bits, and a 16-bit scale for every 32 values
+SHRUNK_BITS = 8.5  # bits per value after quantization: 8, and a 16-bit scale for each 32 values
 
 
 def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool:
-    """Whether the weights are quantized and the device has kernels for them."""
+    """Whether any weight is quantized and the device has kernels for quantized weights."""
     has_kernels = device.type == "cuda" or interpreting()
     return has_kernels and any(_is_quantized(weight) for weight in weights.values())
 
@@ -35,7 +36,9 @@ def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool
 def place_quantized(
     model: Decoder, weights: Mapping[str, object], device: torch.device, dtype: torch.dtype
 ) -> set[str]:
-    """Replaces layers of a model on the meta device; returns the names of the weights used."""
+    """Replaces layers of a model on the meta device by quantized layers. Returns the names of the
+    weights that it used.
+    """
     taken = set()
     if _is_quantized(weights.get(EMBED)):
         table = _grouped(weights[EMBED], device)
@@ -55,8 +58,9 @@ def place_quantized(
 
 
 def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
-    """Bytes of the weights on a device, with `value_bytes` per value that is not quantized.
-    `shrinks`: matrices other than the embedding table get quantized.
+    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`.
+
+    `shrinks` says that matrices will be quantized on loading, except the embedding table.
     """
     total = 0.0
     for name, weight in weights.items():
@@ -95,7 +99,8 @@ def _weight_names(path: str, module: Linear) -> Iterator[str]:
 def _grouped(weight: object, device: torch.device) -> GroupedWeight:
     assert isinstance(weight, Weight), weight
     outputs, size = weight.spec.shape
-    # A copy: the mapping is read-only, and a transfer from it would touch its pages twice.
+    # Copied, because the mapped file is read-only, and a transfer to the device directly from it
+    # would read its pages twice.
     raw = torch.from_numpy(weight.tensor.raw().copy()).to(device)
     grouped = repack(weight.tensor.dtype, raw, (outputs, size))
     order = weight.row_order()

@@ -1,29 +1,32 @@
 // Prefill attention (rows with several queries) over the paged cache, on Hopper's tensor cores.
 //
-// Thread blocks are persistent: each takes item after item. An item is a tile of one row's queries with
-// all query heads that share a KV head; a line of the tile is one token and one head. One producer warp
-// copies queries, keys and values into shared memory, page by page. Each of WORKERS warp groups holds 64
-// lines: their scores for a tile of KEYS keys, the softmax weights of the previous tile, and the output
-// sums. While it computes softmax weights, its next matmuls (queries by keys, weights by values) are in
-// flight. The groups take turns at starting matmuls, so that one group's run while another computes. Key
-// tiles are visited last to first, so the masked tiles on the diagonal come at the start.
+// Thread blocks are persistent: each processes many work items. An item is a tile of one row's queries,
+// with all query heads that share a KV head. A line of the tile is one token and one query head. One
+// producer warp copies queries, keys and values into shared memory, page by page. Each of WORKERS warp
+// groups computes 64 lines. In registers it holds the scores for a tile of KEYS keys, the softmax weights
+// of the previous key tile, and the output sums. While it computes softmax weights, tensor cores already
+// compute its other matmul, weights by values. The groups take turns at starting matmuls, so that the
+// matmuls of one group run while another group computes its softmax. Key tiles are processed from last to
+// first, so the tiles on the diagonal, which need a mask, come first.
 //
-// Compiled with `hopper.cuh`, HEAD_DIM, HEADS (per KV head), KV_HEADS, BLOCK_SIZE, WORKERS, STAGES,
-// WINDOW (0: none), and the functions `multiply_keys` and `multiply_values`.
+// `cuda/sources.py` puts `hopper.cuh` before this file and defines HEAD_DIM, HEADS (query heads per KV
+// head), KV_HEADS, BLOCK_SIZE, WORKERS, STAGES, WINDOW (0: none), and the functions `multiply_keys` and
+// `multiply_values`.
 
 constexpr int KEYS = 128;
-constexpr int PARTS = HEAD_DIM / LINE;  // 128-byte lines per head
+constexpr int PARTS = HEAD_DIM / LINE;  // number of 128-byte lines per head
 constexpr int LINES = 64 * WORKERS;
 constexpr int TOKENS = LINES / HEADS;
-constexpr int PAGES = KEYS / BLOCK_SIZE;  // per key tile
+constexpr int PAGES = KEYS / BLOCK_SIZE;  // pages per key tile
 constexpr u32 QUERY_BYTES = LINES * HEAD_DIM * 2;
 constexpr u32 TILE_BYTES = KEYS * HEAD_DIM * 2;
 constexpr u32 PART_BYTES = KEYS * LINE_BYTES;
-constexpr int NUM_SCORES = KEYS / 2;  // per thread: 64 lines over 128 threads
+constexpr int NUM_SCORES = KEYS / 2;  // scores per thread: 128 threads share 64 lines
 constexpr int NUM_SUMS = HEAD_DIM / 2;
 constexpr float NOTHING_SEEN = -1.0e30f, HIDDEN = -3.0e38f;
 
-// Hardware barrier ids: one for each group's own use, and one for its turn to start matmuls.
+// Ids of hardware barriers. Each warp group has one for its own threads, and one that it waits at for
+// its turn to start matmuls.
 constexpr int FIRST_OWN = 1, FIRST_TURN = FIRST_OWN + WORKERS;
 
 static_assert(PAGES * PARTS <= 32, "each lane copies a page of a part");
@@ -50,7 +53,8 @@ struct Item {
     }
 };
 
-// Items get shorter along the list. Blocks take them in snake order, which balances their work.
+// The list of items is sorted from long to short. Thread blocks take items in snake order (forward, then
+// backward), which balances their work.
 struct Items {
     int total, round = 0;
 
@@ -73,7 +77,8 @@ struct Producer {
     const TensorMap &q_map, &cache_map;
     int num_slots;
 
-    // Each lane copies one page of one part. Pages past a row's end are read out of bounds, as zeros.
+    // Copies a tile of keys or values. Each lane copies one page of one part. Pages past a row's end have
+    // a slot out of bounds, which is copied as zeros.
     __device__ __forceinline__ void copy_tile(Tiles& ring, int column, int slot) const {
         int lane = threadIdx.x % 32, page = lane % PAGES, part = lane / PAGES;
         wait_barrier(ring.free(), ring.parity);
@@ -129,7 +134,7 @@ __device__ __forceinline__ float sum_of_four(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The online softmax state of one of a thread's two lines.
+// The state of the online softmax for one line. A thread has two lines.
 struct Line {
     int number, position;
     float peak, total, fading;
@@ -155,7 +160,7 @@ struct Line {
         }
     }
 
-    // Turns scores into softmax weights; `fading` rescales earlier weights to the new max.
+    // Replaces scores by softmax weights. `fading` is the factor that rescales earlier sums to the new max.
     template <int OFFSET>
     __device__ __forceinline__ void weigh(float (&scores)[NUM_SCORES], float scale) {
         float high = peak;
@@ -256,7 +261,8 @@ struct Worker {
         }
     }
 
-    // Zeroes the values past a row's end in its last page: they may be NaN, and 0 * NaN is NaN.
+    // Sets the values past a row's end, in its last page, to zero. They may be NaN, and their softmax
+    // weight is 0, but 0 * NaN is NaN.
     __device__ __forceinline__ void clear_behind(int tile, int length) {
         int first = length - tile * KEYS, last = (first + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE;
         if (first >= KEYS || first == last) return;
@@ -303,8 +309,8 @@ struct Worker {
             give_turn_to((group + 1) % WORKERS);
             wait_products<1>();
             weigh(tile, lowest, highest);
-            // Totals are never negative, but the compiler does not know that. This dependency keeps it
-            // from moving the softmax after the wait for the matmul in flight.
+            // The totals are never negative, so this adds 0, but the compiler does not know that. The
+            // dependency keeps the compiler from moving the softmax behind the wait for the running matmul.
             release(keys.free() + (upper.total + lower.total < 0.0f));
             keys.advance();
             wait_products<0>();

@@ -1,4 +1,4 @@
-"""Launches `attention.cu`: prefill attention over the paged cache on Hopper."""
+"""Compiles and launches `attention.cu`: prefill attention over the paged cache, on Hopper."""
 
 import ctypes
 from collections.abc import Mapping
@@ -24,14 +24,16 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
 )
 
 KEYS = 128  # keys per tile
-_LINES, _WARP_GROUP = 64, 128  # per warp group: query lines, threads
+_LINES, _WARP_GROUP = 64, 128  # query lines of a warp group, and its threads
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _LOG2_E = 1.4426950408889634
 _LISTS = ("counts", "tiles", "query_start", "seq_lens", "tables")
 
 
 class _Tiling(NamedTuple):
-    """For one head size: compute warp groups, and pipeline stages of key tiles."""
+    """The tiling for one head size: the number of compute warp groups, and of pipeline stages of
+    key tiles.
+    """
 
     workers: int
     stages: int
@@ -41,7 +43,7 @@ _TILINGS = {64: _Tiling(3, 4), 128: _Tiling(2, 2)}
 
 
 class AttentionConfig(NamedTuple):
-    """The sizes that the kernel is compiled for."""
+    """The sizes that a variant of the kernel is compiled for."""
 
     head_dim: int
     heads: int  # query heads per KV head
@@ -55,7 +57,7 @@ class AttentionConfig(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Lines of a query tile: tokens times heads."""
+        """Number of lines of a query tile. A line is one token and one query head."""
         return _LINES * self.tiling.workers
 
     @property
@@ -64,7 +66,9 @@ class AttentionConfig(NamedTuple):
 
 
 def lines_of_tile(head_dim: int, heads: int, block_size: int, dtype: torch.dtype) -> int | None:
-    """Lines of a work item's query tile; None: unsupported on this GPU or for these sizes."""
+    """Number of lines of a query tile. A line is one token and one query head. None if the kernel
+    does not support this GPU or these sizes.
+    """
     if not torch.cuda.is_available() or not is_hopper(torch.device("cuda")):
         return None
     if head_dim not in _TILINGS or block_size not in _BLOCK_SIZES or dtype not in NAMES:
@@ -82,7 +86,9 @@ def prefill(
     window: int,
     scale: float,
 ) -> None:
-    """Attends for rows of several queries, by the tiles in `arrays`. q (T, N, H)"""
+    """Attention of all rows with several queries: q (T, N, H). Writes the result to `out`. `arrays`
+    has the work lists of the step.
+    """
     blocks, block_size, _, kv_heads, head_dim = cache.shape
     heads = q.shape[1] // kv_heads
     config = AttentionConfig(head_dim, heads, kv_heads, block_size, window)

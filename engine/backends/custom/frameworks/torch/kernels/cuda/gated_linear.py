@@ -22,12 +22,12 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
 
 ROWS, THREADS = 128, 384
 _STAGES = {256: 4, 224: 4, 128: 6}  # tile columns -> stages that fit in shared memory
-_TILE_COST = 28  # fixed time per tile, in columns' worth of time
+_TILE_COST = 28  # the fixed time per tile, as the number of columns that take the same time
 
 
 class GatedLinearConfig(NamedTuple):
-    columns: int  # of an output tile, gate and up together
-    cluster: int  # thread blocks that share the weight's tiles
+    columns: int  # weight rows per tile, of gate and up together
+    cluster: int  # number of thread blocks that share the tiles of the weight
 
     @property
     def shared_bytes(self) -> int:
@@ -35,7 +35,9 @@ class GatedLinearConfig(NamedTuple):
 
 
 def choose(rows: int, outputs: int, num_multiprocessors: int) -> GatedLinearConfig:
-    """The tiles whose last wave leaves the fewest multiprocessors idle."""
+    """Chooses the tile size with the shortest estimated time. All multiprocessors work in waves,
+    so a tile size is bad if the last wave leaves many of them idle.
+    """
     cluster = 1 if rows <= ROWS else 2
     at_once = num_multiprocessors // cluster
 
@@ -47,7 +49,7 @@ def choose(rows: int, outputs: int, num_multiprocessors: int) -> GatedLinearConf
 
 
 def gated_linear(x: Tensor, weight: Tensor, config: GatedLinearConfig | None = None) -> Tensor:
-    """x (T, D), weight (2 F, D) -> (T, F)"""
+    """silu(x @ first half of weight) * (x @ second half): x (T, D), weight (2 F, D) -> (T, F)"""
     rows, depth = x.shape
     outputs = len(weight) // 2
     available = multiprocessors(x.device)
@@ -76,7 +78,7 @@ def _function(config: GatedLinearConfig, dtype: torch.dtype) -> Function:
 
 
 def source(config: GatedLinearConfig, dtype: torch.dtype) -> str:
-    """The source with its sizes, and the WGMMA instruction for that many columns."""
+    """The kernel's source with its compile-time sizes and the WGMMA instruction for its columns."""
     sizes = {
         "COLUMNS": config.columns,
         "STAGES": _STAGES[config.columns],

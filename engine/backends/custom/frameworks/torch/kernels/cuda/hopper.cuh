@@ -1,4 +1,5 @@
-// Shared by kernels for Hopper: WGMMA, TMA copies, barriers. Compiled with IN ("bf16" or "f16") defined.
+// Shared code of the kernels for Hopper: WGMMA matmuls, TMA copies, barriers. `cuda/sources.py` defines
+// IN, the type of the inputs ("bf16" or "f16").
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -55,7 +56,8 @@ __device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 bar
         : "memory");
 }
 
-// A ring of COUNT buffers in shared memory: consumers wait for full buffers, the producer for empty ones.
+// A ring of COUNT buffers in shared memory. Consumers wait until a buffer is full; the producer waits until
+// it is free.
 template <int COUNT, u32 BYTES>
 struct Ring {
     u32 buffers, full;
@@ -75,14 +77,15 @@ struct Ring {
     }
 };
 
-// A WGMMA descriptor of a swizzled tile with 128-byte lines, eight lines to a block of 1,024 bytes. `next`
-// is the distance between tiles of 64 values if the lines run along the matmul's depth.
+// A WGMMA descriptor of a swizzled tile in shared memory. It has 128-byte lines; eight lines form a block of
+// 1,024 bytes. `next` is the distance in bytes between tiles of 64 values. It is used only if each line is
+// one step of the matmul's depth, as for the values of attention.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(next >> 4) << 16) | (64ull << 32) |
            (1ull << 62);
 }
 
-// Keeps the compiler from moving or reusing registers that a matmul in flight reads or writes.
+// Keeps the compiler from moving or reusing registers that a running matmul reads or writes.
 template <int COUNT>
 __device__ __forceinline__ void hold(float (&values)[COUNT]) {
 #pragma unroll
@@ -114,8 +117,8 @@ __device__ __forceinline__ u32 packed(float low, float high) {
     return both;
 }
 
-// Four lanes each hold two neighbouring values of each of four blocks of eight; afterwards each lane holds
-// one whole block.
+// Exchanges values between four lanes. Before, each lane holds two neighbouring values of each of four
+// blocks of eight values. Afterwards, each lane holds one whole block.
 __device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d, int lane) {
     bool odd = lane & 1, upper = lane & 2;
     u32 t0 = __shfl_xor_sync(~0u, odd ? a : b, 1), t1 = __shfl_xor_sync(~0u, odd ? c : d, 1);

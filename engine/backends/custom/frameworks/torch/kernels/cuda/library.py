@@ -1,7 +1,7 @@
-"""CUDA C++ at run time: compiled by NVRTC, cached on disk, launched through the driver.
+"""Compiles CUDA C++ at run time with NVRTC, caches the result on disk and launches kernels.
 
-NVRTC comes with PyTorch, the driver library with the GPU's driver. Both are called through
-`ctypes`, so nothing is built ahead and nothing is imported without a GPU.
+NVRTC is part of PyTorch, and the driver library is part of the GPU's driver. Both are called
+through `ctypes`. So nothing is compiled at installation, and nothing is loaded without a GPU.
 """
 
 import ctypes
@@ -44,7 +44,9 @@ def _check(status: int, call: str) -> None:
 
 
 def compiled(source: str, target: str) -> bytes:
-    """Machine code for `target`, such as "sm_90a"; compiled once per machine."""
+    """The machine code for `target`, such as "sm_90a". It is compiled once and then read from the
+    cache on disk.
+    """
     key = hashlib.sha256(f"{target}\n{source}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     path = folder / f"engine-{key}.cubin"
@@ -82,7 +84,7 @@ def _compile(source: str, target: str) -> bytes:
 
 
 class Function:
-    """A kernel loaded on the GPU. `shared_bytes` is its dynamic shared memory."""
+    """A kernel that is loaded on the GPU. It has `shared_bytes` bytes of dynamic shared memory."""
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -95,7 +97,7 @@ class Function:
         self._shared_bytes = shared_bytes
 
     def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Launches on the current stream. Arguments are `ctypes` values."""
+        """Launches the kernel on PyTorch's current stream. `arguments` are `ctypes` values."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         status = _driver().cuLaunchKernel(
@@ -105,7 +107,9 @@ class Function:
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
-    """A TMA descriptor for swizzled boxes of a tensor; out-of-bounds reads give zeros."""
+    """A TMA descriptor that copies boxes of a tensor to swizzled shared memory. Elements out of
+    bounds are copied as zeros.
+    """
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, start)

@@ -1,5 +1,5 @@
-"""Assembles a kernel's source: its file, the shared header, its compile-time sizes, and WGMMA
-instructions, whose text depends on those sizes.
+"""Assembles the source of a kernel from the shared header, the compile-time sizes, WGMMA
+instructions and the kernel's file. The text of WGMMA instructions depends on the sizes.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,12 @@ def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *instruct
 
 
 def wgmma(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
-    """A function for sums += (or =) the product of a 64 x 16 and a 16 x columns matrix: one WGMMA
-    instruction of a warp group. Each thread holds columns / 2 of the sums. `from_registers`: the
-    left matrix is in registers too, and the right one is stored with its columns contiguous rather
-    than its depth.
+    """The source of a device function with one WGMMA instruction of a warp group.
+
+    It multiplies a 64 x 16 matrix by a 16 x columns matrix and adds the product to sums, or
+    overwrites them. Each thread has columns / 2 of the sums in registers. With `from_registers`,
+    the left matrix is in registers too, and the right matrix is contiguous along its columns;
+    otherwise both matrices are in shared memory, contiguous along the dimension of size 16.
     """
     count, kind = columns // 2, NAMES[dtype]
     places = ", ".join(f"%{index}" for index in range(count))

@@ -1,1 +1,1 @@
-"""Triton kernels, one file per op of `kernels`; imported when a tensor first needs them."""
+"""Triton kernels for the ops of `kernels`. A module is imported when a kernel of it first runs."""

@@ -1,7 +1,9 @@
-"""Attention of single-query rows (decode): long rows are cut into spans whose results are merged.
+"""Attention of rows with one query (decode), with split-K: the keys of long rows are cut into
+spans, and the partial results of the spans are merged.
 
-A program handles a span of one row and one KV head, with all query heads that share it. If a row
-has several spans, the program that finishes last merges them, so a step needs one launch.
+A program handles one span of a row and one KV head, with all query heads that share this KV head.
+If a row has several spans, the program that finishes last merges their results, so this takes only
+one launch.
 """
 
 from collections.abc import Mapping
@@ -141,8 +143,8 @@ def _merged(
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
-    """The weighted mean of a row's partial results. Other programs wrote them, so loads must
-    bypass this program's L1 cache.
+    """Merges the partial results of a row to their weighted mean. Other programs wrote the partial
+    results, so loads must bypass the L1 cache.
     """
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -231,7 +233,9 @@ def _shared_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows that share a prefix attend to a span of it: keys are read once for all of them."""
+    """Attention of many rows to a span of their shared prefix. The keys are read once for all these
+    rows.
+    """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 3):
         return
@@ -301,7 +305,9 @@ def decode(
     span_tile: Tile,
     shared_tile: Tile,
 ) -> None:
-    """Attends for single-query rows by the arrays' spans; `shares`: some rows share a prefix."""
+    """Attention of all rows with one query. Writes the result to `out`. `arrays` has the work lists
+    of the step. `shares` says whether it has work items for shared prefixes.
+    """
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache)
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
     if shares:
@@ -350,7 +356,9 @@ def decode(
 
 
 class Scratch:
-    """Partial results of spans. All layers share it, because each finishes before the next."""
+    """Memory for the partial results of spans. All layers use the same memory, because a layer
+    finishes before the next one starts.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""Attention of rows with several queries (prefill), each row of its own length, over the pages.
+"""Attention of rows with several queries (prefill) over the paged cache. Rows may have different
+lengths.
 
-A program handles a tile of one row's queries with all query heads that share a KV head; a line of
-the tile is one token and one head. Keys that every query of the tile sees come first, without a
-mask; the key tiles on the diagonal follow.
+A program handles a tile of one row's queries, with all query heads that share a KV head. A line of
+the tile is one token and one query head. The program first reads the keys that all queries of the
+tile attend to, without a mask. Then it reads the keys on the diagonal, with a causal mask.
 """
 
 from collections.abc import Mapping
@@ -132,7 +133,9 @@ def prefill(
     scale: float,
     tile: Tile,
 ) -> None:
-    """Attends for rows of several queries, by the tiles in `arrays`."""
+    """Attention of all rows with several queries. Writes the result to `out`. `arrays` has the work
+    lists of the step.
+    """
     _prefill_kernel[(cache.shape[3], len(arrays["tiles"]))](
         q,
         cache,

@@ -1,8 +1,8 @@
-"""Attention over one KV head's pages, tile by tile, with a base-2 online softmax.
+"""Attention to the keys of one KV head, tile by tile, with a base-2 online softmax.
 
-`score_scale` includes log2(e), because exp2 is a hardware instruction; it is applied where the max
-is subtracted, as one FMA. The running max starts at a finite number, so a row that sees nothing in
-a tile keeps weight zero instead of NaN.
+`score_scale` includes log2(e), because exp2 is a hardware instruction. Multiplying by it and
+subtracting the max is one FMA. The running max starts at a finite number. So a query that attends
+to no key of a tile gets the weight zero instead of NaN.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """What a program holds at a time, and its number of threads."""
+    """The tile that a program computes at a time, and the program's number of warps."""
 
-    queries: int  # lines: tokens times the query heads that share a KV head
+    queries: int  # lines of the tile; a line is one token and one query head
     keys: int
     warps: int
     stages: int
@@ -27,13 +27,15 @@ _LOG2_E = 1.4426950408889634
 
 
 def paging(cache: Tensor, scale: float) -> tuple[float, int, int, int, int]:
-    """The base-2 score scale, and the strides of blocks, positions, values and heads."""
+    """The score scale for the base-2 softmax, and the cache's strides: between blocks, between
+    positions, between a key and its value, and between heads.
+    """
     block, position, value, head, _ = cache.stride()
     return scale * _LOG2_E, block, position, value, head
 
 
 def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
-    """Compile-time sizes of every kernel over pages (B, block size, 2, K, H)."""
+    """The compile-time sizes of all attention kernels, for a cache (B, block size, 2, K, H)."""
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
     return {
         "KV_HEADS": kv_heads,
@@ -69,9 +71,11 @@ def attend_span(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Accumulates key positions first .. last - 1 into (acc, peak, total) of queries (M, H).
+    """Attention of queries q (M, H) to the key positions first .. last - 1. Updates the state of
+    the online softmax: (acc, peak, total).
 
-    `query` (M,) are the queries' positions. Without MASKED, all tiles are full and visible.
+    `query` (M,) are the queries' positions. Without MASKED, all key tiles must be full, and all
+    queries attend to all keys.
     """
     columns = tl.arange(0, HEAD_BLOCK)
     for start in tl.range(first, last, BLOCK_N):

@@ -1,8 +1,8 @@
-"""Shared code of matmul kernels: which weight rows a program computes, and the epilogue.
+"""Shared code of matmul kernels: the choice of weight rows for a program, and the epilogue.
 
-With a gate (GATE names its activation; empty: no gate), half of a program's rows come from the
-weight's gate half and the others are the same rows of its up half, so one program holds both
-factors of its outputs.
+GATE names the activation of a gated MLP; it is empty for other matmuls. If there is a gate, the
+first half of the weight's rows is gate and the second half is up. A program then reads some rows of
+gate and the same rows of up, so it has both factors of its outputs.
 """
 
 import torch
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """float32 in, float32 out."""
+    """Applies the activation KIND to float32 values."""
     if KIND == "silu":
         factor = tl.sigmoid(x)
     elif KIND == "gelu":
@@ -51,7 +51,9 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
 
 @triton.jit
 def weight_rows(program, outputs, ROWS: tl.constexpr, GATE: tl.constexpr):
-    """Row indices (ROWS,) of a weight with `outputs` rows. Past the end they repeat the last."""
+    """The indices (ROWS,) of the rows that a program reads, of a weight with `outputs` rows.
+    Indices past the end are replaced by the last row.
+    """
     index = tl.arange(0, ROWS)
     if GATE != "":
         half: tl.constexpr = ROWS // 2
@@ -80,9 +82,10 @@ def finish(
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Writes y (ROWS, TOKENS) float32, for tokens from `first_token` on, to out (T, F).
+    """Applies scale, bias, gated activation and residual to y (ROWS, TOKENS) float32, and writes
+    the result to out (T, F), for tokens from `first_token` on.
 
-    Repeated rows write the same value again.
+    The last row may occur several times. It then writes the same value several times.
     """
     if SCALED:
         y *= tl.load(scale_ptr + rows)[:, None]

@@ -1,8 +1,9 @@
 """Matmul with weights of 4 or 8 bits, and their dequantization.
 
-Tiles have three dimensions, (rows, groups, bytes of a group), so that scales and minima apply by
-broadcasting. The two nibbles of a 4-bit byte multiply different parts of the input: each nibble has
-its own dot product, so no value is shuffled. With one input row, groups are summed before scaling.
+Weight tiles have three dimensions, (rows, groups, bytes of a group), so that scales and minima
+apply by broadcasting. The low and the high nibbles of 4-bit weights are multiplied by different
+parts of the input. They have separate dot products, so no value has to be moved between threads.
+With one input row, the products of a group are summed before they are scaled.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
     rows: int
-    groups: int  # per iteration
+    groups: int  # number of groups per iteration
     warps: int
     tokens: int = 1
     stages: int = 3
@@ -27,14 +28,14 @@ class GroupedConfig:
 
 @triton.jit
 def _load_group_values(ptr, rows, group, COUNT: tl.constexpr):
-    """Scales or minima (ROWS, GROUPS) float32; 0 past the last group."""
+    """Loads scales or minima (ROWS, GROUPS) as float32. They are 0 past the last group."""
     places = ptr + rows.to(tl.int64)[:, None] * COUNT + group[None, :]
     return tl.load(places, mask=(group < COUNT)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
-    """(ROWS, GROUPS, BYTES)"""
+    """Loads the bytes of quantized weights: (ROWS, GROUPS, BYTES)"""
     byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     places = ptr + rows.to(tl.int64)[:, None, None] * (COUNT * BYTES) + byte[None, :, :]
     return tl.load(places, mask=(group < COUNT)[None, :, None], other=0)
@@ -42,7 +43,9 @@ def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptr, norm_ptr, column, inside, NORMS: tl.constexpr):
-    """Part of an input row times the norm's weight; and the squares of the raw values."""
+    """Loads a part of the input row. Returns it, multiplied by the norm's weight, and the squares
+    of the original values.
+    """
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     squares = x * x
     if NORMS:
@@ -134,7 +137,9 @@ def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
 def _load_inputs(
     x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE: tl.constexpr, NORMS: tl.constexpr
 ):
-    """Inputs (columns, tokens) times the norm's weight; and each token's sum of squares."""
+    """Loads inputs (columns, tokens). Returns them, multiplied by the norm's weight, and the sum of
+    squares of each token's original values.
+    """
     inside = (column < SIZE)[:, None] & (token < num_tokens)[None, :]
     places = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     x = tl.load(places, mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-"""RMSNorm with one program per row: the row is read once and stays in registers."""
+"""RMSNorm with one program per row. The program reads its row once and keeps it in registers."""
 
 import torch
 import triton

@@ -1,7 +1,8 @@
-"""Penalties and biases: sparse changes to the logits, at token ids that only the device may know.
+"""Penalties and biases, which change the logits of few tokens. The host may not know all of these
+tokens yet, because the device has just sampled them.
 
-A row's tokens are first counted into one word per id: the low bits count how often the id was
-sampled, and one high bit says that it occurred at all.
+A row's tokens are first counted, with one word per token id. The low bits count how often the
+token was sampled. One high bit says that it occurs in the prompt or the output.
 """
 
 import torch

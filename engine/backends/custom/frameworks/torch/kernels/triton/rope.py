@@ -1,6 +1,7 @@
-"""RoPE: a program handles one token and some of its heads of one kind: queries, keys or values.
+"""RoPE and the cache write. A program handles one token and a few of its heads (q, k or v).
 
-A head is held in three parts: the two halves that are rotated together, and the unrotated rest.
+A program holds a head in three parts: the two halves that are rotated together, and the rest, which
+is not rotated.
 """
 
 import torch
@@ -8,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads per program: few when there are few tokens, to fill the GPU.
+# Heads per program. With fewer tokens than _MANY_TOKENS there are fewer heads per program, and so
+# enough programs for the GPU.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
 
 
@@ -39,7 +41,7 @@ def _rope_kernel(
     NORMS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # among N + 2 K heads
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # index among all N + 2 K heads
     columns, rest = tl.arange(0, HALF_BLOCK), 2 * HALF + tl.arange(0, REST_BLOCK)
     exists = (head < HEADS + 2 * KV_HEADS)[:, None]
     in_half, in_rest = exists & (columns < HALF)[None, :], exists & (rest < HEAD_DIM)[None, :]
@@ -83,7 +85,7 @@ def _rope_kernel(
 
 @triton.jit
 def _weight(q_norm_ptr, k_norm_ptr, columns, END: tl.constexpr, is_query, is_value):
-    """The norm weight of a head's kind; values have none."""
+    """The norm's weight for each head: of the query norm, of the key norm, or 1 for values."""
     for_q = tl.load(q_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
     for_k = tl.load(k_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
     return tl.where(is_query, for_q[None, :], tl.where(is_value, 1.0, for_k[None, :]))

@@ -1,7 +1,9 @@
-"""Sampling in three launches: thresholds per row, best token per vocabulary part, best of all.
+"""Sampling in three kernel launches. The first finds the thresholds of top-k, top-p and min-p for
+each row. The second finds the best token of each part of the vocabulary. The third finds the best
+of these.
 
-A threshold is found by bisection over the bits of a float, two bits at a time, since the bits sort
-like the values. A row without top-k, top-p and min-p skips it.
+A threshold is found by bisection, two bits of the float at a time, since the bits sort like the
+values. Rows without top-k, top-p and min-p skip this.
 """
 
 import torch
@@ -12,14 +14,17 @@ from torch import Tensor
 _PART = 4096  # vocabulary entries per program
 _FLOOR_BLOCK = 8192
 _LOWEST = tl.constexpr(-(1 << 31))  # int32 with only the sign bit set
-_SMALLEST_BITS = tl.constexpr(64 << 23)  # of 2 ** -63; smaller probabilities are ignored
+# The bits of the float 2 ** -63. Smaller probabilities are ignored.
+_SMALLEST_BITS = tl.constexpr(64 << 23)
 _MIX_1 = tl.constexpr(0x7FEB352D)
 _MIX_2 = tl.constexpr(-0x7B935975)
 
 
 @triton.jit
 def _scaled(logits, mask, columns, temperature, VOCABULARY: tl.constexpr, MASKED: tl.constexpr):
-    """A row's logits over its temperature; -inf where the mask forbids and past the end."""
+    """Loads a part of a row's logits and divides them by the temperature. They are -inf for tokens
+    that the mask forbids and past the end of the vocabulary.
+    """
     inside = columns < VOCABULARY
     x = tl.load(logits + columns, mask=inside, other=float("-inf"))
     if MASKED:
@@ -30,7 +35,7 @@ def _scaled(logits, mask, columns, temperature, VOCABULARY: tl.constexpr, MASKED
 
 @triton.jit
 def _ordered(x):
-    """int32 values that sort like the float32 values."""
+    """Converts float32 values to int32 values that sort in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -45,8 +50,8 @@ def _top_k_floor(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The k-th largest scaled logit."""
-    floor = tl.zeros((), tl.int32)  # unsigned: sorts like `_ordered` with an offset of 2 ** 31
+    """The top-k threshold: the k-th largest of the logits, divided by the temperature."""
+    floor = tl.zeros((), tl.int32)  # as unsigned number: a value of `_ordered`, plus 2 ** 31
     for step in range(16):
         shift = 30 - 2 * step
         one, two = tl.full((), 1, tl.int32) << shift, tl.full((), 2, tl.int32) << shift
@@ -82,7 +87,9 @@ def _nucleus_floor(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The max probability such that the row's tokens at or above it sum to `top_p`."""
+    """The top-p threshold: the largest probability such that the tokens at or above it sum to at
+    least `top_p`.
+    """
     bits = tl.full((), _SMALLEST_BITS, tl.int32)
     for step in range(11):
         shift = 27 - 2 * step
@@ -121,7 +128,10 @@ def _floors_kernel(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Per row: min scaled logit, min probability, and the softmax max and sum of the latter."""
+    """Writes four numbers per row: the min logit (divided by the temperature) that top-k keeps, the
+    min probability that top-p and min-p keep, and the max and the sum of the softmax that gives
+    these probabilities.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits, mask = logits_ptr + row * logits_stride, mask_ptr + row * mask_stride
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
@@ -161,13 +171,16 @@ def _floors_kernel(
 
 @triton.jit
 def _gumbel(words, key, factor):
-    """Standard Gumbel noise per token, from the tokens' words and the row's two key words."""
+    """Standard Gumbel noise for each token. It depends on the token's word and on the two words of
+    the row's key.
+    """
     bits = (words ^ key) * factor
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _MIX_1
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _MIX_2
     drawn = (bits & 0x7FFFFFFF).to(tl.float32)
     uniform = tl.minimum(tl.maximum(drawn, 0.5), 2147483520.0) * 4.656612873077393e-10
-    # log(1 - u), exact for small u: the quotient corrects the rounding error of 1 - u.
+    # Computes log(1 - u) exactly also for small u. The quotient corrects the rounding error of
+    # 1 - u.
     rest = 1.0 - uniform
     lost = tl.where(rest == 1.0, 1.0, rest - 1.0)
     exponential = tl.where(rest == 1.0, uniform, uniform * tl.log(rest) / lost)
@@ -192,7 +205,7 @@ def _part_kernel(
     MASKED: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    """The best token of one vocabulary part."""
+    """Finds the best token of one part of the vocabulary, after noise if the row samples."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     temperature = 1.0

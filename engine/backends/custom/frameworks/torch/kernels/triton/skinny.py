@@ -1,11 +1,14 @@
-"""Skinny GEMM: a program handles some weight rows over the whole input; no split-K.
+"""Skinny GEMM: a matmul with few rows. A program multiplies some rows of the weight by the whole
+input, without split-K.
 
-One input row uses plain float32 arithmetic; more rows use tensor cores with the weights as their
-left operand. A norm needs no pass of its own: its weight multiplies the input as it is loaded, the
-sum of squares is accumulated beside the matmul, and the result is scaled.
+A single input row uses plain float32 arithmetic. More rows use tensor cores, with the weights as
+the left operand. A fused norm needs no extra pass over the input. Its weight multiplies the input
+as it is loaded, the sum of squares is computed in the same loop as the matmul, and the result is
+scaled at the end.
 
-Consecutive matmuls can overlap (programmatic dependent launch): the next kernel starts while the
-last programs of this one still run, prefetches its first weights, and only then waits for them.
+Consecutive matmuls can overlap (programmatic dependent launch). The next kernel starts while the
+last programs of the current kernel still run. It prefetches its first weights, and then waits for
+the current kernel's results.
 """
 
 from dataclasses import dataclass
@@ -20,11 +23,12 @@ from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import fini
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    rows: int  # of the weight, per program
-    columns: int  # of the input, per iteration
+    rows: int  # weight rows per program
+    columns: int  # input columns per iteration
     warps: int
     stages: int = 3
-    overlaps: bool = False  # one token only: prefetch weights before the last kernel ends
+    # Prefetches weights before the previous kernel ends. Only for a single token.
+    overlaps: bool = False
 
 
 @triton.jit
@@ -159,7 +163,7 @@ def _few_rows_kernel(
 
 
 def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> SkinnyConfig:
-    """The fastest found on an H200 for the matrices of Llama models."""
+    """Chooses the tile sizes that were the fastest on an H200 for the matrices of Llama models."""
     if num_tokens > 1 and value_bytes > 2:
         return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:

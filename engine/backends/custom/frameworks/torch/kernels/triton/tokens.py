@@ -1,4 +1,6 @@
-"""Kernels of `tokens.py`: a program resolves several tokens, or guards one."""
+"""Triton kernels of `kernels/tokens.py`. In `resolve_tokens`, a program handles many tokens. In
+`guard`, a program checks one token.
+"""
 
 import torch
 import triton
