@@ -134,7 +134,7 @@ def read_json(directory: Path, name: str, folder: str | None = None) -> dict[str
 
 
 def read_small(directory: Path, name: str, folder: str | None = None) -> bytes:
-    """Read a small file of a model directory, such as a settings file. Raises if it is too large."""
+    """Read a small file of a model folder, such as a settings file. Raises if it is too large."""
     path = member(directory, name, folder)
     try:
         size = path.stat().st_size

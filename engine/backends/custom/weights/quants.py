@@ -75,7 +75,7 @@ def _half(blocks: Bytes, offset: int) -> Floats:
 
 
 def _nibbles(packed: Bytes, out: Floats) -> None:
-    """Unpack nibbles: `out` gets the low nibbles of all bytes of a block, then their high nibbles."""
+    """Unpack the nibbles of each block: the low ones of all bytes, then the high ones."""
     half = packed.shape[1]
     out[:, :half] = packed & 0x0F
     out[:, half:] = packed >> 4
