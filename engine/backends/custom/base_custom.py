@@ -80,7 +80,7 @@ class CustomBackend(InferenceBackend):
     framework: ClassVar[str]
     # Module that is run as the engine process. In a thread, its function `run_engine` is called.
     worker_module: ClassVar[str] = WORKER_MODULE
-    # Function that checks the model's files first, in a sandboxed process
+    # Function that checks the model's files first, in a sandboxed process.
     examiner: ClassVar[str] = EXAMINER
 
     def __init__(

@@ -26,7 +26,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     max_batch_tokens: int = 2048
     max_queued: int = 1024
     pool_bytes: int | None = None
-    # Share of the GPU memory free at start that the engine may use
+    # The engine may use this share of the GPU memory that is free when it starts.
     gpu_memory_utilization: float = 0.9
     block_size: int = 16
     cache_enabled: bool = True

@@ -213,8 +213,8 @@ class EngineLink:
         other.
         """
         num_looks, was_silent = 0, False
-        # Two checks, as the first may be our own fault: the engine blocks while we don't read its
-        # messages
+        # Check twice, because the first silence may be our own fault: the engine blocks while we
+        # don't read its messages.
         while num_looks < 2:
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()
@@ -235,7 +235,7 @@ class EngineLink:
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            # Deltas that arrive after their request has ended have no receiver
+            # Deltas that arrive after their request has ended have no receiver.
             for delta in message.deltas:
                 receiver = self._receivers.get(delta.request_id)
                 if receiver is not None:
@@ -264,8 +264,7 @@ class EngineLink:
             self._watching.cancel()
         self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
         if self._has_loaded and not self._stopping:
-            # Only an engine that has loaded before is restarted; another one would fail again
-            self._restart_later()
+            self._restart_later()  # an engine that has never loaded would only fail again
 
     def _restart_later(self) -> None:
         delay = self._restarts.delay_after_death()

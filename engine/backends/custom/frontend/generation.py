@@ -105,7 +105,7 @@ class _Reader:
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
         self._parse = None if self._parser is None else self._parser.push
-        # Whether the output needs no parser: all of it is plain text
+        # Whether the output needs no parser: all of it is plain text.
         self.is_plain = self._parser is None
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
@@ -144,7 +144,7 @@ class Generation(EventFeed):
         self._engine = engine
         self._prepared = prepared
         self._open = set(range(request.params.n))  # choices that have not ended
-        # By choice; created when the choice's first tokens arrive
+        # The reader of each choice, created when the choice's first tokens arrive.
         self._readers: dict[int, _Reader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         self._may_merge = not request.params.stop and prepared.new_parser is None

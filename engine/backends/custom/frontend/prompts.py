@@ -35,7 +35,8 @@ class Prepared:
     checked_grammar: str | None = None
     grammar_param: str = ""
     new_parser: Callable[[], OutputParser] | None = None  # None: the output is plain text
-    # Ids of control tokens whose text the parser needs; others are left out of the output
+    # Ids of control tokens whose text the parser needs. Other control tokens are left out of the
+    # output.
     shown: frozenset[int] = frozenset()
     continuation: bool = False  # the output continues the prompt, so its leading space is kept
     echo: str | None = None  # the prompt's text, returned before the output

@@ -66,7 +66,7 @@ class NoPulse:
 class Vitals:
     """One reading of an engine's heartbeat."""
 
-    # Seconds since the last iteration of a loop that has work; None if it is idle
+    # Seconds since the last iteration of a loop that has work; None if the loop is idle.
     step_age_s: float | None
     patience_s: float  # age at which a step counts as hung
     silent_s: float | None  # seconds since the last tick of the process; None if no thread ticks

@@ -66,7 +66,7 @@ class SocketChannel(Generic[Message]):
             return []
         try:
             data = self._sock.recv(RECEIVE_BYTES)
-        # The other process exited before it read everything that was sent to it
+        # The other process exited before it read everything that was sent to it.
         except ConnectionError:
             data = b""
         if not data:

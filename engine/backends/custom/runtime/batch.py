@@ -59,7 +59,7 @@ class BatchBuilder:
         # arrays are derived from these instead of being built from scratch.
         self._continued: tuple[int, ...] | None = None  # `life` of each row of that step
         self._inputs: BatchInputs | None = None
-        # None: the next step's must be built from scratch
+        # None: the sampling inputs of the next step must be built from scratch.
         self._sampling: SamplingInputs | None = None
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:

@@ -102,7 +102,7 @@ class EngineLoop:
         self._pulse = pulse or NoPulse()
         self._builder = BatchBuilder(runner.spec)
         self._grammars = grammars
-        # Created when the first row with a grammar is sampled
+        # Created when the first row with a grammar is sampled.
         self._masks: MaskWriter | None = None
         self._intake = Intake(runner.spec, scheduler, max_queued, grammars)
         self._launched: Launch | None = None
@@ -116,7 +116,7 @@ class EngineLoop:
         self._reported = (0, 0, 0)  # the `_state` of the last stats message
         self._num_schedule_failures = 0  # consecutive
         self._patience_s = UNKNOWN_PATIENCE_S
-        # Whether the loop is inside a runner call, which the watchdog may interrupt
+        # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
         self._pulse.watch(self)
 

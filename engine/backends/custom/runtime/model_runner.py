@@ -77,7 +77,7 @@ class RunnerSpec:
     max_seq_len: int
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it blocks
-    # Steps with more tokens do not increase throughput; None: no limit
+    # Larger steps do not increase the throughput. None: no limit.
     max_step_tokens: int | None = None
     # Target duration of a step while sequences decode; None: the default.
     target_step_s: float | None = None
@@ -129,8 +129,8 @@ class BatchInputs:
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
     adapter_ids: I32  # (S,) 0: the base model
     prefix_groups: I32  # (S,) rows with the same number >= 0 share their first blocks; -1: no group
-    # (G,) number of first blocks that the rows of each group share; no query of this step is in
-    # them
+    # (G,) how many first blocks the rows of each group share. All positions in these blocks precede
+    # the step's queries.
     prefix_blocks: I32
 
 
@@ -162,7 +162,7 @@ class SamplingInputs:
     forced: I32  # (R,) -1: sample; otherwise return this token with its logprobs
     hidden_rows: I32  # (E,) index into R: rows whose final hidden state is returned
     # (R,) logprobs to return. -1: none; 0: that of the sampled token; k: also those of the k most
-    # likely tokens
+    # likely tokens.
     num_logprobs: I32
     # Token histories for penalties. A slot's history is sent once, in the first step in which its
     # sequence samples after admission. From then on, the runner appends each sampled token. All
@@ -189,7 +189,7 @@ class StepOutput:
 
     tokens: I32  # (R,)
     finite: Bools  # (S,) whether the row's residual stream is finite after the last layer
-    # (R,) logprob of the sampled token, from the logits before penalties and temperature
+    # (R,) logprob of the sampled token, from the logits before penalties and temperature.
     logprobs: F32 | None = None
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)

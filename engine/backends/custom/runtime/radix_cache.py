@@ -244,7 +244,7 @@ class RadixCache:
 
     def _attach(self, parent: Node, tokens: Tokens, blocks: list[int]) -> Node:
         if parent.children or isinstance(parent, Root):
-            # Otherwise the parent was a leaf, and the new node replaces it as one
+            # In the other case, the parent was a leaf and the new node replaces it as a leaf.
             self.num_leaves += 1
         node = Node(tokens, blocks, parent, parent.tenant)
         self._leaves.count(node.tenant, len(blocks))

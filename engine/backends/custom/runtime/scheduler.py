@@ -39,7 +39,7 @@ class Scheduler:
     def __init__(self, kv: KVCache, max_slots: int) -> None:
         self.kv = kv
         self._max_slots = max_slots
-        # Request id to its choices that have not ended
+        # Request id to the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingLine()
         self._newcomers = Newcomers()
@@ -141,7 +141,7 @@ class Scheduler:
                 deltas.append(self.fail(seq, error, now))
                 continue
             try:
-                # 0: it was preempted after this step was launched
+                # A `life` of 0 means that the sequence was preempted after this step was launched.
                 if num_scored and seq.life in (life, 0):
                     seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
                 # After a preemption, the computed blocks no longer belong to the sequence.

@@ -49,7 +49,7 @@ class Sequence:
     scores_prompt: bool = False
     # Logprobs of the prompt tokens from the second on, as far as they are computed.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
-    # The scheduler's step number at submission; priority aging counts from it
+    # The scheduler's step number at submission. Priority aging counts from this step.
     submitted_step: int = 0
     slot: int = -1  # index into the runner's per-slot state, fixed while running; -1 while waiting
     life: int = 0  # number of the current admission, unique for every admission; 0 while waiting

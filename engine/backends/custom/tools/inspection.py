@@ -64,7 +64,8 @@ class PartOfCheckpoint:
 
     @property
     def files(self) -> list[FileBytes]:
-        # Empty, so that nobody takes the sizes of the files for the size of these tensors
+        # No files are listed, so that the sizes of the files are not taken for the size of these
+        # tensors.
         return []
 
     def close(self) -> None:

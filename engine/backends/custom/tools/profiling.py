@@ -25,7 +25,7 @@ class FirstToken:
 
     tokenize_s: float | None  # None: the prompt was given as token ids
     queue_s: float  # from submission to the first step that computes part of the request
-    # From the start of that step until the logits of the last prompt token are computed
+    # From the start of that step until the logits of the last prompt token are computed.
     prefill_s: float
     first_sample_s: float  # sampling the first token, and copying it to the host
 

@@ -121,7 +121,7 @@ class EncoderLoop:
         self._steps = StepCounter()
         self._stats_sent_at = 0.0
         self._stats_step = 0  # number of steps at the last stats message
-        # Whether a batch is being computed, which the watchdog may interrupt
+        # Whether a batch is being computed, which the watchdog may interrupt.
         self.is_computing = False
         self._pulse.watch(self)
 

@@ -48,7 +48,7 @@ from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import read_in_fork
 from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 
-# Not __name__, because this module runs as __main__
+# The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.worker.main")
 
 ENCODER_FRAMEWORK = "torch"
