@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The prompts and sampling settings that every backend gets."""
+    """The prompts that every backend gets, and the limits of the requests."""
 
     prompts: Sequence[ComparedPrompt]
     max_tokens: int

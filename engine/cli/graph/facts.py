@@ -34,7 +34,7 @@ class WeightFacts:
     name: str
     shape: tuple[int, ...]
     type: str  # storage type in the file
-    bytes: int  # in the file
+    bytes: int  # size in the file
 
 
 @dataclass(frozen=True, slots=True)

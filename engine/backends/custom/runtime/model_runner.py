@@ -150,8 +150,8 @@ class SamplingInputs:
     top_p: F32  # (R,) 1: off
     min_p: F32  # (R,) 0: off
     repetition: F32  # (R,) 1: off; penalizes tokens of prompt and output
-    presence: F32  # (R,) 0: off; over output
-    frequency: F32  # (R,) 0: off; over output
+    presence: F32  # (R,) 0: off; penalizes tokens of the output
+    frequency: F32  # (R,) 0: off; penalizes tokens of the output
     bias_rows: I32  # (N,) index into R
     bias_ids: I32  # (N,)
     bias_values: F32  # (N,) added to the logit; -inf bans the token

@@ -19,8 +19,8 @@ GUESSED_TOKENS = 256
 # Prefill tokens per step that are reserved for tenants with nothing running. This is enough for a
 # short question about a cached text.
 NEWCOMER_TOKENS = 64
-# For at most this many tenants without waiting sequences, the token counts are remembered. Others
-# count as new tenants.
+# Token counts of tenants without waiting sequences are remembered. If there are more such tenants
+# than this, all their counts are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
 
 

@@ -62,8 +62,8 @@ class Weight:
     head_dim: int
 
     def row_order(self) -> NDArray[np.intp] | None:
-        """For each of our matrix rows, the index of the stored row; None if the order is the
-        same.
+        """For each matrix row in the engine's order, the index of the row in the file. None if
+        both orders are the same.
         """
         return row_order(self.transform, self.spec.shape[0], self.head_dim)
 
@@ -77,7 +77,9 @@ class Weight:
 
 
 def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
-    """For each of our matrix rows, the index of the stored row; None if the order is the same."""
+    """For each matrix row in the engine's order, the index of the row in the file. None if both
+    orders are the same.
+    """
     if transform not in ("unpermute_q", "unpermute_k"):
         return None
     # In the file, a head's rows interleave the RoPE pairs: 0, H/2, 1, H/2 + 1, ... In the engine's
