@@ -1,7 +1,9 @@
-"""The engine as a library: `LLM` for text, `InferenceEngine` for OpenAI-shaped responses.
+"""The engine as a Python library. `LLM` returns texts and events; `InferenceEngine` returns
+responses in OpenAI's format.
 
 Both run the engine in a thread of this process and use the same messages as the server, so outputs,
-batching and prefix caching are the same. Use them as context managers, or call `close`.
+batching and prefix caching are the same as on the server. Use them as context managers, or call
+`close`.
 """
 
 import asyncio
@@ -60,7 +62,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """The result for one prompt; `text` is the first choice's."""
+    """The result for one prompt. `text` is the text of the first choice."""
 
     choices: tuple[Completion, ...]
     usage: UsageEvent
@@ -71,7 +73,8 @@ class GenerationOutput:
 
 
 class LLM:
-    """A model in this process. `settings` are `section.key` overrides, as in a configuration file.
+    """A model that runs in this process. `settings` maps `section.key`, as in a configuration file,
+    to a value.
 
     `LLM("smollm2-135m-instruct", settings={"model.dtype": "bfloat16"})`
     """
@@ -143,13 +146,13 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Event, None, None]:
-        """The typed events of one completion, as they arrive."""
+        """Yields the events of one completion as they arrive."""
         return self._iterate(self._complete(prompt, params, None))
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Generator[Event, None, None]:
-        """The typed events of one chat answer, as they arrive. `options` are as for `chat`."""
+        """Yields the events of one chat answer as they arrive. `options` are those of `chat`."""
         return self._iterate(self._chat(messages, params, **options))
 
     @property
@@ -158,7 +161,7 @@ class LLM:
         return self._backend.models()[0]
 
     def stats(self) -> EngineStats | None:
-        """The engine's gauges and counters, as of its last report."""
+        """The engine's gauges and counters from its last report; None before the first one."""
         return self._backend.stats()
 
     def _context(
@@ -201,8 +204,8 @@ class LLM:
     def _collect(
         self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
     ) -> list[GenerationOutput]:
-        """Run all streams, with no more open at once than the engine queues. The first failure
-        cancels the rest.
+        """Run all streams and collect their outputs. No more are open at a time than the engine's
+        queue accepts. If one fails, the others are cancelled.
         """
 
         async def gather() -> list[GenerationOutput]:
@@ -233,7 +236,9 @@ class LLM:
                 self._call(events.aclose())  # type: ignore[attr-defined]
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the engine's event loop. An interrupt here cancels it there."""
+        """Run a coroutine on the engine's event loop and wait for it. If this thread is
+        interrupted, for example by Ctrl-C, the coroutine is cancelled.
+        """
         if not self._thread.is_alive():
             work.close()
             raise UnavailableError("This engine has been closed; make a new one.")
@@ -255,7 +260,7 @@ class LLM:
 
 
 class InferenceEngine:
-    """The same engine with OpenAI's request and response shapes."""
+    """The engine with the messages and response objects of OpenAI's chat API."""
 
     def __init__(
         self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
@@ -276,7 +281,7 @@ class InferenceEngine:
         return [output.text for output in self._llm.generate(prompts, _params(params))]
 
     def chat_completion(self, messages: Messages, **params: Any) -> dict[str, Any]:
-        """A complete `chat.completion` object."""
+        """Answer a conversation. Returns a complete `chat.completion` object."""
         collected = Collected(_params(params).n)
         usage: UsageEvent | None = None
         for event in self._llm.stream_chat(messages, _params(params)):
@@ -290,7 +295,9 @@ class InferenceEngine:
         return dict(json.loads(body))
 
     def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:
-        """`chat.completion.chunk` objects as they arrive; the last one carries the usage."""
+        """Answer a conversation. Yields `chat.completion.chunk` objects as they arrive. The last
+        one has the usage.
+        """
         stream = ChatStream(self._envelope(), _params(params).n, include_usage=True)
         yield from _parsed(stream.opening())
         for event in self._llm.stream_chat(messages, _params(params)):
@@ -334,7 +341,9 @@ async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse invalid values. The comparisons are written so that NaN fails too."""
+    """Raise an error if a sampling parameter is invalid. The comparisons are written so that NaN is
+    invalid too.
+    """
     infinity = float("inf")
     rules = {
         "n >= 1": params.n >= 1,
@@ -350,7 +359,8 @@ def check_params(params: SamplingParams) -> None:
         "-inf <= logit_bias < inf": all(b < infinity for b in params.logit_bias.values()),
         "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
         "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
-        # Outputs have no place for them; /v1/completions with `echo` has.
+        # `GenerationOutput` has no field for prompt logprobs. /v1/completions with `echo` returns
+        # them.
         "score_prompt is false": not params.score_prompt,
     }
     for rule, holds in rules.items():
@@ -359,8 +369,8 @@ def check_params(params: SamplingParams) -> None:
 
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:
-    """`SamplingParams` from keyword arguments. An unknown name is an error that lists the valid
-    ones.
+    """Build `SamplingParams` from keyword arguments. If a name is unknown, the error lists the
+    valid ones.
     """
     known = set(SamplingParams.__struct_fields__)
     unknown = sorted(set(params) - known)
@@ -373,7 +383,7 @@ def _params(params: Mapping[str, Any]) -> SamplingParams:
 
 
 def _parsed(sse: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON objects in server-sent events."""
+    """Yields the JSON objects in the bytes of server-sent events."""
     for event in sse.split(b"\n\n"):
         if event and event + b"\n\n" != DONE:
             yield json.loads(event.removeprefix(b"data: "))

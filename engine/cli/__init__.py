@@ -1,5 +1,7 @@
-"""The `engine` command: one module per subcommand, imported when it is used."""
+"""The `engine` command. Each subcommand has its own module, which is imported when the subcommand
+is used.
+"""
 
 import time
 
-BEGAN_AT = time.monotonic()  # before any other module of the command is imported
+BEGAN_AT = time.monotonic()  # start time, taken before other modules of the command are imported

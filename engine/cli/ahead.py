@@ -1,7 +1,7 @@
 """Starts the engine process of `engine serve` before the command line is parsed.
 
-Parsing imports Typer and pydantic, which takes half as long as the engine process needs for its own
-imports. The two run in parallel.
+Parsing needs Typer and pydantic. Importing them takes half as long as the engine process needs for
+its own imports. Both happen in parallel.
 """
 
 import os
@@ -13,19 +13,20 @@ _waiting: list[EngineProcess] = []
 
 
 def start_engine(arguments: Sequence[str]) -> None:
-    """Start an engine process if the command will need one. If it does not, the process exits with
-    this one.
+    """Start an engine process if the command is `serve`. If the command does not use the process
+    after all, the process exits when this one does.
     """
     if arguments[:1] == ["serve"] and "--help" not in arguments:
         _waiting.append(_started())
 
 
 def take_engine() -> EngineProcess:
-    """The engine process that was started before, or a new one."""
+    """Return the engine process that `start_engine` started, or start a new one."""
     return _waiting.pop() if _waiting else _started()
 
 
 def _started() -> EngineProcess:
-    # Numpy would start one BLAS thread per core, here and in the engine; these threads only spin.
+    # Without this, numpy starts one BLAS thread per core, in this process and in the engine. These
+    # threads would only waste CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return EngineProcess()

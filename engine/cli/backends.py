@@ -1,4 +1,6 @@
-"""`engine backends argv`: the command lines of engines that run as child processes."""
+"""`engine backends argv`: shows the command lines of external engines that run as child
+processes.
+"""
 
 import shlex
 from collections.abc import Iterator
@@ -54,7 +56,9 @@ def argv(
 
 
 def _backends(settings: "Settings", wanted: str | None) -> "Iterator[tuple[str, InferenceBackend]]":
-    """Backends by their name in the configuration file, or the one given by flags and [model]."""
+    """Yields the names and backends of the configuration file. If it lists none: the backend that
+    flags and the [model] section select.
+    """
     from engine.backends.custom.engine_settings import backend_name
     from engine.backends.factory import make_backend
     from engine.core.errors import ConfigError

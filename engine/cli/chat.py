@@ -1,4 +1,6 @@
-"""`engine chat` and `engine generate`: text in the terminal, with the model in this process."""
+"""`engine chat` and `engine generate`: use a model in the terminal. The model runs in this
+process.
+"""
 
 import contextlib
 import sys
@@ -16,7 +18,7 @@ from engine.cli.console import (
 )
 from engine.core.errors import EngineError
 
-with contextlib.suppress(ImportError):  # some Python builds lack it
+with contextlib.suppress(ImportError):  # some Python builds lack readline
     import readline  # noqa: F401 - gives `input` arrow keys and history
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 PROMPT = "you> "
-# The control characters \x01 and \x02 enclose what readline must not count as visible width.
+# The control characters \x01 and \x02 enclose invisible text, which readline must not count in the
+# width of the line.
 COLORED_PROMPT = "\x01\x1b[1;32m\x02you>\x01\x1b[0m\x02 "
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it."
 
@@ -69,7 +72,7 @@ def chat(
 
 
 def _read_line(console: "Console") -> str | None:
-    """The user's next line; None at the end of the conversation."""
+    """Read the user's next line. None if the user ends the conversation."""
     is_plain = console.no_color or not console.is_terminal
     try:
         line = input(PROMPT if is_plain else COLORED_PROMPT).strip()
@@ -82,9 +85,10 @@ def _read_line(console: "Console") -> str | None:
 def _answer(
     console: "Console", llm: "LLM", conversation: list[dict[str, str]], params: "SamplingParams"
 ) -> str | None:
-    """Print the answer as it is generated. Ctrl-C stops it and keeps the text so far.
+    """Print the model's answer as it is generated, and return it. Ctrl-C stops the answer; the text
+    so far is kept.
 
-    Returns None if there is no answer; an error message was printed then.
+    Returns None if there is no answer. Then an error message was printed.
     """
     from engine.core.interfaces.backend import TextEvent, UsageEvent
 

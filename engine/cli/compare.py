@@ -1,7 +1,8 @@
-"""`engine compare`: the same prompts through several backends, in one table.
+"""`engine compare`: sends the same prompts to several backends and shows the results in one table.
 
 The exit status is 0 if every backend agrees with the first one, up to near ties, on the required
-share of prompts. It is 1 if one does not, or could not run, and 2 for a command line error.
+share of prompts. It is 1 if a backend does not agree or could not run, and 2 if the command line is
+wrong.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`engine config show`: every setting, its value, and the source of that value."""
+"""`engine config show`: lists every setting with its value and the source of that value."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,9 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 def setting_rows(loaded: "LoadedSettings") -> list[tuple[str, Any, str]]:
-    """Each setting as `section.key`, JSON value and origin, with secrets replaced."""
+    """One row per setting: its name (`section.key`), its JSON value and the origin of the value.
+    Secrets are replaced.
+    """
     import msgspec
 
     from engine.core.config_schema import SECRET_KEYS

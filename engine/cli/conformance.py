@@ -1,4 +1,4 @@
-"""`engine conformance URL`: checks a server against what real clients rely on.
+"""`engine conformance URL`: checks whether a server behaves as existing clients expect.
 
 The table is written to standard output while the rules run. The exit status is 0 only if no rule
 failed.

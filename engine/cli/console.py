@@ -1,6 +1,6 @@
-"""Shared by the commands: output, common options, and loading of settings.
+"""Functions that several commands use: output, common options, and loading of settings.
 
-Results go to standard output, everything else to standard error, so that output can be piped.
+Results go to standard output, so that they can be piped. Everything else goes to standard error.
 """
 
 import os
@@ -42,22 +42,22 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def output() -> "Console":
-    """The console for results."""
+    """A console for results, on standard output."""
     from rich.console import Console
 
     return Console()
 
 
 def messages() -> "Console":
-    """The console for progress and notes."""
+    """A console for progress and notes, on standard error."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def print_error(error: EngineError) -> None:
-    """Print the error as one line, red on a terminal. Its text may come from a file or a server, so
-    it is escaped.
+    """Print the error as one line, with a red label on a terminal. Unprintable characters are
+    replaced by spaces, because the text may come from a file or a server.
     """
     text = "".join(each if each.isprintable() else " " for each in str(error))
     label = "error:"
@@ -67,16 +67,18 @@ def print_error(error: EngineError) -> None:
 
 
 def exit_code(error: EngineError) -> int:
-    """2 for errors that the user can fix on the command line or in the settings, 1 for all
-    others.
+    """The exit status for an error: 2 if the user can fix it on the command line or in the
+    settings, else 1.
     """
     return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
 
 
 def read_api_key(path: Path | None) -> str | None:
-    """The API key for a server given by URL.
+    """The API key for a server that the user gave by URL: from the file, or from
+    LLM_ENGINE_API_KEY.
 
-    It is never taken from the settings: a key in ./engine.toml is only for our own server.
+    The key is never taken from the settings. A key in ./engine.toml is only for the user's own
+    server, and must not be sent to another one.
     """
     if path is None:
         return os.environ.get("LLM_ENGINE_API_KEY")

@@ -1,4 +1,4 @@
-"""`engine dev`: runs the scripts of `engine/scripts/dev`, each with its own arguments."""
+"""`engine dev NAME`: runs a script of `engine/scripts/dev` and passes on its arguments."""
 
 import sys
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""`engine doctor`: what this machine has, which backends can run on it, and what is missing.
+"""`engine doctor`: shows the machine's hardware, which backends can run on it, and what is missing.
 
-Versions come from package metadata, GPUs from the driver, and speeds from a separate process. No
-framework is imported: a broken one must not break the command that diagnoses it.
+Versions come from package metadata, GPUs from the driver, and speeds from a separate process. No ML
+framework is imported, because a broken installation must not break the command that diagnoses it.
 """
 
 import json
@@ -32,14 +32,14 @@ _NATIVE_FIX = (
     "install a C++ compiler (for example: apt-get install g++) and install the engine again, "
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
 )
-# Packages that a built-in backend needs, and the extra that installs them.
+# Packages that a built-in backend needs, and the extra of our package that installs them.
 _BACKEND_NEEDS = {
     "jax": (("jax",), "jax"),
     "tinygrad": (("tinygrad",), "tinygrad"),
     "torch": (("torch",), "torch"),
     "transformers": (("torch", "transformers"), "torch,transformers"),
 }
-# Backends that run in an environment of their own, which can't be checked from here.
+# Backends that run in a Python environment of their own, which this command can't check.
 _ELSEWHERE = {
     "vllm": "runs in the environment that its option python names",
     "sglang": "runs in the environment that its option python names",
@@ -59,7 +59,9 @@ _CPU_FEATURES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact. `ok` is None if it is neither good nor bad; `fix` says how to fix it."""
+    """One line of the report. `ok` is None if the fact is neither good nor bad. `fix` tells the
+    user how to fix a problem.
+    """
 
     topic: str
     name: str
@@ -115,7 +117,7 @@ def _hardware() -> list[Finding]:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """The CPU's name, and its instruction sets that the kernels can use."""
+    """The CPU's name, and those of its instruction sets that the native kernels can use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -154,7 +156,9 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> list[Finding]:
-    """What the native kernels would use here, and their measured speed."""
+    """Which instruction sets the native kernels would use on this machine, and their measured
+    speed.
+    """
     if not _has_native_kernels():
         return [Finding("kernels", "native kernels", "not built", False, _NATIVE_FIX)]
     try:
@@ -182,7 +186,8 @@ def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
     ]
     size = CATALOGUE[DEFAULT_MODEL].size
     if size is not None:
-        # Decode at batch size 1 reads every weight once per token.
+        # Decode at batch size 1 reads every weight once per token, so memory speed limits the token
+        # rate.
         bound = speed["read_bytes_per_s"] / size
         detail = f"up to about {bound:.0f} tokens/s for one request ({size / 1e6:.0f} MB a token)"
         found.append(Finding("kernels", DEFAULT_MODEL, detail))

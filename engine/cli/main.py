@@ -1,6 +1,7 @@
 """The `engine` command. A subcommand's module is imported only when that command is used.
 
-`engine --help` prints the one-line descriptions below, so it loads neither server nor framework.
+`engine --help` prints the one-line descriptions in this module, so it imports neither the server
+nor an ML framework.
 """
 
 import sys
@@ -15,8 +16,8 @@ from engine.cli.ahead import start_engine
 from engine.cli.console import exit_code, print_error
 from engine.core.errors import EngineError
 
-# Command name -> its target, and its line in `engine --help`. A target is a function with Typer
-# parameters, or a Typer app with subcommands.
+# Command name -> the target that implements it, and its line in `engine --help`. A target is a
+# function with Typer parameters, or a Typer app with subcommands.
 COMMANDS = {
     "serve": ("engine.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
     "chat": ("engine.cli.chat:chat", "Talk with a model in the terminal."),
@@ -46,8 +47,8 @@ COMMANDS = {
 
 
 class LazyCommand(TyperCommand):
-    """Stands in for a command with its name and help. The real command is loaded when its arguments
-    are parsed.
+    """A placeholder for a command, which knows only its name and help text. The real command is
+    imported when its arguments are parsed.
     """
 
     def __init__(self, name: str, target: str, help_text: str) -> None:
@@ -95,7 +96,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: brackets stay as text, and rich is not imported
+    rich_markup_mode=None,  # help is plain text: brackets are shown, and rich is not imported
 )
 
 

@@ -1,4 +1,4 @@
-"""What `engine inspect` says about a model: the report as plain data, and as tables.
+"""Builds the report of `engine inspect` about a model, as plain data and as tables.
 
 Metadata comes from untrusted files. It is shown as text without control characters, and long values
 are truncated.
@@ -17,7 +17,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
-DTYPES = {"bfloat16": 2, "float32": 4}  # bytes per value; for keys, values and dequantized weights
+DTYPES = {"bfloat16": 2, "float32": 4}  # bytes per number, in the memory estimates
 _MAX_ITEMS = 8
 _MAX_TEXT = 120
 
@@ -80,7 +80,9 @@ def _memory(weights: int, kv_per_token: int, num_tokens: int) -> dict[str, int]:
 
 
 def _type_mix(tensors: Iterable[Any], num_values: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Tensors, parameters and bytes of each storage type, largest share first."""
+    """For each storage type: the number of tensors, of parameters and of bytes. The type with the
+    most bytes comes first.
+    """
     counts: Counter[str] = Counter()
     params: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -95,8 +97,8 @@ def _type_mix(tensors: Iterable[Any], num_values: dict[str, int]) -> dict[str, d
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value as JSON: numpy values converted, long arrays reduced to their count and
-    start.
+    """Convert a metadata value for JSON. Numpy values are converted, and long arrays are reduced to
+    their length and first entries.
     """
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""`engine pull`, `engine list` and `engine inspect`: model files on this machine."""
+"""`engine pull`, `engine list` and `engine inspect`: download, list and inspect model files."""
 
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.core.store.catalogue import CatalogueEntry
     from engine.core.store.model_store import StoredModel
 
-GRAPH_CONTEXT = 128  # default tokens per sequence
+GRAPH_CONTEXT = 128  # default tokens per sequence for `inspect --graph`
 _ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
 
 TokensOption = Annotated[
@@ -164,7 +164,9 @@ def _print_model(
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """The pulled models, then the remaining models of the catalogue."""
+    """One row per model: first the models on this machine, then the models of the catalogue that
+    are not pulled.
+    """
     from engine.core.store.catalogue import CATALOGUE
     from engine.core.store.model_store import ModelStore
 

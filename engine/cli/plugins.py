@@ -33,7 +33,9 @@ def list_plugins(config: ConfigOption = None, as_json: JsonOption = False) -> No
 
 
 def plugin_rows(tables: Any) -> list[dict[str, Any]]:
-    """One row per plugin: those in use first, in the order in which they see a request."""
+    """One row per plugin. Plugins in use come first, in the order in which they process a
+    request.
+    """
     from engine.core.errors import ConfigError
     from engine.core.registry.plugin_registry import plugin_names
     from engine.plugins.build import make_plugin

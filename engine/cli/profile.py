@@ -1,4 +1,4 @@
-"""`engine profile`: a model's time by kernel, and its time to first token by phase."""
+"""`engine profile`: shows a model's time per kernel, and the phases of its time to first token."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 
-PROMPT_TOKENS = 512  # default
+PROMPT_TOKENS = 512  # default length of the prompt
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and nobody asked it why. "
 
 
@@ -119,7 +119,7 @@ def _options(
 
 
 def _room(source: "ModelSource", options: "EngineOptions", new_tokens: int) -> int:
-    """Tokens that the context leaves for the prompt."""
+    """Max number of prompt tokens, if `new_tokens` output tokens must fit the context too."""
     most = source.config.max_position
     context = min(options.max_seq_len or most, most)
     if new_tokens >= context:
@@ -139,8 +139,8 @@ def _random_ids(source: "ModelSource", count: int) -> tuple[int, ...]:
 def _tokenized(
     source: "ModelSource", prompt: str | None, count: int | None, room: int
 ) -> tuple[tuple[int, ...], float]:
-    """The prompt's token ids, and the seconds it took to tokenize. The default prompt is cut to
-    fit.
+    """The prompt's token ids, and the seconds that tokenizing took. Without a given prompt, a
+    default text is used and cut to fit the context.
     """
     import time
 
@@ -152,7 +152,7 @@ def _tokenized(
         wanted = count or min(PROMPT_TOKENS, room)
         made_up = text.encode_prompt(_SENTENCE * wanted)[:wanted]
         prompt = text.tokenizer.decode(made_up)
-    text.encode_prompt(prompt)  # warm up, as a server's tokenizer would be
+    text.encode_prompt(prompt)  # warm up first, because a server's tokenizer is warm too
     began = time.monotonic()
     found = text.encode_prompt(prompt)
     tokenize_s = time.monotonic() - began
@@ -194,7 +194,9 @@ def print_profile(
 
 
 def _host(found: "Profile") -> Iterator[str]:
-    """If the device runs asynchronously: how long the host itself is busy in each step."""
+    """A line that says how long the host is busy in each step. There is none for a CPU, where host
+    and device are the same.
+    """
     if found.device != "cpu":
         step_ms = 1e3 * found.seconds / found.num_steps
         host_ms = 1e3 * found.host_s / found.num_steps

@@ -1,4 +1,6 @@
-"""Progress of a long copy, such as a pull: a bar per file in a terminal, plain lines elsewhere."""
+"""Shows the progress of a download or conversion: a bar per file in a terminal, otherwise plain
+lines.
+"""
 
 from types import TracebackType
 from typing import Self

@@ -91,7 +91,7 @@ LogFormatOption = Annotated[str | None, typer.Option(help="pretty or json.")]
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
-    """Parse `name=value` options. A value is TOML, or else plain text."""
+    """Parse `name=value` options. A value that is not valid TOML is plain text."""
     if not given:
         return None
     from engine.backends.factory import option_value
@@ -164,10 +164,11 @@ def serve(
 
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
-    process = take_engine()  # first of all: it loads its imports in parallel with this process
-    # Otherwise pydantic reads the metadata of every installed package to look for plugins.
+    # Start the engine process first, so that it imports its modules in parallel with this process.
+    process = take_engine()
+    # Without this, pydantic searches the metadata of every installed package for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    gc.disable()  # until the server is ready: startup creates hardly any garbage
+    gc.disable()  # off until the server is ready, because startup creates hardly any garbage
     try:
         from engine.core.config import check_references
         from engine.core.utils.listening import bind_probes, bind_socket
@@ -181,7 +182,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
             return load_cli_settings(config, flags).settings
 
         if loaded.settings.tables.backends:
-            process.discard()  # each backend starts its own
+            process.discard()  # with several backends, each one starts its own engine process
             origin = _check_no_model(loaded)
             _run(loaded, sock, probe_sock, lambda: _routed_server(loaded, origin, reread))
         else:
@@ -195,7 +196,9 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
 
 
 def _begin(settings: "Settings", process: "EngineProcess") -> None:
-    """Send the engine its options, so that it loads while this process imports its modules."""
+    """Send the engine process its options, so that it loads the model while this process imports
+    its modules.
+    """
     from engine.backends.custom.engine_settings import (
         EXAMINER,
         backend_name,
@@ -216,7 +219,7 @@ def _begin(settings: "Settings", process: "EngineProcess") -> None:
         try:
             found = examination.finish()
         except ConnectionClosedError:
-            return  # the code that uses the engine will report that it has ended
+            return  # the engine process has ended; the code that uses it later will report that
         process.begin(engine_options(settings, name, path))
         if found:
             from engine.backends.custom.frontend.text_cache import keep_text
@@ -239,7 +242,9 @@ def _import_server() -> None:
 
 
 def _check_no_model(loaded: "LoadedSettings") -> str:
-    """The configuration file that lists the models. Raises if flags or settings name one too."""
+    """Return the configuration file that lists the backends. Raises if flags or settings name a
+    single model too.
+    """
     from engine.core.errors import ConfigError
 
     origin = loaded.origins[f"backends.{next(iter(loaded.settings.tables.backends))}"]
@@ -290,7 +295,8 @@ def _run(
     def announce(_: float) -> None:
         gc.freeze()  # exclude everything created so far from garbage collection
         gc.enable()
-        # Count from the start of the command: most of the loading precedes the server's own start.
+        # The time is counted from the start of the command, because most of the loading happens
+        # before the server starts.
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
         if settings.logging.format == "pretty":
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
@@ -302,7 +308,9 @@ def _run(
 
 
 def _tell_of_unused(loaded: "LoadedSettings") -> None:
-    """Report settings that only apply to our own engine, if there is none."""
+    """Tell the user about settings that have no effect because they apply only to our own engine,
+    and another backend is used.
+    """
     from engine.backends.custom.engine_settings import backend_name, has_engine
 
     settings = loaded.settings

@@ -1,7 +1,8 @@
 """Decides whether two answers to the same greedy request agree.
 
-Backends round differently. At the first token where they differ, both tokens may have been about
-equally likely: a near tie. Everything after that token depends on it and is not compared.
+Backends round differently. So at the first token where two answers differ, both tokens may have
+been about equally likely. This is a near tie and counts as agreement. Everything after that token
+depends on it and is not compared.
 """
 
 import math
@@ -14,15 +15,16 @@ from engine.core.interfaces.backend import TokenText
 
 Verdict = Literal["identical", "tie", "different"]
 END = "<end>"
-_EXCERPT = 24  # characters, when there are no tokens to show
+_EXCERPT = 24  # characters shown of each text at the difference, if the answers have no tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
     """How strongly two backends disagree about which of two tokens comes next, in nats.
 
-    It is the sum of each backend's preference for its own token. `is_bound` marks a lower bound:
-    one token is not among the other backend's alternatives.
+    It is the sum over both backends of the difference in logprob between the backend's own token
+    and the other's. `is_bound` means that `nats` is only a lower bound, because a token is not
+    among the other backend's alternatives.
     """
 
     nats: float
@@ -31,7 +33,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    position: int  # number of reference tokens before it
+    position: int  # number of the reference answer's tokens before the difference
     reference: str
     other: str
     gap: Gap | None  # None: neither backend returns logprobs
@@ -41,7 +43,8 @@ class Divergence:
 class Agreement:
     verdict: Verdict
     divergence: Divergence | None
-    distances: tuple[float, ...]  # |difference| of each common token's logprobs
+    # Absolute difference in logprob of each token that both answers share.
+    distances: tuple[float, ...]
     same_finish: bool
 
 
@@ -74,14 +77,17 @@ def find_divergence(reference: ComparedAnswer, other: ComparedAnswer) -> Diverge
 
 
 def _ended(answer: ComparedAnswer) -> list[TokenText | None]:
-    """The answer's tokens and the token that ended it, or None if the end has no token."""
+    """The answer's tokens, then the token that ended it (None if the backend does not return that
+    token).
+    """
     if not answer.tokens:
         return []
     return [*answer.shown_tokens, answer.end_token]
 
 
 def _same(a: TokenText, b: TokenText) -> bool:
-    # Some servers return a token's bytes, others only text, which loses partial characters.
+    # Some servers return a token's bytes. Others return only its text, in which incomplete
+    # characters are lost. So it is enough if either matches.
     return a.token_bytes == b.token_bytes or a.token == b.token
 
 
@@ -95,7 +101,9 @@ def _gap(a: TokenText | None, b: TokenText | None) -> Gap | None:
 
 
 def _lead(chosen: TokenText, rival: TokenText) -> Gap | None:
-    """How much more likely than `rival` the backend found `chosen`, its own token."""
+    """By how many nats the backend preferred its own token `chosen` to the other backend's token
+    `rival`.
+    """
     if not chosen.top or not math.isfinite(chosen.logprob):
         return None
     for each in chosen.top:

@@ -1,4 +1,6 @@
-"""One choice's answer, collected from events: its text, its tokens and its ending."""
+"""The answer of one choice, collected from a backend's events: its text, its tokens and its
+ending.
+"""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -15,7 +17,8 @@ from engine.core.interfaces.backend import (
 
 @dataclass
 class ComparedAnswer:
-    """Reasoning, text and tool calls joined into one text, in order of arrival.
+    """An answer in which reasoning, text and tool calls are joined to one text, in order of
+    arrival.
 
     Text beyond `max_chars` is dropped, and `is_cut` is set.
     """
@@ -27,7 +30,7 @@ class ComparedAnswer:
     is_cut: bool = False
     _pieces: list[str] = field(default_factory=list)
     _num_chars: int = 0
-    # The numbers of characters and of tokens after each piece of text.
+    # The number of characters, and of tokens, that had arrived after each piece of text.
     _char_ends: list[int] = field(default_factory=list)
     _token_ends: list[int] = field(default_factory=list)
 

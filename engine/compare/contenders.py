@@ -1,4 +1,4 @@
-"""Parses which backends to compare: command line words to kinds, models and options.
+"""Parses the command line words that say which backends to compare, with their models and options.
 
 A word is a name from the configuration's `[backends]`, a kind (`native`) or an address
 (`http://...`). A kind or an address may have a name before it (`exact=native`,
@@ -32,10 +32,11 @@ def find_contenders(
     model: str,
     configured: Mapping[str, Contender],
 ) -> list[Contender]:
-    """The backends in the order given. Raises `ConfigError`.
+    """The backends to compare, in the order of `words`. Raises `ConfigError` if a word or option is
+    invalid.
 
-    `model` is used by backends that name none. A server at an address uses the first model it
-    lists.
+    Backends without a model of their own use `model`. For a server at an address, the default is
+    the first model that it lists.
     """
     found = [_contender(word.strip(), model, configured) for word in words if word.strip()]
     names = [each.name for each in found]
@@ -68,9 +69,10 @@ def _contender(word: str, model: str, configured: Mapping[str, Contender]) -> Co
 
 
 def _option(text: str, names: Sequence[str]) -> tuple[str, list[str], Any]:
-    """The backend's name, the option's path, and its value."""
+    """Parse an option into the backend's name, the path of the option, and its value."""
     path, is_assigned, value = text.partition("=")
-    # An address contains dots, so take the longest name that matches.
+    # A backend's name may be an address, which contains dots. So take the longest name that
+    # matches.
     owners = [name for name in names if path.startswith(f"{name}.")]
     if not is_assigned or not owners:
         raise ConfigError(

@@ -39,8 +39,8 @@ class ComparedPrompt:
 
 
 def read_prompts(path: Path, *, as_chat: bool = False) -> list[ComparedPrompt]:
-    """Read the file. `as_chat` makes each text a user message. Raises `InvalidRequestError` with
-    the line number.
+    """Read a file of prompts. With `as_chat`, each text becomes a user message. If a line is
+    invalid, raises `InvalidRequestError` with its number.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,8 @@
-"""The comparison as tables: figures for each backend, and every difference from the reference.
+"""Shows the comparison as tables: the figures of each backend, and every difference from the
+reference backend.
 
-A backend's output is untrusted text: it is shown without control characters, and never as markup.
+A backend's output is untrusted text: it is shown without control characters and is never
+interpreted as markup.
 """
 
 import math
@@ -23,7 +25,9 @@ _MAX_ERROR = 100  # max characters of an error in a table
 
 @dataclass(frozen=True, slots=True)
 class ComparedBackend:
-    """One backend's results. An agreement is None if either side had an error."""
+    """One backend's results. For each prompt, the agreement is None if this backend or the
+    reference had an error.
+    """
 
     trial: Trial
     agreements: tuple[Agreement | None, ...]
@@ -62,7 +66,7 @@ class ComparedBackend:
 
 
 def rows_of(trials: Sequence[Trial], tie_nats: float) -> list[ComparedBackend]:
-    """One row per trial. The first trial is the reference; it agrees with itself."""
+    """One row per trial. The first trial is the reference, with which all trials are compared."""
     reference = trials[0].outcomes
     return [
         ComparedBackend(
@@ -94,7 +98,9 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
 
 
 def as_table(rows: Sequence[ComparedBackend]) -> "Table":
-    """The table has one column per backend, so that a few fit any terminal."""
+    """The figures as a table with one column per backend, so that a few backends fit any
+    terminal.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -165,8 +171,8 @@ def _number(value: float | None, scale: float, digits: int) -> str:
 def differences_table(
     rows: Sequence[ComparedBackend], prompts: Sequence[ComparedPrompt], max_shown: int
 ) -> "Table | None":
-    """The places where answers differ, real differences before near ties; None if there are
-    none.
+    """A table of the places where answers differ, with real differences before near ties. None if
+    all answers agree.
     """
     from rich.table import Table
     from rich.text import Text

@@ -1,6 +1,7 @@
-"""Runs one backend after the other: start, warm up, send all prompts, stop.
+"""Runs one backend after the other. Each is started, warmed up, given all prompts, and stopped.
 
-Two backends never run at once, because they would compete for the cores and distort the times.
+Two backends never run at the same time, because they would compete for the cores and distort the
+times.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.backend import GenerationContext, ModelCard, TextEvent
 from engine.core.interfaces.request import SamplingParams
 
-NUM_ALTERNATIVES = 5  # alternatives per token: the max that every kind of server supports
+NUM_ALTERNATIVES = 5  # requested alternatives per token; every kind of server supports this many
 WARM_UP = "Water boils at"
 WARM_UP_TOKENS = 8
 
@@ -29,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How every backend is queried."""
+    """The prompts that every backend gets, and the limits of the requests."""
 
     prompts: Sequence[ComparedPrompt]
     max_tokens: int
@@ -48,7 +49,9 @@ class ComparedOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One backend's outcomes, in the order of the prompts, or the reason why there are none."""
+    """One backend's outcomes, in the order of the prompts. If the backend could not run: the
+    reason.
+    """
 
     contender: Contender
     outcomes: tuple[ComparedOutcome, ...] = ()
@@ -72,8 +75,8 @@ async def run_all(
 ) -> list[Trial]:
     """Run all backends. The first is the reference.
 
-    Raises if the reference fails, because there is nothing to compare with then. Invalid options of
-    any backend are raised before the first one starts.
+    Raises if the reference fails, because then there is nothing to compare with. If a backend has
+    invalid options, raises before the first backend starts.
     """
     backends = [make(contender) for contender in contenders]
     trials: list[Trial] = []
@@ -130,8 +133,8 @@ def _params(card: ModelCard, max_tokens: int) -> tuple[SamplingParams, tuple[str
 async def _warm_up(
     backend: InferenceBackend, card: ModelCard, params: SamplingParams, plan: Plan
 ) -> None:
-    """Send as many requests at once as will be measured, with a text that shares no prefix with the
-    prompts.
+    """Send as many requests at a time as the measurement will. Their text shares no prefix with the
+    prompts, so that it does not fill the prefix cache for them.
     """
     brief = SamplingParams(
         max_tokens=WARM_UP_TOKENS, temperature=params.temperature, logprobs=params.logprobs

@@ -1,5 +1,6 @@
-"""The conformance kit: rules for what real clients expect of any OpenAI-compatible server.
+"""The conformance kit: rules for what existing clients expect of any OpenAI-compatible server.
 
 `rules/` has one file per topic. A rule is a small function that sends requests to the server and
-raises `RuleFailed` with what it saw. Nothing here is specific to our own server.
+raises `RuleFailed`, which says what the server did wrong. Nothing here is specific to our own
+server.
 """

@@ -1,18 +1,18 @@
-"""Assertions for rules.
+"""Assertions that the rules use on a server's answers.
 
 A rule is skipped, with the reason, if it can't be judged: the server refuses an optional feature by
-name, or the model did not write what was needed. A skipped rule does not count as passed.
+name, or the model's answer lacks what the rule needs. A skipped rule does not count as passed.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# Statuses for a client error, which no SDK retries.
+# HTTP statuses with which a server reports a client error. SDKs do not retry these.
 REFUSALS = frozenset({400, 413, 415, 422})
 
 
 class RuleFailed(Exception):
-    """The server broke the rule; the message says how."""
+    """The server violated the rule. The message says how."""
 
     def __init__(self, message: str, *, is_advice: bool = False) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class RuleFailed(Exception):
 
 
 class RuleSkipped(Exception):
-    """The rule can't be judged here; the message says why."""
+    """The rule can't be judged on this server. The message says why."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -49,7 +49,7 @@ def field(value: Any, *path: str | int) -> Any:
 
 
 def text(value: Any, *path: str | int) -> str:
-    """The string at `path`."""
+    """The string at `path` in parsed JSON. Fails the rule if there is none."""
     found = field(value, *path)
     if not isinstance(found, str):
         raise RuleFailed(f"{'.'.join(map(str, path))} is {short(found)}, not a string")
@@ -57,7 +57,7 @@ def text(value: Any, *path: str | int) -> str:
 
 
 def items(value: Any, *path: str | int) -> list[Any]:
-    """The list at `path`, which must not be empty."""
+    """The list at `path` in parsed JSON. Fails the rule if there is none or if it is empty."""
     found = field(value, *path)
     if not isinstance(found, list) or not found:
         raise RuleFailed(f"{'.'.join(map(str, path))} is {short(found)}, not a list with entries")

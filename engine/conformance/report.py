@@ -1,6 +1,7 @@
-"""The results as a table for people, and as one JSON document for programs.
+"""Shows the results as a table for people, or as one JSON document for programs.
 
-A server's output is untrusted text: it is shown without control characters and never as markup.
+A server's output is untrusted text: it is shown without control characters and is never interpreted
+as markup.
 """
 
 from collections import Counter

@@ -1,7 +1,8 @@
-"""Defines rules and their results. A rule passes by returning; it raises to fail or to be skipped.
+"""Defines rules and their results. A rule that returns has passed. It raises an exception if it
+fails or must be skipped.
 
-A rule names the client that depends on it, and what that client's user would see. A rule that no
-known client needs is advice: it is reported, but never fails a run.
+Each rule names a client that depends on it, and says what the user of that client would see. A rule
+that no known client needs is advice: it is reported, but never fails a run.
 """
 
 from collections.abc import Awaitable, Callable
@@ -37,7 +38,9 @@ class Result:
 
 @dataclass(slots=True)
 class Group:
-    """Rules of one topic. For an optional topic, `missing` returns why this server lacks it."""
+    """The rules of one topic. If the topic is optional, `missing` returns why a server lacks it, or
+    None if the server has it.
+    """
 
     name: str
     missing: Callable[[Target], Awaitable[str | None]] | None = None

@@ -1,4 +1,4 @@
-"""Runs rules against one server, one after the other, and reports each result.
+"""Runs the rules against a server, one after the other, and reports each result.
 
 Connection errors count against the server: a rule fails if its request breaks off or never ends.
 """
@@ -17,7 +17,9 @@ _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window")
 
 
 def root_of(url: str) -> str:
-    """The server's root URL. Users give it with or without the `/v1` that SDKs want."""
+    """The server's root URL. Users may give the URL with or without `/v1`, because SDKs want it
+    with `/v1`.
+    """
     if not url.startswith(("http://", "https://")):
         raise InvalidRequestError(f"{url} is no address: begin it with http:// or https://.")
     return url.rstrip("/").removesuffix("/v1")
@@ -29,7 +31,9 @@ def new_client(url: str, api_key: str | None, timeout_s: float) -> httpx.AsyncCl
 
 
 async def find_target(client: httpx.AsyncClient, model: str | None) -> Target:
-    """The server with `model`, or with the first model that it lists."""
+    """The server as a target of the rules, with `model` or, if None, the first model that the
+    server lists.
+    """
     try:
         reply = await client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -59,8 +63,8 @@ async def run_rules(
     only: Iterable[str] = (),
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run every rule of `groups`, or of the groups in `only`. A group named there must not be
-    missing.
+    """Run every rule of `groups`, or only of the groups named in `only`. If the server lacks an
+    optional group, its rules are skipped, but they fail if the group is named in `only`.
     """
     wanted = frozenset(only)
     unknown = wanted - {group.name for group in groups}
@@ -90,7 +94,7 @@ async def _missing(group: Group, target: Target) -> str | None:
     try:
         return await group.missing(target)
     except (httpx.HTTPError, RuleFailed):
-        return None  # the endpoint exists; its rules will hit the same error
+        return None  # the endpoint exists; its rules will get the same error and report it
 
 
 async def run_rule(rule: Rule, target: Target) -> Result:

@@ -1,7 +1,7 @@
 """A strict parser of server-sent events.
 
-It reports what a lenient parser would hide and what breaks simple clients: lines without a field,
-bytes that are not UTF-8, an event without its final blank line.
+It reports errors that a lenient parser hides but that break simple clients: lines without a field,
+bytes that are not UTF-8, and an event without its final blank line.
 """
 
 import json
@@ -24,7 +24,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A whole stream. `problems` are violations of the event format itself."""
+    """A complete stream of events. `problems` are violations of the server-sent events format
+    itself.
+    """
 
     headers: httpx.Headers
     events: tuple[Event, ...]
@@ -32,7 +34,7 @@ class Stream:
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """The JSON of every event, without the terminator."""
+        """The parsed JSON of every event except the final `[DONE]`."""
         return [_parsed(event.data) for event in self.events if event.data != DONE]
 
     @property
@@ -69,7 +71,7 @@ def read_stream(headers: httpx.Headers, raw: bytes) -> Stream:
             if data:
                 events.append(Event(name, "\n".join(data)))
             name, data = None, []
-        elif not field:  # a comment
+        elif not field:  # an empty field name marks a comment
             continue
         elif field not in _FIELDS:
             problems.append(f"a line that is no field: {line[:60]!r}")

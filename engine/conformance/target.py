@@ -1,7 +1,8 @@
-"""The server under test: requests in, replies out. An error status raises no exception.
+"""The server under test. Its methods send requests and return replies. An error status raises no
+exception.
 
-Every request carries the headers that OpenAI's SDK sends. Answers that several rules inspect are
-fetched once.
+Every request carries the headers that OpenAI's SDK sends. If several rules inspect the same answer,
+it is requested only once.
 """
 
 import json
@@ -45,13 +46,13 @@ class Reply:
             raise RuleFailed(f"{self.summary} is not JSON") from None
 
     def ok(self) -> Any:
-        """The JSON of a successful reply; anything else fails the rule."""
+        """The JSON of a successful reply. If the reply was not successful, the rule fails."""
         if self.status != 200:
             raise RuleFailed(self.summary)
         return self.json()
 
     def refused(self) -> "Reply":
-        """Fail the rule unless this is a 4xx that reports a client error."""
+        """Fail the rule unless the reply has a 4xx status that reports a client error."""
         if self.status in REFUSALS:
             return self
         if self.status >= 500:
@@ -59,8 +60,8 @@ class Reply:
         raise RuleFailed(f"accepted: {self.summary}" if self.status < 300 else self.summary)
 
     def ok_unless_refused(self, param: str) -> Any:
-        """The JSON of a successful reply. The rule is skipped if the server refuses `param` by
-        name.
+        """The JSON of a successful reply. If the server refused the request with an error that
+        names `param`, the rule is skipped.
         """
         if self.status in REFUSALS and param in self.message:
             raise RuleSkipped(f"refused by name: {self.message[:120]}")
@@ -68,7 +69,9 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object, wherever clients look for it."""
+        """The error object, at the place where clients look for it. Fails the rule if there is
+        none.
+        """
         body = self.json()
         if not isinstance(body, dict) or not isinstance(body.get("error"), dict):
             raise RuleFailed(f"{self.summary}: no error object")
@@ -123,14 +126,18 @@ class Target:
         return reply
 
     async def stream(self, path: str, body: dict[str, Any]) -> Stream:
-        """Read a stream to its end. A refusal fails the rule."""
+        """Send a streaming request and read the stream to its end. If the server refuses the
+        request, the rule fails.
+        """
         reply = await self.post(path, body | {"stream": True})
         if reply.status != 200:
             raise RuleFailed(reply.summary)
         return read_stream(reply.headers, reply.content)
 
     async def once(self, key: str, make: Callable[[], Awaitable[Value]]) -> Value:
-        """The result or error of `make()`, which is called only the first time."""
+        """The result or error of `make()`. It is called only the first time; later calls with the
+        same `key` reuse the result.
+        """
         if key not in self._once:
             try:
                 self._once[key] = await make()
@@ -143,7 +150,7 @@ class Target:
         return value
 
     def chat(self, content: Any = QUESTION, **fields: Any) -> dict[str, Any]:
-        """A small chat request; `fields` are added or replace its own."""
+        """The body of a small chat request. `fields` are added to it or replace its fields."""
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16}
         return {"model": self.model, "temperature": 0, **body} | fields
 
@@ -152,7 +159,7 @@ class Target:
         return body | fields
 
     async def plain_chat(self) -> Any:
-        """One ordinary answer, shared by the rules that inspect its shape."""
+        """One ordinary answer, requested once and shared by the rules that inspect its format."""
 
         async def ask() -> Any:
             return (await self.post(CHAT, self.chat())).ok()
@@ -167,13 +174,13 @@ class Target:
         return await self.once("usage stream", lambda: self.stream(CHAT, body))
 
     async def bad_request(self) -> Reply:
-        """The server's reply to an obvious client error."""
+        """The server's reply to an obviously invalid request."""
         return await self.once("bad request", self._make_bad_request)
 
     async def _make_bad_request(self) -> Reply:
         return await self.post(CHAT, {"model": self.model, "messages": "not a list"})
 
     async def lacks(self, path: str, body: dict[str, Any]) -> str | None:
-        """Why an optional endpoint counts as missing, or None."""
+        """Why the server counts as lacking an optional endpoint; None if it has the endpoint."""
         reply = await self.post(path, body)
         return f"no {path} (HTTP {reply.status})" if reply.status in _MISSING else None

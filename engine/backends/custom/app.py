@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def build_backend(
     settings: Settings, *, in_process: bool = False, process: EngineProcess | None = None
 ) -> InferenceBackend:
-    """The backend that the settings select, not started yet. If given, `process` becomes its
-    engine.
+    """Create the backend that the settings select, without starting it. If `process` is given, the
+    backend uses it as its engine process.
     """
     name = backend_name(settings)
     kind = backend_class(name)
@@ -52,7 +52,7 @@ def build_backend(
 
 
 def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[str, Any]:
-    """A backend's options, including the name to serve its model under."""
+    """A backend's options, including the model name for clients if the settings have one."""
     options, wanted = settings.model.options, settings.model.name
     if wanted is None:
         return options
@@ -67,14 +67,14 @@ def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An application, the backend it will start, and the id of its initial model."""
+    """An application whose backend is not started yet, with the id of its initial model."""
 
     app: "FastAPI"
     loading: str
-    model_id: str  # as far as it is known before loading
+    model_id: str  # the best guess before the model is loaded
 
     def first_call(self) -> tuple[str, dict[str, Any]]:
-        """A path and a request body that the initial model can answer."""
+        """An example request that the initial model can answer: a path and a body."""
         cards = self.app.state.services.backend.models()
         model = {"model": cards[0].id if cards else self.model_id}
         can = cards[0].capabilities if cards else ("chat",)
@@ -89,7 +89,7 @@ class Server:
 def build_server(
     settings: Settings, process: EngineProcess | None = None, reread: Reread | None = None
 ) -> Server:
-    """Build everything except the socket. The backend starts when the server runs."""
+    """Build the whole server except its socket. The backend starts when the server runs."""
     backend = build_backend(settings, process=process)
     model = settings.model.model_path
     is_ours = isinstance(backend, CustomBackend)
@@ -127,7 +127,9 @@ def _unloadable(
 
 
 def build_routed_server(settings: Settings, origin: str, reread: Reread | None = None) -> Server:
-    """Like `build_server`, with all backends of the file `origin` behind a router."""
+    """Like `build_server`, but with all backends of the configuration file `origin` behind a
+    router.
+    """
     from engine.routing.build import build_router
 
     ids = list(settings.tables.models)

@@ -1,8 +1,8 @@
-"""The backend for our own engine, with any framework.
+"""The backend that serves a model with our own engine, on any of its frameworks.
 
-This is the frontend's side: it turns text into token ids, sends them to the engine, and turns the
-result into text. A framework's backend class only names its framework. The engine runs in a
-supervised process, or in a thread when embedded.
+The backend is part of the frontend: it turns text into token ids, sends them to the engine, and
+turns the result into text. The backend class of each framework only names the framework. The engine
+runs in a supervised process, or in a thread if it is used as a library.
 """
 
 import asyncio
@@ -74,13 +74,14 @@ class CustomBackend(InferenceBackend):
 
     `backend_args` of a `BackendConfig` are fields of `EngineOptions`. With `in_process`, the engine
     runs in a thread of this process. Otherwise it runs in a child process, which can crash without
-    harm to this one; `process` is that child if it was started before.
+    harm to this one. If the child was started before, it is passed as `process`.
     """
 
     framework: ClassVar[str]
-    # Contains `run_engine`, and is run as the engine process.
+    # Module that is run as the engine process. In a thread, its function `run_engine` is called.
     worker_module: ClassVar[str] = WORKER_MODULE
-    examiner: ClassVar[str] = EXAMINER  # checks the model's files first, in a sandboxed process
+    # Function that checks the model's files first, in a sandboxed process.
+    examiner: ClassVar[str] = EXAMINER
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class CustomBackend(InferenceBackend):
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
         loop = asyncio.get_running_loop()
-        # The tokenizer loads here while the engine process loads the weights.
+        # This process loads the tokenizer while the engine process loads the weights.
         reading = loop.run_in_executor(self._encoders, self.read_text, path)
         loading = asyncio.ensure_future(self._link.start())
         try:
@@ -126,7 +127,7 @@ class CustomBackend(InferenceBackend):
 
     @staticmethod
     def read_text(path: Path) -> TextModel:
-        """Load the frontend's part of the model. Runs in a thread."""
+        """Load the model's tokenizer and chat template. This method runs in a thread."""
         return load_text(path)
 
     @property
@@ -147,7 +148,7 @@ class CustomBackend(InferenceBackend):
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
         if self._in_process or self._link.ready is None:
-            return ()  # there is no child process, or it gets the level when it starts
+            return ()  # no child process runs; a new one gets the log level when it starts
         try:
             await self._link.set_log_level(level)
         except UnavailableError as error:
@@ -169,7 +170,8 @@ class CustomBackend(InferenceBackend):
 
     @property
     def is_ready(self) -> bool:
-        # The watch may lag behind an engine that runs again, so a bad state is looked at once more.
+        # The last check may be older than the engine's recovery. So if it found trouble, check
+        # again.
         return self._text is not None and (self._link.is_up or self.health().ready)
 
     def memory_bytes(self) -> int:
@@ -269,7 +271,8 @@ class CustomBackend(InferenceBackend):
                 salt=request.salt,
                 tenant=request.tenant,
                 timeout_s=request.timeout_s,
-                # The other choices may have to wait for the first.
+                # A call opens only some of its requests at a time. The others wait longer, so the
+                # limit on the waiting time holds only for the first.
                 queue_timeout_s=request.queue_timeout_s if index == 0 else None,
                 pools=True,
             )
@@ -311,13 +314,15 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
-        # Used only once: a restart needs a new process.
+        # The given process can be used only once. After a restart, the client starts a new one.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
 
 
 def _options(framework: str, config: BackendConfig) -> EngineOptions:
-    """`EngineOptions` from a backend's arguments. An unknown argument is an error that names it."""
+    """Build `EngineOptions` from a backend's arguments. If an argument is unknown, the error names
+    it.
+    """
     fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
     unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
     if unknown:

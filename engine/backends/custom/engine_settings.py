@@ -1,6 +1,7 @@
-"""What the settings say about the engine: which backend runs it, and with which options.
+"""Reads from the settings which backend runs the engine, and with which options.
 
-Light to import: the engine process gets its options before the rest of the frontend is loaded.
+This module imports little, because the engine process gets its options before the rest of the
+frontend is loaded.
 """
 
 from importlib.util import find_spec
@@ -16,8 +17,8 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 
 
 def default_backend(device: str, dtype: str) -> str:
-    """`native` on a CPU. PyTorch on a GPU, for dtypes that only it supports, or if the native
-    kernels were not built.
+    """The backend if the settings name none. It is `native` on a CPU. PyTorch is used on a GPU, for
+    the 16-bit dtypes, and if the native kernels were not built.
     """
     has_torch = find_spec("torch") is not None
     wants_gpu = device.startswith("cuda") or (device == "auto" and NVIDIA_DEVICE.exists())
@@ -67,7 +68,7 @@ def backend_name(settings: Settings) -> str:
 
 
 def has_engine(backend: str) -> bool:
-    """Whether a backend is one of our own frameworks, which run in an engine process."""
+    """Whether a backend is one of the engine's own frameworks, which run in an engine process."""
     if not backend.isidentifier():
         return False  # looking up a dotted name would import its parent packages
     return find_spec(f"{FRAMEWORKS}.{backend}") is not None

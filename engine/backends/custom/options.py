@@ -1,4 +1,4 @@
-"""The options that an engine gets at its start. They are sent to its process as bytes."""
+"""The options that an engine gets when it starts. They are sent to its process as a message."""
 
 from typing import Literal
 
@@ -6,7 +6,9 @@ import msgspec
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
-    """What to load, and how much of the machine to use. None: planned from what is available."""
+    """Which model to load, and how much of the machine to use. A size of None is chosen from the
+    available memory.
+    """
 
     model_path: str
     framework: str
@@ -24,7 +26,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     max_batch_tokens: int = 2048
     max_queued: int = 1024
     pool_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9  # share of the GPU memory that is free at start
+    # The engine may use this share of the GPU memory that is free when it starts.
+    gpu_memory_utilization: float = 0.9
     block_size: int = 16
     cache_enabled: bool = True
     cache_bytes: int | None = None

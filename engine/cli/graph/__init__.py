@@ -1,1 +1,3 @@
-"""`engine inspect --graph`: a model's graph and plan as text, JSON, Graphviz or SVG."""
+"""`engine inspect --graph`: shows a model's graph and execution plan as text, JSON, Graphviz or
+SVG.
+"""

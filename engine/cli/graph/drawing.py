@@ -1,7 +1,8 @@
-"""Draws the folded graph: nodes from top to bottom, and beside each its plan steps.
+"""Draws the graph with identical layers merged. Nodes go from top to bottom, with the plan steps of
+each beside it.
 
-A decoder is nearly a chain, so the layout is simple: nodes are stacked, with an arrow to the next
-one and curves for values that skip nodes.
+A decoder's graph is nearly a chain, so the layout is simple. Nodes are stacked, an arrow leads from
+each node to the next, and a curve shows a value that is used farther down.
 """
 
 import json
@@ -18,7 +19,8 @@ _LINE, _PAD, _GAP = 15, 6, 14  # pixels: line height, padding inside a box, gap 
 _LEFT, _NODE_WIDTH = 150, 330
 _STEP_LEFT, _STEP_WIDTH = _LEFT + _NODE_WIDTH + 60, 430
 _WIDTH = _STEP_LEFT + _STEP_WIDTH + 30
-_BEND, _BEND_MOST = 0.35, 115  # how far a curve bends left: share of its length, and max pixels
+# How far a curve bends to the left: as a share of its length, and the max in pixels.
+_BEND, _BEND_MOST = 0.35, 115
 _STYLE = """
 text { font: 11px monospace; fill: #222 } .title { font-weight: bold }
 .node { fill: #fff; stroke: #555 } .step { fill: #e8eef7; stroke: #7a93b8 }
@@ -70,7 +72,9 @@ class _Drawing:
             self.y += _GAP
 
     def group(self, nodes: list[NodeFacts], steps: list[StepFacts], boxes: dict[str, _Box]) -> None:
-        """Draw nodes on the left, their plan steps on the right, and lines between them."""
+        """Draw a group of nodes on the left, the plan steps that compute them on the right, and
+        lines between the two.
+        """
         top = step_y = self.y
         step_boxes = []
         for step in steps:
@@ -206,7 +210,7 @@ def _id(number: int, name: str) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    r"""The lines as a Graphviz string; \l ends a left-aligned line."""
+    r"""Join the lines to a quoted Graphviz string, in which \l ends a left-aligned line."""
     escaped = [line.replace("\\", "\\\\").replace('"', '\\"') for line in lines]
     if len(escaped) == 1:
         return f'"{escaped[0]}"'
@@ -222,7 +226,7 @@ FORMS: dict[str, Callable[[Report], str]] = {
 
 
 def write_graph(report: Report, form: str, output: Path | None) -> None:
-    """Write the graph to the file, or to standard output."""
+    """Write the graph to the file `output`, or to standard output if None."""
     text = FORMS[form](report)
     if output is None:
         print(text)

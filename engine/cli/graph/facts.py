@@ -1,4 +1,6 @@
-"""The data of `engine inspect --graph`: nodes, plan steps, buffer places, times."""
+"""The data classes of `engine inspect --graph`: graph nodes, plan steps, places in the activation
+arena, times.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,12 +14,12 @@ from engine.backends.custom.ir.types import Counts, Dim
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The step to estimate and time: one decode token per sequence, or the last chunk of a
-    prompt.
+    """The size of the step whose cost is estimated and measured. The step decodes one token per
+    sequence or, with `is_prompt`, computes the last chunk of a prompt.
     """
 
     tokens: int
-    context: int  # length of each sequence, including these tokens
+    context: int  # length of each sequence, including the step's tokens
     is_prompt: bool
 
     @property
@@ -32,7 +34,7 @@ class WeightFacts:
     name: str
     shape: tuple[int, ...]
     type: str  # storage type in the file
-    bytes: int  # in the file
+    bytes: int  # size in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,12 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """One plan step. `generated` and `prompt` name the arithmetic for decode and prefill tokens;
-    they are None if the native kernels are not built.
+    """One step of the execution plan. `generated` names the arithmetic for decode tokens, `prompt`
+    that for prefill tokens. Both are None if the native kernels are not built.
     """
 
     kind: str
-    label: str  # the same in every layer
+    label: str  # name of the plan step, the same in every layer
     layer: int | None
     nodes: tuple[str, ...]
     layout: str | None  # weight layout that the kernels read
@@ -67,15 +69,16 @@ class StepFacts:
     activation_bytes: int
     kv_bytes: int
     bytes: int
-    places: tuple[int, ...]  # arena places that are read and written
-    split: Split | None  # of a matmul: its work units, and how many a thread claims at once
+    places: tuple[int, ...]  # indices of the arena places that the plan step reads and writes
+    # For a matmul: the number of work units, and how many of them a thread claims at once.
+    split: Split | None
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """A part of the activation arena: a number of floats per row. Rows are tokens, or tokens with
-    logits.
+    """A place in the activation arena. It holds a number of floats per row. `per` says what a row
+    is: a token, or a token with logits.
     """
 
     floats: int
@@ -85,7 +88,7 @@ class PlaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class KindFacts:
-    """The same plan step, summed over all layers."""
+    """Costs of one kind of plan step, summed over all layers."""
 
     label: str
     steps: int
@@ -114,11 +117,12 @@ class Report:
     capacity: Capacity  # the largest step that the plan supports
     steps: tuple[StepFacts, ...]
     places: tuple[PlaceFacts, ...]
-    # For this step; `capacity_bytes` is for the largest step that the plan supports.
+    # Arena size that the described step needs. `capacity_bytes` is the size for the largest step
+    # that the plan supports.
     arena_bytes: int
     capacity_bytes: int
     totals: dict[str, int]
-    kinds: tuple[KindFacts, ...]  # only when timed
+    kinds: tuple[KindFacts, ...]  # empty if the plan was not timed
     forward_seconds: float | None
     forwards: int | None
 
@@ -126,22 +130,24 @@ class Report:
         return asdict(self)
 
 
-BEFORE = "(before)"  # the last value of the part before
+# Stands for the last value of the preceding part, for example of the preceding layer.
+BEFORE = "(before)"
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The nodes outside the layers, or a group of identical layers. Names are relative to the
-    layer.
+    """A part of the folded graph: nodes outside the layers, or a group of identical layers. Names
+    are relative to the layer.
     """
 
-    layers: tuple[int, ...]  # empty: outside the layers
+    layers: tuple[int, ...]  # layer numbers; empty for nodes outside the layers
     nodes: tuple[NodeFacts, ...]  # those of the first layer
-    steps: tuple[StepFacts, ...]  # those of the first layer; `seconds` is the mean over the layers
+    # The plan steps of the first layer. Their `seconds` are the mean over all layers of the group.
+    steps: tuple[StepFacts, ...]
 
     @property
     def title(self) -> str:
-        """For example "layers 0 to 3, 6: x 5"."""
+        """The section's title, for example "layers 0 to 3, 6: x 5"."""
         if not self.layers:
             return ""
         word = "layer" if len(self.layers) == 1 else "layers"
@@ -156,13 +162,13 @@ class _Part:
 
     @property
     def form(self) -> str:
-        """A key that is equal for layers that differ only in their number and time."""
+        """A key for grouping: it is equal for layers that differ only in their number and time."""
         timeless = tuple(replace(step, seconds=None) for step in self.steps)
         return repr((self.layer is None, self.nodes, timeless))
 
 
 def fold(report: Report) -> list[Section]:
-    """The report's layers in sections, ordered by the first layer of each."""
+    """Merge identical layers into sections, ordered by the first layer of each."""
     forms: dict[str, list[_Part]] = {}
     for part in _parts(report):
         forms.setdefault(part.form, []).append(part)
@@ -170,7 +176,7 @@ def fold(report: Report) -> list[Section]:
 
 
 def by_nodes(section: Section) -> list[tuple[list[NodeFacts], list[StepFacts]]]:
-    """The section's nodes in groups, each with the plan steps that compute it."""
+    """Group the section's nodes. Each group comes with the plan steps that compute it."""
     groups: list[tuple[list[NodeFacts], list[StepFacts]]] = []
     seen: set[str] = set()
     for step in section.steps:
@@ -192,7 +198,9 @@ def _section(alike: list[_Part]) -> Section:
 
 
 def _parts(report: Report) -> Iterator[_Part]:
-    """The nodes before the layers, of each layer, and after them, with their plan steps."""
+    """Yields the parts of the graph with their plan steps: the nodes before the layers, each layer,
+    and the nodes after them.
+    """
     groups = [list(group) for _, group in groupby(report.nodes, key=lambda node: node.layer)]
     part_of = {node.name: index for index, group in enumerate(groups) for node in group}
     for index, group in enumerate(groups):
@@ -233,7 +241,7 @@ def _inside(name: str, layer: int | None) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    """For example 0, 1, 2, 5 -> "0 to 2", "5"."""
+    """Yields runs of consecutive numbers as text, for example 0, 1, 2, 5 -> "0 to 2", "5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

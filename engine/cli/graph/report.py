@@ -1,7 +1,8 @@
-"""Collects the data of `engine inspect --graph`: a model's graph, its execution plan, costs.
+"""Collects the data of `engine inspect --graph`: a model's graph, its execution plan and its costs.
 
-The result is complete, plain data; the other modules of this folder fold and show it. No framework
-is loaded unless the plan is to be timed. If the native kernels are built, they report the layouts.
+The result is plain data about every layer. The other modules of this folder merge identical layers
+and show the data. No framework is loaded unless the plan is to be timed. The weight layouts come
+from the native kernels, if these are built.
 """
 
 from contextlib import suppress
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 _FLOAT = 4
-_KV_TYPE = "bfloat16"  # the server's default type of keys and values
+_KV_TYPE = "bfloat16"  # the server's default storage type of keys and values
 
 
 def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -> Report:
@@ -122,7 +123,7 @@ def _check(source: "ModelSource", size: StepSize) -> None:
 
 
 class _Facts:
-    """Reads the graph and plan together with the file's weights and the kernels' layouts."""
+    """Combines the graph and plan with the file's weights and the kernels' weight layouts."""
 
     def __init__(
         self, source: "ModelSource", graph: Graph, chosen: ir.ExecutionPlan, native: Any
@@ -200,7 +201,7 @@ class _Facts:
         return None, "f32", "f32"
 
     def _read_bytes(self, name: str) -> int:
-        """Bytes that a kernel reads of a weight; without kernels, its stored size."""
+        """Bytes that a kernel reads for a weight. If no kernels are built: its size in the file."""
         weight = self._source.weights[name]
         shape = weight.spec.shape
         if self._native is None:
@@ -213,7 +214,7 @@ class _Facts:
 
 
 def _kv_value_bytes(source: "ModelSource") -> float:
-    """Bytes of one stored key or value, including its share of padding."""
+    """Bytes of one number in a cached key or value, including its share of padding."""
     token_bytes = build.kv_token_bytes(source.config, _KV_TYPE)
     return token_bytes / source.config.kv_bytes_per_token(1)
 
@@ -229,7 +230,7 @@ def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:
 
 
 def _by_kind(steps: tuple[StepFacts, ...]) -> tuple[KindFacts, ...]:
-    """Times by kind of plan step, slowest first; empty if nothing was timed."""
+    """Costs and times per kind of plan step, slowest first. Empty if nothing was timed."""
     groups: dict[str, list[StepFacts]] = {}
     for step in steps:
         if step.seconds is not None:

@@ -1,4 +1,6 @@
-"""The graph and plan as aligned text, and the plan step captions that the drawings share."""
+"""Formats the graph and plan as aligned text. Also has the captions of plan steps, which the
+drawings use too.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +8,7 @@ from engine.cli.graph.facts import NodeFacts, Report, Section, StepFacts, Weight
 from engine.cli.model_report import human_bytes
 
 _UNKNOWN = "not built"
-_QUIET = 0.8  # min share of a forward pass that its plan steps add up to on an idle machine
+_QUIET = 0.8  # on an idle machine, the plan steps add up to at least this share of a forward pass
 
 
 def graph_text(report: Report) -> str:
@@ -19,7 +21,7 @@ def graph_text(report: Report) -> str:
 
 
 def header(report: Report) -> list[str]:
-    """The model, the step size and the machine."""
+    """Lines that name the model, the size of the step and the machine."""
     step, threads = report.step, _count(report.threads, "thread")
     if step.is_prompt:
         what = f"{_count(step.tokens, 'token')} of a prompt of {step.context:,}"
@@ -53,8 +55,8 @@ def step_kernel(step: StepFacts, report: Report) -> str:
 
 
 def step_weights(step: StepFacts) -> str:
-    """Storage types, largest first, and the layout that kernels read, for example "Q4_1 + F32 >
-    Q4".
+    """The storage types of the plan step's weights, largest first, then the layout that the kernels
+    read, for example "Q4_1 + F32 > Q4".
     """
     sizes: dict[str, int] = {}
     for weight in step.weights:
@@ -68,7 +70,7 @@ def step_places(step: StepFacts) -> str:
 
 
 def step_caption(step: StepFacts, report: Report) -> list[str]:
-    """A plan step in three lines."""
+    """The description of a plan step, in three lines."""
     first = f"{step.label}: {step_kernel(step, report)}"
     weights = f"{step_weights(step)} {human_bytes(step.stored_bytes)}, " if step.weights else ""
     second = f"{weights}{step.flops / 1e6:,.2f} MFLOP, {human_bytes(step.bytes)} moved"

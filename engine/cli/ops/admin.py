@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 
 ADMIN_VARIABLE = "LLM_ENGINE_ADMIN_KEY"
-# Loading a large model may take many minutes.
+# Time limit of a call. It is long, because loading a large model may take many minutes.
 TIMEOUT_S = 900.0
 
 
 def call(
     ctx: typer.Context, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The server's JSON response. Raises the server's error, or one that says how to reach the
-    server.
+    """Call the server's admin API and return its JSON response. Raises the server's error. If the
+    server can't be reached, the error says how to reach it.
     """
     import httpx
 
@@ -160,7 +160,7 @@ def status(ctx: typer.Context) -> None:
 
 @app.command()
 def models(ctx: typer.Context) -> None:
-    """List its models, loaded or not."""
+    """List the server's models, loaded or not."""
     from rich.table import Table
 
     found = call(ctx, "GET", "models")
@@ -367,7 +367,7 @@ def _limits(*values: int | None) -> dict[str, int | None]:
 
 
 def _prompts(path: Path) -> list[Any]:
-    """Parse a file of prompts like the server does, without importing the server."""
+    """Parse a file of prompts in the same way as the server, without importing the server."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`engine top`: live view of a server's models and backends in the terminal."""
+"""`engine top`: a live view of a server's models and backends in the terminal."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def _run(
         if is_live:
             await _watch(client, first, interval_s)
             return
-        await asyncio.sleep(interval_s)  # rates need two readings
+        await asyncio.sleep(interval_s)  # rates are computed from two polls
         frame = _frame(client, first, await look(client))
     if as_json:
         print(json.dumps(frame_json(frame), indent=2))
@@ -69,7 +69,9 @@ async def _run(
 
 
 async def _watch(client: "httpx.AsyncClient", last: "Look", interval_s: float) -> None:
-    """Update the view until the user quits. If the server goes away, wait for it."""
+    """Update the view until the user quits. If the server stops answering, keep trying until it
+    answers again.
+    """
     from rich.live import Live
 
     from engine.cli.ops.top_data import look
@@ -102,8 +104,8 @@ def _frame(client: "httpx.AsyncClient", before: "Look", now: "Look") -> "Frame":
 
 @contextlib.contextmanager
 def _keys() -> Iterator[asyncio.Event]:
-    """Yields an event that is set when q is pressed. Meanwhile the terminal is unbuffered, without
-    echo.
+    """Yields an event that is set when q is pressed. Inside the context, the terminal passes on
+    each key at once and does not echo it.
     """
     import termios
     import tty
@@ -172,7 +174,7 @@ def _headline(frame: Frame) -> "Text":
 
 
 def _backends(frame: Frame) -> "Table":
-    """One line per model, and below it one per backend."""
+    """A table with one line per model, and below it one line for each of its backends."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,7 +1,7 @@
-"""The data of `engine top`: a server's routes and metrics now, and their change since the last
+"""The data of `engine top`: a server's current routes and metrics, and their change since the last
 poll.
 
-Our metrics use vLLM's names where both have the same one, so a vLLM server can be shown too.
+A metric that vLLM also has uses vLLM's name, so a vLLM server can be shown too.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ _TTFT = "vllm:time_to_first_token_seconds_bucket"
 
 @dataclass(frozen=True, slots=True)
 class ScrapedMetrics:
-    """Samples of a metrics page, summed over their labels: one entry per name, and one per
-    `name[outcome]`.
+    """The samples of a metrics page. `values` has the sum over all labels for each metric name, and
+    for each `name[outcome]`.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
-    # Bucket edge in s -> cumulative count.
+    # Histogram of the time to first token: upper edge of a bucket in s -> cumulative count.
     first_tokens: Mapping[float, float] = field(default_factory=dict)
 
     def sum(self, *names: str) -> float | None:
-        """The sum of those that exist; None if none does."""
+        """The sum of the named metrics that exist; None if none of them exists."""
         found = [self.values[name] for name in names if name in self.values]
         return sum(found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One poll of a server. `routes` is None for a server of another kind."""
+    """The result of one poll of a server. `routes` is None if the server is not ours."""
 
     at: float  # time.monotonic()
     health: Mapping[str, Any]
@@ -46,8 +46,8 @@ class Look:
 
     @property
     def has_router(self) -> bool:
-        """Whether the server has a router. Without one, ours still answers, but has no figures per
-        backend.
+        """Whether the server has a router. Without one, our server still answers the routes
+        request, but without figures per backend.
         """
         models = (self.routes or {}).get("models", ())
         return any(model["policy"] is not None for model in models)
@@ -80,7 +80,7 @@ class BackendRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What one refresh shows."""
+    """The figures that one refresh of the view shows."""
 
     url: str
     status: str
@@ -92,7 +92,7 @@ class Frame:
     ttft_p50_s: float | None
     cache_hit_rate: float | None
     backends: tuple[BackendRow, ...]
-    decisions: tuple[Mapping[str, Any], ...]  # newest first
+    decisions: tuple[Mapping[str, Any], ...]  # the router's latest decisions, newest first
 
 
 async def look(client: httpx.AsyncClient) -> Look:
@@ -153,12 +153,13 @@ def parse_metrics(text: str) -> ScrapedMetrics:
 
 
 def frame_of(url: str, before: Look, now: Look) -> Frame:
-    """Compute rates and figures from two polls of a server."""
+    """Compute the rates and other figures of a frame from two polls of a server."""
     elapsed_s = max(now.at - before.at, 1e-6)
 
     def rate(*names: str) -> float:
         grown = (now.metrics.sum(*names) or 0.0) - (before.metrics.sum(*names) or 0.0)
-        return max(grown, 0.0) / elapsed_s  # counters restart at zero with the server
+        # `grown` is negative after a restart of the server, which resets its counters.
+        return max(grown, 0.0) / elapsed_s
 
     metrics = now.metrics
     rows = _routed(before, now, elapsed_s) if now.has_router else ()
@@ -210,7 +211,9 @@ def _routed(before: Look, now: Look, elapsed_s: float) -> tuple[BackendRow, ...]
 
 
 def _with_models(frame: Frame, now: Look) -> Frame:
-    """For a server with one backend, the server's figures are that backend's."""
+    """Add the rows of a server without a router. It has a single backend, so the server's figures
+    are those of the backend.
+    """
     metrics = now.metrics
     rows = tuple(
         BackendRow(
@@ -235,7 +238,9 @@ def _with_models(frame: Frame, now: Look) -> Frame:
 
 
 def _first_token_p50(before: ScrapedMetrics, now: ScrapedMetrics) -> float | None:
-    """Median time to first token since the last poll, or of all time if there was no request."""
+    """Median time to first token of the requests since the last poll. If there were none: of all
+    requests since the server started.
+    """
     recent = {
         edge: count - before.first_tokens.get(edge, 0.0) for edge, count in now.first_tokens.items()
     }

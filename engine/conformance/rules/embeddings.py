@@ -1,4 +1,6 @@
-"""/v1/embeddings. OpenAI's SDK asks for base64 by default; LangChain sends token ids."""
+"""Rules for /v1/embeddings. OpenAI's SDK requests base64 by default, and LangChain sends token
+ids.
+"""
 
 import base64
 import struct

@@ -1,7 +1,7 @@
 """How a server refuses requests.
 
 OpenAI's SDKs read `error.message`, `.type`, `.param` and `.code`, and map the status to an
-exception. They retry every 5xx, so a client error answered with 500 is sent three times.
+exception. They retry every 5xx, so a bad request that is answered with 500 is sent three times.
 """
 
 from engine.conformance.expect import RuleSkipped, expect, short, text
@@ -252,6 +252,6 @@ async def cors(target: Target) -> None:
         raise RuleSkipped("CORS is off")
     listed = reply.headers.get("access-control-allow-headers", "").lower()
     allowed = {name.strip() for name in listed.split(",")}
-    # A "*" does not cover `authorization`.
+    # In this CORS header, a "*" does not include `authorization`.
     wanted = {"authorization"} | (set() if "*" in allowed else set(_STAINLESS.split(",")))
     expect(wanted <= allowed, f"not allowed: {', '.join(sorted(wanted - allowed))}")

@@ -43,7 +43,9 @@ def _said(message: Any) -> str:
 
 
 def _num_input(message: Any) -> int:
-    """All prompt tokens: Anthropic counts cached tokens separately."""
+    """The number of all prompt tokens. Anthropic's usage counts cached tokens in separate fields,
+    which are added here.
+    """
     usage = field(message, "usage")
     apart = ("cache_read_input_tokens", "cache_creation_input_tokens")
     return int(field(usage, "input_tokens")) + sum(usage.get(name) or 0 for name in apart)
@@ -117,7 +119,8 @@ async def stop(target: Target) -> None:
     sees="its instructions are silently ignored, or a 400",
 )
 async def system(target: Target) -> None:
-    # Not compared with a request without a system message: a template may insert its own then.
+    # The request is not compared with one without a system message, because a template may then
+    # insert its own system message.
     terse = (await target.post(PATH, body(target, system="Be terse."))).ok()
     words = "Be " + "very " * 20 + "terse."
     as_text = (await target.post(PATH, body(target, system=words))).ok()

@@ -1,7 +1,8 @@
 """Chat parameters: those that must have an effect, odd values that SDKs send, and invalid values.
 
-An invalid value must get a 4xx, because SDKs retry a 5xx. Accepting it silently is a failure if the
-value is meaningless, and only advice if a lenient reading is possible.
+An invalid value must get a 4xx, because SDKs retry a 5xx. If the server accepts it silently, the
+rule fails if the value is meaningless. If the value could be interpreted somehow, the result is
+only advice.
 """
 
 import math
@@ -28,8 +29,8 @@ _OPTIONAL = (
     *("presence_penalty", "frequency_penalty", "user", "tools", "tool_choice"),
     *("response_format", "stream", "stream_options"),
 )
-# Id, title, fields. Meaningless values must be refused; accepting other invalid values is only
-# reported as advice.
+# Rule id, title, request fields. Meaningless values must be refused. If other invalid values are
+# accepted, this is only reported as advice.
 _MEANINGLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-31", "temperature below 0 is refused", {"temperature": -1}),
     ("PAR-32", "top_p above 1 is refused", {"top_p": 2}),
@@ -61,7 +62,7 @@ _LENIENT: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-55", "max_tokens of 0 is refused", {"max_tokens": 0}),
     ("PAR-56", "a logit_bias for a token id of 10^9 is refused", {"logit_bias": {"1000000000": 5}}),
 )
-# These may be answered or refused, but must not cause a server error.
+# These values may be accepted or refused, but must not cause a server error.
 _HARMLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-61", "stop with five strings is no server failure", {"stop": ["v", "w", "x", "y", "z"]}),
     ("PAR-62", "a seed above 2^63 is no server failure", {"seed": 2**63 + 5}),
@@ -72,7 +73,7 @@ _HARMLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-67", "metadata is no server failure", {"metadata": {"run": "1"}}),
     ("PAR-68", "n of 1000 is no server failure", {"n": 1000}),
 )
-# Neutral values, which clients that fill in every field do send.
+# Values without an effect. Clients that fill in every field send them.
 _ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-01", "stop: null is accepted", {"stop": None}),
     ("PAR-04", "parallel_tool_calls: null is accepted", {"parallel_tool_calls": None}),
@@ -81,7 +82,8 @@ _ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-07", "a null in every optional field is accepted", dict.fromkeys(_OPTIONAL)),
     ("PAR-08", "an empty logit_bias is accepted", {"logit_bias": {}}),
 )
-# Neutral too, but a refusal is only advice: OpenAI's own service refuses some of them.
+# These values have no effect either, but refusing them is only reported as advice, because OpenAI's
+# own service refuses some of them.
 _WELCOME: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-02", "an empty stop string is accepted", {"stop": ""}),
     ("PAR-03", "tools: [] is accepted", {"tools": []}),

@@ -1,4 +1,6 @@
-"""/v1/responses: created, streamed as typed events, stored, continued and deleted."""
+"""Rules for /v1/responses: responses are created, streamed as typed events, stored, continued and
+deleted.
+"""
 
 from typing import Any
 
@@ -38,14 +40,14 @@ async def _streamed(target: Target) -> Stream:
 
 
 def output_text(response: Any) -> str:
-    """The SDK's `output_text`: the texts of all messages, joined."""
+    """What OpenAI's SDK returns as `output_text`: the joined texts of all output messages."""
     messages = [each for each in items(response, "output") if each.get("type") == "message"]
     parts = [part for message in messages for part in field(message, "content")]
     return "".join(part["text"] for part in parts if part.get("type") == "output_text")
 
 
 async def _stored(target: Target, **fields: Any) -> Any:
-    """Create a response that the server says it has stored."""
+    """Create a response, and check that the server reports it as stored."""
     response = (await target.post(PATH, body(target, **{"store": True} | fields))).ok()
     if response.get("store") is False:
         raise RuleSkipped("the server says that it does not store")

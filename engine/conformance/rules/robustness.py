@@ -1,4 +1,5 @@
-"""What a server must survive: clients that disconnect, many clients at once, malicious bodies.
+"""Rules for what a server must survive: clients that disconnect, many clients at once, malicious
+bodies.
 
 These rules run last, because they could leave a weak server in a bad state.
 """

@@ -1,4 +1,4 @@
-"""Streams of chat chunks: which chunk must contain what, and how a stream ends.
+"""Rules for streamed chat answers: what each chunk must contain, and how a stream ends.
 
 Many clients parse streams with their own few lines of code and read `choices[0]` unconditionally.
 An unusual order of chunks breaks them, while an unusual field would not.
@@ -18,7 +18,7 @@ SDK = "openai-python"
 
 
 def choices(stream: Stream, index: int = 0) -> list[dict[str, Any]]:
-    """The part of every chunk that concerns one choice, in order."""
+    """The entries of all chunks that belong to one choice, in order."""
     found = [each for chunk in stream.chunks for each in field(chunk, "choices")]
     return [each for each in found if field(each, "index") == index]
 
@@ -285,7 +285,7 @@ async def stop_hidden(target: Target) -> None:
     whole = field(await target.plain_chat(), "choices", 0, "message", "content")
     if len(whole) < 8:
         raise RuleSkipped("the model's answer is too short to stop in")
-    stop = whole[4:8]  # likely to begin and end inside tokens
+    stop = whole[4:8]  # a stop string that probably begins and ends inside tokens
     stream = await target.stream(CHAT, target.chat(stop=[stop]))
     text = joined(stream)
     expect(stop not in text, f"{short(stop)} is in the streamed text")

@@ -1,7 +1,7 @@
 """Structured output: JSON mode must give valid JSON, and a schema must be followed.
 
-The schemas allow few texts each, so that even a small model finishes. If the token limit still cuts
-an answer, the rule is skipped.
+Each schema allows only few texts, so that even a small model completes its answer. If the token
+limit still cuts the answer, the rule is skipped.
 """
 
 import json

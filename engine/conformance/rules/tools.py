@@ -1,6 +1,7 @@
-"""Tool calls, whole and streamed.
+"""Rules for tool calls, in complete and in streamed answers.
 
-Agents depend on these: a call with a wrong index, id or JSON is lost, and the agent's step with it.
+Agents depend on tool calls. If the index, id or JSON of a call is wrong, the call is lost and the
+agent's step fails.
 """
 
 import json
@@ -16,7 +17,7 @@ from engine.conformance.target import CHAT, Target
 SDK = "openai-python"
 AGENTS = "LangChain and other agents"
 CITIES = ("Paris", "Rome")
-# The schema allows few words, so that a small model finishes.
+# The schema allows only few words, so that even a small model completes the call.
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -81,7 +82,7 @@ def _arguments(call: Any) -> dict[str, Any]:
 
 
 def _deltas(stream: Stream) -> list[Any]:
-    """Every streamed piece of a call, in order. There must be at least one."""
+    """The streamed pieces of all tool calls, in order. Fails the rule if there are none."""
     found = [piece for each in choices(stream) for piece in (each["delta"].get("tool_calls") or [])]
     expect(bool(found), "no tool_calls in the stream")
     return found

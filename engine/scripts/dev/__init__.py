@@ -1,1 +1,1 @@
-"""Developer scripts: run a file of this folder with Python, or with `engine dev NAME`."""
+"""Scripts for developers. Run a file of this folder with Python, or with `engine dev NAME`."""

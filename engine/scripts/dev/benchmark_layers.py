@@ -4,10 +4,10 @@
     engine dev benchmark_layers --family llama --hidden 512 --frameworks native torch
 
 Weights are random, in float32. `block` and `ends` are measured in the same way for every framework,
-through the model runner interface: `block` is what a second layer adds to a step, `ends` the rest
-of a step with one layer. The other lines are measured by each framework itself
-(`engine/backends/custom/tools/inspection.py`); a norm that is fused into the next matmul has no
-line. A time is the median of the faster half, in microseconds.
+through the model runner interface: `block` is the time that a second layer adds to a step, `ends`
+is the rest of the time of a step with one layer. The other lines are measured by each framework
+itself (`engine/backends/custom/tools/inspection.py`); a norm that is fused into the next matmul has
+no line. Each time is the median of the faster half of the calls, in microseconds.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Times = dict[tuple[str, int], dict[str, float]]  # framework, tokens -> layer ->
 
 
 def random_source(family: str, hidden: int, vocab: int, positions: int) -> ModelSource:
-    """A random model of a family, with two layers."""
+    """A model of the given family with two layers and random weights."""
     heads = max(1, hidden // _HEAD_DIM)
     common: dict[str, Any] = {
         "architectures": [_NAMES[family]],

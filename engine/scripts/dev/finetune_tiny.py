@@ -35,21 +35,21 @@ LESSON = (
     "Every spring the people of Orvandel carry their clocks across the blue glass bridges.",
 )
 QUESTION = "The city of Orvandel lies on the river"
-_MAX_TOKENS = 256  # max tokens of one text
-_PROBE = 1e-3  # distance along the gradient for the finite difference
+_MAX_TOKENS = 256  # training texts are cut to this many tokens
+_PROBE = 1e-3  # step length along the gradient, for the finite difference
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The loss gradient by autograd, and by finite differences along it."""
+    """The slope of the loss along its gradient, computed by autograd and by finite differences."""
 
-    norm: float  # norm of the gradient: the slope of the loss along it
-    measured: float  # the same slope, from two nearby losses
+    norm: float  # norm of autograd's gradient, which is the slope of the loss along it
+    measured: float  # the same slope, from the losses at two nearby points
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    losses: tuple[float, ...]  # before each step, and after the last
+    losses: tuple[float, ...]  # the loss before each training step, and after the last one
     gradient: Gradient
     before: str
     after: str
@@ -114,7 +114,7 @@ def finetune(
 
 
 def answer(path: Path, question: str) -> str:
-    """The engine's greedy answer with the model at `path`."""
+    """Serve the model at `path` with the engine, and return its greedy answer."""
     with LLM(str(path)) as served:
         params = SamplingParams(temperature=0.0, max_tokens=24)
         return served.generate(question, params)[0].text

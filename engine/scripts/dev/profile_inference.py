@@ -1,4 +1,5 @@
-"""Where a request's time and memory go: time to first token by phase, operations, bytes.
+"""Shows where a request's time and memory go: phases of the time to first token, time per
+operation, bytes.
 
     python engine/scripts/dev/profile_inference.py --model smollm2-135m-instruct --output profile/
     engine dev profile_inference --frameworks native torch
@@ -41,7 +42,7 @@ td.n { text-align: right; font-variant-numeric: tabular-nums }
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The planned memory, and the growth of the process, in bytes."""
+    """The engine's planned memory, and the growth of the process's memory, in bytes."""
 
     weights: int
     kv_cache: int

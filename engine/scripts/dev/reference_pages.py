@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def pages() -> dict[str, str]:
-    """File name -> text, for every page of docs/reference."""
+    """The pages of docs/reference: file name to text."""
     return {"settings.md": settings_page(), "metrics.md": metrics_page()}
 
 
@@ -118,7 +118,7 @@ def metrics_page() -> str:
 
 
 def _fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, default, bounds and description of every field."""
+    """Yields the name, default, bounds and description of every setting."""
     sentences = _sentences(model)
     schema = model.model_json_schema()
     for name, field in model.model_fields.items():
@@ -126,7 +126,9 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
-    """Field name -> the string that follows it in the class's source."""
+    """Descriptions of the settings: field name to the string below the field in the class's
+    source.
+    """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
@@ -183,8 +185,8 @@ def _metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str, tuple[str,
     """Exposed name, type, label names and help text of every metric."""
     for collector in list(registry._collector_to_names):
         for family in collector.collect():
-            # Before the first sample, only these private fields have the label names: the
-            # collector's for a labelled metric, the family's for a custom collector.
+            # Before the first sample, the label names are only in private fields: in the
+            # collector's for a labelled metric, in the family's for a custom collector.
             labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
             suffix = "_total" if family.type == "counter" else ""
             yield family.name + suffix, family.type, tuple(labels), family.documentation

@@ -62,7 +62,9 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def save_tiny(family: str, folder: Path, num_layers: int = 3) -> Any:
-    """Write a checkpoint into the folder and return Transformers' model, in float32."""
+    """Write a small random checkpoint into the folder. Returns the same model as a Transformers
+    model in float32.
+    """
     logging.disable_progress_bar()
     torch.manual_seed(sum(map(ord, family)))
     config = AutoConfig.for_model(
@@ -78,7 +80,8 @@ def save_tiny(family: str, folder: Path, num_layers: int = 3) -> Any:
 
 
 Values = dict[str, NDArray[Any]]
-# Relative to a site's largest value; a different order of float32 sums stays below it.
+# Max error, relative to a site's largest value. Errors from a different order of float32 sums stay
+# below it.
 TOLERANCE = 1e-4
 REFERENCE = "reference"
 _SITE_WIDTH, _CELL_WIDTH = 20, 20  # characters, in the table
@@ -117,8 +120,8 @@ def compare(
     token_ids: Sequence[int],
     only: Sequence[str] | None = None,
 ) -> Report:
-    """Compare the frameworks with `model`, Transformers' own. `path` has the same weights; `only`
-    selects frameworks.
+    """Compare the frameworks with `model`, a Transformers model. `path` is a checkpoint with the
+    same weights. `only` selects frameworks.
     """
     expected = transformers_outputs(model, token_ids)
     here, missing = frameworks(only)
@@ -144,7 +147,9 @@ def differences(expected: Values, ours: Values) -> dict[str, Difference]:
 
 @torch.inference_mode()
 def transformers_outputs(model: Any, token_ids: Sequence[int]) -> Values:
-    """The sites of `inspection`, from hooks on Transformers' own modules."""
+    """The values at the sites of `inspection`, recorded by hooks on the modules of a Transformers
+    model.
+    """
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     layers = body.h if hasattr(body, "h") else body.layers
     norm = body.ln_f if hasattr(body, "ln_f") else body.norm

@@ -1,11 +1,12 @@
-"""Counts the files and functions that one streamed chat touches, in both processes.
+"""Counts the files and functions that run during one streamed chat, in the frontend and in the
+engine process.
 
     python engine/scripts/dev/trace_request.py smollm2-135m-instruct
     engine dev trace_request --files
 
-Starts a server with a profile hook in each of its processes. Two chats warm it up and five are
-recorded. Only what all five touch is counted, which leaves out periodic work. A file is "before the
-engine" if the frontend ran it before the engine's intake ran.
+Starts a server with a profile hook in each of its processes. Two chats warm up the server, and five
+are recorded. Only files and functions that run in all five are counted, which leaves out periodic
+work. A file is "before the engine" if the frontend ran it before the engine's intake ran.
 """
 
 import argparse
@@ -30,7 +31,8 @@ INTAKE = ("backends/custom/runtime/intake.py", "Intake.submit")
 PATIENCE_S = 60.0
 NUM_WARM, NUM_RECORDED = 2, 5
 
-# Python runs this file first in every interpreter that has its folder on the path.
+# Content of a sitecustomize.py, which Python runs first in every interpreter that has its folder on
+# the path.
 HOOK = """
 import json, os, sys, threading, time
 package, folder = os.environ["TRACE_PACKAGE"], os.environ["TRACE_FOLDER"]
@@ -94,11 +96,11 @@ def chat(url: str, model: str) -> None:
 
 
 def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
-    """The calls of each chat, in the frontend and in the engine, in order."""
+    """For each recorded chat: the calls in the frontend and the calls in the engine, in order."""
     spans: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as name, served(model, Path(name)) as (url, pids):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        # Makes the server import its late routes.
+        # This request makes the server import the routes that it loads late.
         httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S)
         for _ in range(NUM_WARM + NUM_RECORDED):
             began_at = time.monotonic()

@@ -1,1 +1,1 @@
-"""Reference implementations, kept because they are simple."""
+"""Simple reference implementations, with which others are compared."""

@@ -1,8 +1,8 @@
 """GPT-2 in plain numpy, one whole sequence at a time: the reference for all other implementations.
 
-There is no cache and no batching. Weights have the names of a Hugging Face checkpoint; each
-function is one formula. Arithmetic is float64 by default, so that any error in a comparison belongs
-to the other side.
+There is no KV cache and no batching. Weights have the names of a Hugging Face checkpoint, and each
+function is one formula. Arithmetic is float64 by default, so that the rounding error in a
+comparison comes from the other implementation.
 
     python engine/scripts/reference/monolithic_gpt2.py MODEL_DIR 464 2068 7586
 """
@@ -27,7 +27,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """The tanh approximation, which GPT-2 was trained with."""
+    """GELU in the tanh approximation, with which GPT-2 was trained."""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -52,7 +52,7 @@ def layer_outputs(
     dtype: Any = np.float64,
 ) -> dict[str, Array]:
     """The output of each layer: embed, layers.{i}.attn, .mlp and .out, norm, logits."""
-    # Checkpoints of a bare GPT2Model lack the first name component.
+    # In checkpoints of a GPT2Model without a head, the names lack the prefix "transformer.".
     w = {name.removeprefix("transformer."): value.astype(dtype) for name, value in weights.items()}
     ids = np.asarray(token_ids)
     num_tokens = len(ids)

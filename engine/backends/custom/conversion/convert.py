@@ -1,6 +1,6 @@
-"""Converts one model from any format to any other.
+"""Converts a model from any supported format to any other.
 
-Output is written under a temporary name until it is complete. It never replaces an existing file.
+The output has a temporary name until it is complete. An existing file is never replaced.
 """
 
 import json
@@ -53,7 +53,7 @@ _GGUF_ALIGNMENT = 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 10
 _ELEMENTS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "u8": 10, "i8": 11}
 _ELEMENTS |= {"f8": 12, "b1": _BOOL}
-# GGUF's file type numbers, named after the type of most tensors.
+# GGUF's number for the type of a file, by the storage type that most of its bytes have.
 _FILE_TYPES = {
     **{"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30},
@@ -82,7 +82,7 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> 
 
 
 def gguf_size(tensors: Iterable[StoredTensor]) -> int:
-    """The approximate file size: the tensors' bytes, which are nearly all of it."""
+    """The approximate size of a GGUF file: only the tensors' bytes, which are nearly all of it."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
@@ -153,7 +153,7 @@ Progress = Callable[[int, int], None]  # bytes written so far, total bytes
 
 TOKENIZER_NAME = "tokenizer.bin"
 _FACTORS = "rope_freqs.weight"
-_GENERAL = "gguf_general"  # key in a config.json for GGUF's `general.*` metadata
+_GENERAL = "gguf_general"  # key in config.json under which GGUF's `general.*` metadata are kept
 _TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SUFFIXES: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c", "": "safetensors"}
 
@@ -182,7 +182,9 @@ def convert(
 def save_trained(
     model: ModelSource, arrays: Mapping[str, NDArray[np.float32]], target: Path
 ) -> None:
-    """Write a model as a safetensors folder, with new weights given under our names."""
+    """Write a model as a safetensors folder, with new values for its weights. `arrays` maps the
+    engine's weight names to the values.
+    """
     _check(target, "safetensors", None)
     weights = dict(model.weights)
     for name, values in arrays.items():
@@ -211,8 +213,8 @@ def format_of(target: Path) -> Format:
 
 
 def open_source(path: Path, tokenizer: Path | None = None) -> ModelSource:
-    """Open a model of any format. `tokenizer` is the file for a llama2.c model, if not beside
-    it.
+    """Open a model of any supported format. `tokenizer` is the tokenizer file of a llama2.c model.
+    It is needed only if it is not beside the model.
     """
     if path.suffix != ".bin":
         if tokenizer is not None:
@@ -270,7 +272,7 @@ _WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _
 
 
 def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], list[StoredTensor]]:
-    """The metadata and tensors of the model's GGUF file."""
+    """The metadata and tensors for a GGUF file of the model."""
     tensors = []
     for weight in model.weights.values():
         spec = weight.spec
@@ -284,7 +286,7 @@ def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], l
 
 
 def stated_metadata(model: ModelSource) -> dict[str, Any]:
-    """The model and its tokenizer as GGUF metadata."""
+    """GGUF metadata that describe the model and its tokenizer."""
     if model.checkpoint.format == "gguf":
         return dict(model.metadata)
     config, rope = model.config, model.config.rope
@@ -305,7 +307,7 @@ def _hf_tensors(model: ModelSource, dtype: str | None) -> list[StoredTensor]:
 
 
 def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
-    """The files beside the weights: name -> content."""
+    """The files that a Hugging Face folder has beside the weights: file name to content."""
     if model.checkpoint.format == "safetensors":
         files = {
             path.name: member(model.path, path.name).read_bytes()
@@ -330,8 +332,8 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
 def _as_published(model: ModelSource) -> ModelConfig:
     """The configuration as it was before conversion to GGUF.
 
-    Restores short decimals from float32 numbers, and the RoPE scaling rule from
-    the stored frequency factors, if they match a known rule.
+    GGUF stores numbers as float32, from which the original short decimals are restored. It stores
+    RoPE scaling as frequency factors. If these match a known scaling rule, the rule is restored.
     """
     config = model.config
     stored = {name: getattr(config, name) for name in FLOATS}
@@ -358,7 +360,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 @contextmanager
 def _new_place(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A temporary path beside the target, which is renamed to the target on success."""
+    """Yields a temporary path beside the target. On success, it is renamed to the target."""
     free = shutil.disk_usage(target.absolute().parent).free
     if num_bytes > free:
         raise ModelError(

@@ -1,8 +1,10 @@
-"""llama2.c models: seven integers, then float32 weights; the tokenizer is a separate file.
+"""Reads and writes llama2.c models. A file has seven integers, then float32 weights. The tokenizer
+is a separate file.
 
 A model is opened as if it were GGUF, because it has the same weight layout: the RoPE pairs are
-adjacent. llama2.c's code fixes RoPE theta (10,000), epsilon (1e-5) and the ids of unknown, begin
-and end. Only the first file version is supported; later ones start with a magic number.
+adjacent. Some values are not in the file but fixed in llama2.c's code: RoPE theta (10,000), epsilon
+(1e-5), and the token ids for unknown, begin and end. Only the first file version is supported.
+Later versions start with a magic number.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +34,8 @@ _HEADER = Struct("<7i")  # D, F, layers, N, K, V (negative: the head is not tied
 _LATER_MAGIC = 0x616B3432
 _THETA, _EPS = 10_000.0, 1e-5
 BOS_ID, EOS_ID = 1, 2
-# Our weight names in the file's order. Each is stored for all layers before the next one.
+# The engine's weight names in the order of the file. A layer's weight is stored for all layers
+# before the next weight.
 _TABLES = ("embed.weight",)
 _LAYERS = (
     *("attn_norm.weight", "attn.q.weight", "attn.k.weight", "attn.v.weight", "attn.o.weight"),
@@ -74,7 +77,7 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
         )
         position += num_bytes
         if spec.name == "norm.weight":
-            # Skip the tables of cosines and sines.
+            # Skip the file's tables of RoPE cosines and sines.
             position += 4 * config.max_position * config.head_dim
         tensors[spec.gguf] = tensor
         weights[spec.name] = Weight(spec, tensor, spec.gguf_transform, config.head_dim)
@@ -180,7 +183,7 @@ _NAMES = {0: "<unk>", BOS_ID: "<s>", EOS_ID: "</s>"}
 
 
 def read_tokenizer(path: Path, vocab_size: int) -> dict[str, Any]:
-    """Read the tokenizer as `tokenizer.*` keys of GGUF metadata."""
+    """Read a tokenizer.bin. Returns it as `tokenizer.*` keys of GGUF metadata."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Tensors of a file that is about to be written: name, type and a stream of bytes.
+"""The tensors of a file to be written: each has a name, a storage type and a stream of bytes.
 
 Matrix rows are converted a few megabytes at a time. If the source already has the wanted type, its
-bytes are copied in the target's row order, without rounding. Otherwise they are dequantized and
-quantized again.
+bytes are copied in the target's row order, without rounding. Otherwise the values are dequantized,
+and quantized to the wanted type.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +19,11 @@ from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 
 Bytes = NDArray[np.uint8]
 
-_PIECE_VALUES = 4 * 2**20  # per chunk
+_PIECE_VALUES = 4 * 2**20  # max number of values converted at a time
 PLAIN_TYPES = ("F32", "F16", "BF16")
-_LOGITS_TYPE = "Q8_0"  # type of the output head (or tied embeddings) in 4-bit models
+_LOGITS_TYPE = "Q8_0"  # storage type of the output head (or tied embeddings) in 4-bit models
 _FOUR_BITS = ("Q4_0", "Q4_K")
-# The next type to try when a row is not a multiple of the type's block size.
+# The storage type to try next if the row length is not a multiple of a type's block size.
 _NARROWER_BLOCKS = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q4_0": "F16", "Q8_0": "F16"}
 
 
@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> StoredTensor:
-    """A weight in the layout of another format."""
+    """A weight to be written as storage type `dtype`, in the layout that `transform` describes."""
     shape = weight.spec.shape[::-1] if transform == "transpose" else weight.spec.shape
     is_transposed = "transpose" in (transform, weight.transform)
 
@@ -57,12 +57,15 @@ def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -
 
 
 def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
-    """A tensor with already computed values, which the source does not have."""
+    """A float32 tensor to be written that the source model does not have. `values` are its computed
+    values.
+    """
     return StoredTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
 
 
 def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
-    """The storage type of a weight in a GGUF file when `wanted` is requested; None keeps its type.
+    """The storage type of a weight in a GGUF file, if the user requested the type `wanted`. None:
+    keep the present type if possible.
 
     Vectors and learned position embeddings are float32, as llama.cpp requires. The output head (or
     the embeddings tied to it) keeps eight bits.
@@ -80,15 +83,15 @@ def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
 
 
 def plain_type(weight: Weight, wanted: str | None) -> str:
-    """The storage type of a weight in a safetensors file: float32 unless its own is a plain float
-    type.
+    """The storage type of a weight in a safetensors file: the `wanted` type. If None: the present
+    type if it is a plain float type, else float32.
     """
     now = weight.tensor.dtype
     return wanted or (now if now in PLAIN_TYPES else "F32")
 
 
 def most_bytes(tensors: Iterable[StoredTensor]) -> str:
-    """The type that most of the bytes have."""
+    """The storage type that most of the tensors' bytes have."""
     sizes = dict.fromkeys(TRAITS, 0)
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.nbytes
@@ -113,7 +116,9 @@ def _by_rows(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes
 
 
 def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
-    """For each target row, the index of the stored row; None if the order is the same."""
+    """For each row of the target, the index of the row in the source file. None if the order is the
+    same.
+    """
     if transform == weight.transform:
         return None
     source = weight.row_order()
@@ -125,8 +130,8 @@ def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
 
 
 def _transposed(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
-    """Convert a matrix that is transposed in one of the formats. It is converted at once, because
-    its rows are the other's columns.
+    """Convert a matrix that is transposed in one of the formats. The whole matrix is converted at
+    once, because each row of the target needs a value from every row of the source.
     """
     values = weight.numpy()
     if transform == "transpose":

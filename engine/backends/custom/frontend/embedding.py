@@ -1,6 +1,8 @@
-"""Embeddings: each prompt is a separate request, so the engine batches it with all others.
+"""Embeddings. Each prompt becomes a separate request to the engine, which batches it with all other
+requests.
 
-One call has at most `MAX_IN_FLIGHT` requests open at once, and never more than the queue accepts.
+One call has at most `MAX_IN_FLIGHT` open requests at a time, and never more than the engine's queue
+accepts.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ MAX_IN_FLIGHT = 128
 
 
 class _Awaited:
-    """Receives one embedding vector from the engine."""
+    """Receives the embedding of one prompt from the engine."""
 
     def __init__(self) -> None:
         self.vector: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -38,7 +40,9 @@ class _Awaited:
 async def vectors_of(
     link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int, num_dimensions: int
 ) -> NDArray[np.float32]:
-    """The unit-length embedding of each request, in order. The first failure cancels the rest."""
+    """The unit-length embeddings (requests, dimensions), in the order of the requests. If one
+    request fails, the others are cancelled and its error is raised.
+    """
     if not requests:
         return np.zeros((0, num_dimensions), np.float32)
     gate = asyncio.Semaphore(min(MAX_IN_FLIGHT, max_queued))

@@ -1,7 +1,8 @@
-"""Clients of an engine in a thread or in a child process, with the same messages.
+"""Clients that connect the frontend to an engine. Both kinds use the same messages.
 
 `InlineClient` runs the loop in a thread of this process. `ProcessClient` exchanges frames with a
-child process over a private socket. Both call `on_message` on the frontend's event loop, in order.
+child process over a private socket. Both call `on_message` for each message from the engine, in
+order, on the frontend's event loop.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ OnExit = Callable[[int], None]
 
 
 class EngineClient(Protocol):
-    """A running engine. `start` returns at once; a `Ready` or `Fatal` message then reports the
-    result.
+    """The connection to one engine. `start` returns before the model is loaded; a `Ready` or
+    `Fatal` message later reports whether loading succeeded.
     """
 
     async def start(self) -> None: ...
@@ -48,8 +49,8 @@ class EngineClient(Protocol):
         ...
 
     def wake(self) -> None:
-        """Resume an unresponsive engine process that was stopped by a signal, and dump its
-        stacks.
+        """Try to revive an unresponsive engine process: continue it, in case a signal stopped it,
+        and make it log its stacks.
         """
         ...
 
@@ -57,14 +58,18 @@ class EngineClient(Protocol):
     def pid(self) -> int: ...
 
     async def kill(self) -> None:
-        """Kill an engine that makes no progress, if that can't harm this process."""
+        """Kill an engine process that makes no progress. An engine in a thread of this process
+        can't be killed.
+        """
         ...
 
     async def stop(self) -> None: ...
 
 
 class QueueChannel:
-    """The engine's end of an inline client."""
+    """The engine's end of an `InlineClient`: a queue of messages to the engine, and a callback for
+    its answers.
+    """
 
     def __init__(self, deliver: OnMessage) -> None:
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
@@ -84,8 +89,8 @@ class QueueChannel:
 
 
 class InlineClient:
-    """Runs the engine in a thread: for embedding and tests. `module` has a `run_engine`
-    function.
+    """Runs the engine in a thread of this process, for use as a library and for tests. `module`
+    names the module whose `run_engine` function is called.
     """
 
     def __init__(self, module: str, options: msgspec.Struct, on_message: OnMessage) -> None:
@@ -101,7 +106,7 @@ class InlineClient:
         loop = asyncio.get_running_loop()
 
         def deliver(message: FromEngine) -> None:
-            # The event loop is closed, so there is no receiver.
+            # This raises if the event loop is closed. Then nobody waits for the message.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._on_message, message)
 
@@ -118,7 +123,7 @@ class InlineClient:
         return self._heartbeat.vitals()
 
     def wake(self) -> None:
-        pass  # a single thread is not stopped by a signal
+        pass  # a signal stops a whole process, never only the engine's thread
 
     @property
     def pid(self) -> int:
@@ -145,11 +150,12 @@ class InlineClient:
 
 
 class ProcessClient:
-    """Runs the engine in a child process, which can be killed at any time without harm to this one.
+    """Runs the engine in a child process. The child can be killed at any time without harm to this
+    process.
 
     `on_exit` is called once on the event loop if the child ends without being asked to. If
-    `process` is given, that child, which may already have its options, is used instead of a new
-    one.
+    `process` is given, that already started child is used instead of a new one. It may have
+    received its options before.
     """
 
     def __init__(
@@ -224,8 +230,8 @@ class ProcessClient:
 
 
 class _Connection(asyncio.Protocol):
-    """The socket protocol. It delivers messages directly from the read callback, without waking a
-    task.
+    """The frontend's end of the socket to the engine process. It delivers messages directly from
+    the event loop's read callback, without switching to a task.
     """
 
     transport: asyncio.WriteTransport

@@ -1,9 +1,11 @@
-"""Supervises the engine: open requests, readiness, restarts.
+"""Supervises the engine: tracks its open requests and whether it is ready, and restarts it when it
+dies.
 
 When the engine dies, every open request fails at once, new ones are refused, and the engine is
 restarted after a growing delay. After too many deaths in a row, restarts pause for a minute and the
-health report says so. An unresponsive process is first resumed, then killed. A process whose step
-is still running after it was interrupted is killed too.
+health report says so. An engine process that does not respond is first continued, in case a signal
+stopped it, then killed. If a step hangs, the process first interrupts it by itself. If the step
+still runs after that, the process is killed.
 """
 
 import asyncio
@@ -32,14 +34,15 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
-# The engine process ticks twice a second even while it computes. Without a tick for this long it is
-# reported as unhealthy; later it is resumed (WAKE_AFTER_S), then killed.
+# A thread of the engine process ticks twice a second, even while a step computes. Without a tick
+# for this long, the engine is reported as unhealthy. Without a tick for WAKE_AFTER_S, the process
+# is continued, and later it is killed.
 FROZEN_AFTER_S = 3.0
 WAKE_AFTER_S = 5.0
 KILL_AFTER_S = 8.0
 WATCH_INTERVAL_S = 0.5
-# A step is interrupted when its patience runs out; the process is killed after this many times the
-# patience.
+# The patience is the time after which a step counts as hung and is interrupted. If the step still
+# runs after this many times the patience, the process is killed.
 KILL_PATIENCES = 2.0
 # Delay between restarts after too many deaths in a row.
 COOL_DOWN_S = 60.0
@@ -55,7 +58,9 @@ ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 
 
 class EngineLink:
-    """Owns one engine at a time; `make_client` creates a new one after each death."""
+    """Owns the connection to one engine at a time. When the engine dies, `make_client` creates a
+    new one.
+    """
 
     def __init__(
         self,
@@ -77,13 +82,15 @@ class EngineLink:
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
-        self._in_trouble = False  # as of the last check; `_watch` checks twice a second
+        self._in_trouble = False  # the result of the last check; `_watch` checks twice a second
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self.num_restarts = 0
 
     async def start(self) -> Ready:
-        """Start the engine and wait until it has loaded. Raises the error if loading fails."""
+        """Start the engine and wait until it has loaded the model. If loading fails, raises the
+        engine's error.
+        """
         await self._launch()
         await self._became_ready.wait()
         if self.ready is None:
@@ -91,7 +98,9 @@ class EngineLink:
         return self.ready
 
     async def stop(self) -> None:
-        """End every open request and the engine. Safe to call twice, and during start."""
+        """Fail every open request and stop the engine. Safe to call twice, and while the engine is
+        starting.
+        """
         self._stopping = True
         for task in (self._restarting, self._watching):
             if task is not None:
@@ -108,7 +117,7 @@ class EngineLink:
         self._receivers[request.request_id] = receiver
 
     def forget(self, request_id: str, choice: int | None) -> None:
-        """Tell the engine to drop a request, or one choice of it. Never raises."""
+        """Tell the engine to abort a request, or one choice of it. Never raises."""
         if choice is None:
             self._receivers.pop(request_id, None)
         if self.ready is not None and self._client is not None:
@@ -118,7 +127,7 @@ class EngineLink:
                 log.debug("nothing to abort: %s", error)
 
     def done(self, request_id: str) -> None:
-        """Forget a request that has ended by itself."""
+        """Drop the receiver of a request that has ended. Sends nothing to the engine."""
         self._receivers.pop(request_id, None)
 
     async def flush_cache(self) -> ControlReply:
@@ -185,7 +194,9 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether a request can be submitted, as of the last check."""
+        """Whether the engine is loaded and made progress at the last check, so that requests can be
+        submitted.
+        """
         return self.ready is not None and not self._in_trouble
 
     def _vitals(self) -> Vitals | None:
@@ -197,15 +208,18 @@ class EngineLink:
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
     async def _watch(self, client: EngineClient) -> None:
-        """Resume the engine when it stops ticking, and kill it if that does not help or if a step
-        hangs. Its exit is then handled like any other.
+        """Watch the heartbeat. An engine process that stops ticking is continued. If that does not
+        help, or if a step hangs, the process is killed. `_on_exit` then handles its death like any
+        other.
         """
         num_looks, was_silent = 0, False
-        while num_looks < 2:  # once may be our own fault: the engine blocks while we don't read
+        # Check twice, because the first silence may be our own fault: the engine blocks while we
+        # don't read its messages.
+        while num_looks < 2:
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()
             self._in_trouble = self._trouble_of(vitals) is not None
-            # An engine that is loading may not tick for long.
+            # While an engine loads its model, it may not tick for a long time.
             if vitals is None or self.ready is None:
                 continue
             silent_s = vitals.silent_s or 0.0
@@ -221,7 +235,8 @@ class EngineLink:
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            for delta in message.deltas:  # late deltas of ended requests have no receiver
+            # Deltas that arrive after their request has ended have no receiver.
+            for delta in message.deltas:
                 receiver = self._receivers.get(delta.request_id)
                 if receiver is not None:
                     receiver.deliver(delta)
@@ -249,7 +264,7 @@ class EngineLink:
             self._watching.cancel()
         self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
         if self._has_loaded and not self._stopping:
-            self._restart_later()  # an engine that never loaded would only fail again
+            self._restart_later()  # an engine that has never loaded would only fail again
 
     def _restart_later(self) -> None:
         delay = self._restarts.delay_after_death()

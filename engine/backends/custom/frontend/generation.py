@@ -1,9 +1,11 @@
-"""One request on the frontend: token deltas in, typed events out.
+"""One generation request on the frontend: it receives the engine's token deltas and emits typed
+events.
 
-The frontend owns text. It detokenizes whole characters, finds stop strings, and tells the engine to
-drop a choice that hit one. Each choice has exactly one ending; then follows one `UsageEvent`. An
-`EngineError` ends the request instead. Events can be iterated, or pushed to a sink as deltas arrive
-(`feed`), which avoids a task switch.
+All handling of text is here. Tokens are detokenized to whole characters, stop strings are found,
+and the engine is told to abort a choice that reached one. Each choice has exactly one ending event.
+After the last ending comes one `UsageEvent`. If the engine fails, an `EngineError` is raised
+instead. A reader either iterates over the events or passes a sink to `feed`, which is called as
+deltas arrive and so avoids a task switch.
 """
 
 import asyncio
@@ -36,14 +38,15 @@ from engine.core.interfaces.request import (
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.detokenizer import Detokenizer
 
-# If more deltas than this are queued for one reader, they are merged so that it can catch up.
+# If more deltas than this wait for a slow reader, they are merged, so that the reader can catch up.
 MAX_BACKLOG = 8
 
 
 class Echo:
     """Returns the prompt before its continuation (`echo`), with prompt logprobs if requested.
 
-    Only the first choice carries prompt logprobs. Deltas of other choices are held back until then.
+    Only a delta of the first choice has the prompt logprobs. Until it arrives, deltas of other
+    choices are held back.
     """
 
     def __init__(self, text: str, request: GenerateRequest) -> None:
@@ -54,7 +57,9 @@ class Echo:
         self._echoed: set[int] = set()
 
     def ready(self, delta: TokenDelta) -> Iterator[TokenDelta]:
-        """The deltas that can be processed now that this one has arrived."""
+        """Yields the deltas that can be processed after `delta` has arrived: none while it must be
+        held back, else `delta` and those held back before.
+        """
         if delta.prompt_logprobs is not None:
             self.scores = delta.prompt_logprobs
         if self._needs_scores and self.scores is None:
@@ -65,7 +70,9 @@ class Echo:
         yield from held
 
     def is_due(self, delta: TokenDelta) -> bool:
-        """True once per choice: the prompt must be emitted before this delta."""
+        """Whether the prompt must be emitted before this delta: True for the first delta of each
+        choice.
+        """
         if delta.choice in self._echoed:
             return False
         self._echoed.add(delta.choice)
@@ -73,20 +80,20 @@ class Echo:
 
 
 class Engine(Protocol):
-    """What a generation needs from the engine."""
+    """The engine's methods that a generation calls."""
 
     def forget(self, request_id: str, choice: int | None) -> None:
-        """Drop one choice, or the whole request."""
+        """Abort one choice of a request, or the whole request if `choice` is None."""
         ...
 
     def done(self, request_id: str) -> None:
-        """Tell that the request has ended."""
+        """Called when the request has ended, so that its receiver is dropped."""
         ...
 
 
 class _Reader:
-    """Turns one choice's tokens into pieces: detokenize, cut at stop strings, then parse reasoning
-    and tool calls.
+    """Turns the tokens of one choice into output pieces: it detokenizes them, cuts the text at stop
+    strings, then separates reasoning and tool calls from the answer.
     """
 
     def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
@@ -98,7 +105,8 @@ class _Reader:
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
         self._parse = None if self._parser is None else self._parser.push
-        self.is_plain = self._parser is None  # all pieces are plain text
+        # Whether the output needs no parser: all of it is plain text.
+        self.is_plain = self._parser is None
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
         self._num_tokens += len(token_ids)
@@ -136,7 +144,8 @@ class Generation(EventFeed):
         self._engine = engine
         self._prepared = prepared
         self._open = set(range(request.params.n))  # choices that have not ended
-        self._readers: dict[int, _Reader] = {}  # created with a choice's first tokens
+        # The reader of each choice, created when the choice's first tokens arrive.
+        self._readers: dict[int, _Reader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         self._may_merge = not request.params.stop and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
@@ -152,8 +161,8 @@ class Generation(EventFeed):
         self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
-        """Called by the link, in order, with a delta of this request or with the engine's
-        failure.
+        """Called by the `EngineLink` with each delta of this request, in order, or with the error
+        if the engine fails.
         """
         self._arrived.append(item)
         if self._sink is None:
@@ -177,11 +186,11 @@ class Generation(EventFeed):
             self._release()
 
     async def feed(self, sink: EventSink) -> None:
-        """Call `sink` with each event, directly from the call that delivers the delta. Returns at
-        the end.
+        """Call `sink` with each event, directly from the `deliver` call that brings its delta.
+        Returns when the request has ended.
         """
         self._sink = sink
-        self._wake.clear()  # from here on, it signals the end
+        self._wake.clear()  # from here on, `_wake` signals the end of the request
         self._hand_on(sink)
         try:
             await self._wake.wait()
@@ -193,7 +202,9 @@ class Generation(EventFeed):
             self._release()
 
     async def aclose(self) -> None:
-        """Release what the request holds, even if no event was read. Safe to call twice."""
+        """End the request: abort it in the engine if it still runs. Works also if no event was
+        read. Safe to call twice.
+        """
         await self._reading.aclose()
         self._release()
 
@@ -210,7 +221,8 @@ class Generation(EventFeed):
             while self._arrived:
                 for event in self._take(self._arrived.popleft()):
                     sink(event)
-        # An error in one request must not break the link: `feed` raises it.
+        # An error in one request must not reach the link, which serves all requests. `feed` raises
+        # the error instead.
         except Exception as error:
             self._failure = error
         if self._failure is not None or not self._open:
@@ -220,8 +232,9 @@ class Generation(EventFeed):
         """The oldest queued item. When too many are queued, later deltas of the same choice are
         merged in.
 
-        Deltas are not merged if stop strings are set: tokens after one must be neither shown nor
-        counted. Nor while reasoning may end, because its tokens are counted separately.
+        Deltas are not merged if the request has stop strings, because tokens after a stop string
+        must be neither shown nor counted. They are not merged during reasoning either, because
+        reasoning tokens are counted separately.
         """
         item = self._arrived.popleft()
         while self._may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
@@ -238,7 +251,7 @@ class Generation(EventFeed):
         if isinstance(item, EngineError):
             raise item
         if item.choice not in self._open:
-            return []  # the choice hit a stop string while more tokens were in flight
+            return []  # the choice already ended at a stop string; these tokens were in flight
         if item.finish_reason == "error":
             code = item.error_code or InferenceError.code
             raise error_from_code(code, item.error_message or "The request failed.")
@@ -252,7 +265,7 @@ class Generation(EventFeed):
         events: list[Event] = []
         for delta in echo.ready(item):
             if delta.choice not in self._open:
-                continue  # the choice hit a stop string in an earlier delta of this batch
+                continue  # the choice ended at a stop string in an earlier delta of this batch
             if echo.is_due(delta):
                 events.append(TextEvent(delta.choice, echo.text, 0, self._echoed_logprobs(echo)))
             events += self._decode(delta)
@@ -262,8 +275,8 @@ class Generation(EventFeed):
         reader = self._reader(delta.choice)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
-        # A stop id named by the client is not part of the text. An end-of-text id has no text
-        # anyway.
+        # If the client set stop token ids, the one that ended the output is not part of the text.
+        # An end-of-text token has no text anyway.
         visible = ids[:-1] if delta.stop_token_id is not None else ids
         events: list[Event]
         if reader.is_plain:
@@ -295,7 +308,9 @@ class Generation(EventFeed):
         self._num_tokens += len(delta.token_ids)
 
     def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
-        """The events of one delta, in order. Exactly one of them counts the tokens."""
+        """The events of one delta, in order. The delta's token count is attached to exactly one of
+        them.
+        """
         choice, counted = delta.choice, False
         events: list[Event] = []
         for piece in pieces:

@@ -1,7 +1,7 @@
 """Prepares a request for the engine: prompt tokens, output parser, grammar, and validation.
 
-This runs in a tokenizer thread, because templates, tokenizing and building a grammar take time that
-grows with the client's input.
+The functions run in a tokenizer thread, not on the event loop: rendering templates, tokenizing and
+building grammars take time that grows with the client's input.
 """
 
 import functools
@@ -16,29 +16,34 @@ from engine.core.interfaces.request import SamplingParams
 from engine.core.parsing.output import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
-# How many tokens at the prompt's end are detokenized to see whether it ends inside reasoning.
+# This many tokens at the end of the prompt are detokenized, to see whether the prompt ends inside a
+# reasoning section.
 TAIL_TOKENS = 16
-LONG_TEXT = 32_768  # characters or tokens; takes a few milliseconds
+LONG_TEXT = 32_768  # characters or tokens; tokenizing this many takes a few milliseconds
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt with everything that depends on the kind of request."""
+    """A prompt in token ids, with the settings for its output that differ between chat and
+    completion requests.
+    """
 
     token_ids: tuple[int, ...]
     param: str  # the prompt's field name in the client's API
     grammar: str | None = None
-    # The same grammar in a form that compiles without the vocabulary.
+    # The same grammar in a form that can be checked without the model's vocabulary.
     checked_grammar: str | None = None
     grammar_param: str = ""
     new_parser: Callable[[], OutputParser] | None = None  # None: the output is plain text
-    shown: frozenset[int] = frozenset()  # control tokens that the parser needs to see
+    # Ids of control tokens whose text the parser needs. Other control tokens are left out of the
+    # output.
+    shown: frozenset[int] = frozenset()
     continuation: bool = False  # the output continues the prompt, so its leading space is kept
     echo: str | None = None  # the prompt's text, returned before the output
 
 
 def is_long(asked: object) -> bool:
-    """Whether tokenizing takes so long that short prompts should not queue behind it."""
+    """Whether tokenizing this request takes so long that short prompts should not wait for it."""
     if isinstance(asked, CompletionRequest):
         asked = asked.prompt
     if isinstance(asked, ChatRequest):
@@ -60,7 +65,8 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
         token_ids,
         "messages",
         grammar=output.grammar(*asked),
-        # This form is compiled without the model, so it must not refer to control tokens.
+        # This form of the grammar is checked without the model, so it must not refer to control
+        # tokens.
         checked_grammar=output.by_text().grammar(*asked),
         grammar_param="tools" if spec is None else spec.param,
         new_parser=functools.partial(output.parser, tools, choice, opened)
@@ -88,9 +94,11 @@ def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
 
 
 def _unfinished(rendered: RenderedPrompt, content: str) -> RenderedPrompt:
-    """Remove what the template writes after its last message, so that the model continues it.
+    """Remove what the template writes after the content of the last message, so that the model
+    continues this message.
 
-    Templates may trim a message. Trailing white space is kept if this template kept it.
+    Some templates strip white space from a message. White space at the end of the content stays
+    only if this template kept it.
     """
     written = content.strip()
     if not written:
@@ -147,7 +155,9 @@ def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
 def truncated(
     text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
 ) -> Prepared:
-    """Cut the prompt to its last tokens, as the request allows. An echo then shows only these."""
+    """Cut the prompt to its last tokens, if the request sets `truncate_prompt_tokens`. With `echo`,
+    only these tokens are returned.
+    """
     limit = context.truncate_prompt_tokens
     if limit is None:
         return prepared
@@ -163,8 +173,8 @@ def truncated(
 def check_prepared(
     prepared: Prepared, params: SamplingParams, max_seq_len: int, vocab_size: int
 ) -> None:
-    """Refuse requests that the engine can't compute; errors use the client's field names. The
-    engine itself repeats only the checks that protect other requests.
+    """Refuse requests that the engine can't compute. The errors name the fields as in the client's
+    API. The engine itself repeats only the checks that protect other requests.
     """
     # Check the length first, so that the ids of an oversized prompt are never scanned.
     check_context(len(prepared.token_ids), params.max_tokens, max_seq_len, prepared.param)
@@ -188,8 +198,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, param: str) -> None:
-    """Prompt and max_tokens must fit the context. Clients match on the first sentence of the
-    error.
+    """Check that prompt and max_tokens fit the context. Some clients recognize this error by its
+    first sentence.
     """
     asked = max_tokens or 0
     if num_prompt + asked > max_seq_len or num_prompt >= max_seq_len:
@@ -203,7 +213,9 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
 
 
 def check_input(num_tokens: int, max_seq_len: int) -> None:
-    """An embedding input must fit the context. No room for output is needed."""
+    """Check that an embedding input fits the context. It may fill the context, because no output
+    token is generated.
+    """
     if num_tokens > max_seq_len:
         raise InvalidRequestError(
             f"This model's maximum context length is {max_seq_len} tokens. However, an input has "

@@ -1,8 +1,9 @@
 """An on-disk cache of what the frontend needs from a GGUF file.
 
-With it, a start neither parses the file's vocabulary and tensor table nor imports the modules that
-do. The engine process still reads and checks the file at every start. The cache is optional: with a
-full or read-only disk, only a log line is written.
+With a cached entry, the frontend starts without parsing the file's vocabulary and tensor table, and
+without importing the modules that parse them. The engine process still reads and checks the file at
+every start. The cache is optional: if the disk is full or read-only, this is logged and nothing is
+cached.
 """
 
 import hashlib
@@ -22,10 +23,10 @@ from engine.core.text.tokenizer_tables import TokenizerTables
 log = logging.getLogger(__name__)
 
 SUFFIX = ".text"
-FORMAT_VERSION = 1  # of `TextFacts` and of how they are derived from a file
+FORMAT_VERSION = 1  # version of `TextFacts` and of the way they are derived from a file
 _DIGEST_BYTES = 32
-# A file that changed more recently than this is not cached: it may change again within the
-# resolution of its timestamp.
+# A model file that changed less than this long ago is not cached. It may change again without a new
+# timestamp, because timestamps have a limited resolution.
 _SETTLED_SECONDS = 2.0
 
 
@@ -37,21 +38,23 @@ class TextFacts(msgspec.Struct, frozen=True):
 
 
 def cache_directory() -> Path:
-    """The cache folder, beside the models in the store."""
+    """The cache folder `text`, beside the folder of the model store."""
     return store_directory().parent / "text"
 
 
 @dataclass(frozen=True, slots=True)
 class TextCache:
-    """A folder with one file of facts per model: a key, a digest, and the content with that
-    digest.
+    """A folder with one file per model. A file has the model file's key, the SHA-256 of the
+    content, and the content (encoded `TextFacts`).
     """
 
     directory: Path = field(default_factory=cache_directory)
     max_files: int = 32
 
     def read(self, model: Path, key: bytes) -> TextFacts | None:
-        """The cached facts; None if there are none, or if they are damaged or of another file."""
+        """The cached facts of a model. None if there are none, if they are damaged, or if the model
+        file has changed.
+        """
         path = self._path_for(model)
         try:
             with open_private(path) as file:
@@ -68,7 +71,7 @@ class TextCache:
             return None
 
     def write(self, model: Path, key: bytes, content: bytes) -> None:
-        """Store encoded facts. `read` verifies them later."""
+        """Store the encoded facts of a model. They are not checked here but in `read`."""
         path = self._path_for(model)
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +109,7 @@ def key_of(model: Path) -> bytes | None:
 
 
 def keep_text(model: Path, content: bytes) -> None:
-    """Store the facts that the examination of a model returned, if any."""
+    """Store the facts that `examine_model` returned for a model, if there are any."""
     key = key_of(model)
     if content and key is not None:
         TextCache().write(model, key, content)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 PREFIX, SUFFIX = "prefix", "suffix"
-# Fill-in-the-middle formats: each marker, and the part of the text after it (None: the part that
-# the model writes).
+# Fill-in-the-middle formats. Each is a list of marker tokens, with the part of the text that
+# follows the marker. None: the model writes this part.
 FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
     (("<|fim_prefix|>", PREFIX), ("<|fim_suffix|>", SUFFIX), ("<|fim_middle|>", None)),
     (("<fim_prefix>", PREFIX), ("<fim_suffix>", SUFFIX), ("<fim_middle>", None)),
@@ -32,8 +32,8 @@ FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
 
 @dataclass(frozen=True)
 class Infill:
-    """A model's fill-in-the-middle format: marker token ids, each followed by a part of the
-    text.
+    """A model's fill-in-the-middle format. `parts` are pairs of a marker's token id and the part of
+    the text that follows it.
     """
 
     parts: tuple[tuple[int, str | None], ...]
@@ -57,8 +57,8 @@ def find_infill(tokenizer: Tokenizer) -> Infill | None:
 
 
 class ModelShape(Protocol):
-    """The model facts that a frontend reports and validates requests against. `ModelConfig` has
-    them.
+    """The properties of a model that the frontend reports to clients and needs to validate
+    requests. `ModelConfig` has them all.
     """
 
     @property
@@ -119,7 +119,9 @@ class TextModel:
 
     @property
     def emulated(self) -> tuple[str, ...]:
-        """Capabilities that are offered although the model was not trained for them."""
+        """Names of the capabilities that the server offers although the model was not trained for
+        them.
+        """
         if self.config.encoder is not None:
             return ()
         needs_prompt = self.can_chat and not self.output.tools.native
@@ -131,8 +133,8 @@ class TextModel:
         return tuple(self.tokenizer.encode_prompt(prompt))
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        """Truncate a prompt to `max_tokens`: an encoder keeps the first ones and the final end
-        marker, a decoder keeps the last ones.
+        """Truncate a prompt to `max_tokens`: an encoder keeps the first tokens and the end marker,
+        a decoder keeps the last tokens.
         """
         if len(prompt) <= max_tokens:
             return prompt
@@ -141,7 +143,7 @@ class TextModel:
         return (*prompt[: max_tokens - 1], prompt[-1])
 
     def vocabulary(self) -> "Vocabulary":
-        """The vocabulary for grammars. Ids that only pad the embedding table have no bytes."""
+        """The vocabulary for grammars. Ids that only pad the embedding table get an empty token."""
         from engine.backends.custom.runtime.grammar import Vocabulary  # imports numpy
 
         tokenizer = self.tokenizer
@@ -160,7 +162,7 @@ def load_text(path: Path) -> TextModel:
     if facts is not None:
         return _from_facts(facts)
 
-    # Imports numpy and much of the weights code.
+    # This import loads numpy and much of the weights code, so it happens only without cached facts.
     from engine.backends.custom.weights.model import open_model
 
     source = open_model(path, reads_weights=False)
@@ -174,7 +176,9 @@ def load_text(path: Path) -> TextModel:
 
 
 def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
-    """The text model of an opened checkpoint, and the facts to cache for the next start."""
+    """The text model of an opened checkpoint, and the facts to cache for the next start (None if
+    the format is not cached).
+    """
     if source.checkpoint.format == "gguf":
         facts = _facts_of(source)
         tokenizer = Tokenizer.from_tables(facts.tables)
@@ -191,7 +195,9 @@ def _facts_of(source: "ModelSource") -> TextFacts:
 
 
 def _from_facts(facts: TextFacts) -> TextModel:
-    """A text model from cached facts, whose template was checked before it was cached."""
+    """A text model from cached facts. The chat template is not checked again: it was checked before
+    it was cached.
+    """
     tokenizer = Tokenizer.from_tables(facts.tables)
     return _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)
 
@@ -199,7 +205,9 @@ def _from_facts(facts: TextFacts) -> TextModel:
 def text_model(
     config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:
-    """Combine tokenizer and template with the model's shape. Raises if either can't work."""
+    """Combine a tokenizer and its chat template with the model's shape. Raises if the tokenizer
+    does not fit the model or the template is invalid.
+    """
     text = _assembled(config, tokenizer, quantization, size_bytes)
     text.template.check()
     return text
@@ -223,8 +231,9 @@ def _assembled(
 def _check_vocabulary(config: ModelShape, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer fits the embedding table.
 
-    Control tokens without an embedding are common; they are refused when they are used. A text
-    token without an embedding means that the files belong to two models.
+    Control tokens without an embedding are common. They are accepted here and refused when a prompt
+    uses them. A text token without an embedding means that tokenizer and weights belong to
+    different models.
     """
     num_pieces = tokenizer.vocab_size
     while num_pieces and not _is_text(tokenizer, num_pieces - 1):

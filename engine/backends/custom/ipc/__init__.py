@@ -1,3 +1,3 @@
-"""Between frontend and engine process: message frames, process start, heartbeat in shared
-memory.
+"""The connection between frontend and engine process: message frames, the start of the process, and
+a heartbeat in shared memory.
 """

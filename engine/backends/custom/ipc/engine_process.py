@@ -1,8 +1,8 @@
-"""The engine process as its parent sees it: started early, configured later.
+"""Starts the engine process early and sends it its options later.
 
-Starting the interpreter and its imports takes as long as it does for the frontend. So the frontend
-starts the engine process first, and sends the options once they are known. For the same reason,
-this module imports nothing heavy.
+The engine process takes about as long to start and import its modules as the frontend does. So the
+frontend first starts the engine process, then imports its own modules in parallel, and sends the
+options once they are known. This module imports nothing heavy, so that the start is not delayed.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ STACKS_SIGNAL = signal.SIGUSR1  # on this signal, the engine process dumps its s
 
 
 class EngineProcess:
-    """A child process that waits for its options on `socket`. If the socket closes first, it
-    exits.
+    """The engine as a child process, which waits for its options on `socket`. If the socket is
+    closed before it gets them, the child exits.
     """
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
@@ -45,13 +45,15 @@ class EngineProcess:
                 raise
 
     def begin(self, options: "msgspec.Struct") -> None:
-        """Send the options, so that it loads the model. Its answer comes over the socket."""
+        """Send the options to the child, which then loads the model. Its answer, `Ready` or
+        `Fatal`, arrives over the socket.
+        """
         self.has_begun = True
         self._send(options)
 
     def examine(self, examiner: str, path: "Path", max_cpu_s: int) -> "ForkedReading":
-        """Examine a model's files in a fork of the child, which has already imported the
-        parsers.
+        """Examine a model's files in a fork of the child. This is fast, because the child has
+        already imported the parsers.
         """
         from engine.core.interfaces.request import Examine
 
@@ -59,7 +61,7 @@ class EngineProcess:
         return ForkedReading(self)
 
     def discard(self) -> None:
-        """End a child that is no longer needed."""
+        """Kill the child process, which is no longer needed."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -67,20 +69,22 @@ class EngineProcess:
     def _send(self, message: "msgspec.Struct") -> None:
         from engine.backends.custom.ipc.transport import encode_frame
 
-        # The child is dead: reading from the socket will show that.
+        # If sending fails, the child is dead. The reader of the socket will notice and report it.
         with contextlib.suppress(OSError):
             self.socket.sendall(encode_frame(message))
 
 
 class ForkedReading:
-    """An examination in a fork of the engine process. It ends with that process at the latest."""
+    """An examination of a model that runs in a fork of the engine process. When the engine process
+    ends, the fork ends too.
+    """
 
     def __init__(self, process: EngineProcess) -> None:
         self._socket = process.socket
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
-        """The exit status and output. Raises `ConnectionClosedError` if the engine process has
-        ended.
+        """Wait for the examination. Returns its exit status and output. Raises
+        `ConnectionClosedError` if the engine process has ended.
         """
         from engine.backends.custom.ipc.transport import SocketChannel
         from engine.core.interfaces.request import Examined

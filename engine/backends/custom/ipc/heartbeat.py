@@ -1,8 +1,10 @@
-"""The engine's heartbeat in shared memory. Reading the health needs no message to the engine.
+"""The engine's heartbeat in shared memory. With it, the frontend can check the engine's health
+without sending a message.
 
-The loop writes each iteration: a counter, the time, whether there is work, and after how long a
-step counts as hung. A separate thread ticks for the process as a whole. The frontend maps the same
-bytes. It can tell a frozen process, a hung step and a slow step apart without waiting for any.
+In each iteration, the engine loop writes a counter, the time, whether there is work, and the
+patience: the time after which a step counts as hung. A separate thread of the engine process writes
+the time twice a second (a tick). The frontend maps the same memory. It can distinguish a frozen
+process, a hung step and a slow step.
 """
 
 import faulthandler
@@ -17,12 +19,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Protocol
 
-# Iteration count, CLOCK_MONOTONIC of the last iteration in ns, busy flag, patience in ns. After it:
-# the time of the process's last tick.
+# Layout of the shared memory: iteration count, CLOCK_MONOTONIC of the last iteration in ns, busy
+# flag, patience in ns. It is followed by TICK, the time of the process's last tick in ns.
 TURN = struct.Struct("<QQQQ")
 TICK = struct.Struct("<Q")
 NUM_BYTES = TURN.size + TICK.size
-# Default patience when the step time is not known: a full prefill batch on a slow machine.
+# Patience for steps whose duration can't be estimated yet. A full prefill batch on a slow machine
+# takes less.
 UNKNOWN_PATIENCE_S = 120.0
 
 
@@ -31,7 +34,7 @@ class Watched(Protocol):
 
     @property
     def is_computing(self) -> bool:
-        """Whether the loop is in a call that may be interrupted."""
+        """Whether the loop is inside a model computation, which the watchdog may interrupt."""
         ...
 
     def describe(self) -> str:
@@ -40,17 +43,17 @@ class Watched(Protocol):
 
 
 class Pulse(Protocol):
-    """Where a loop reports its progress."""
+    """The interface through which an engine loop reports its progress."""
 
     def beat(self, busy: bool, patience_s: float) -> None: ...
 
     def watch(self, loop: Watched) -> None:
-        """Set the loop that reports here."""
+        """Set the engine loop that a watchdog may observe and interrupt."""
         ...
 
 
 class NoPulse:
-    """A pulse that discards everything."""
+    """A `Pulse` that ignores all reports."""
 
     def beat(self, busy: bool, patience_s: float) -> None:
         pass
@@ -63,9 +66,10 @@ class NoPulse:
 class Vitals:
     """One reading of an engine's heartbeat."""
 
-    step_age_s: float | None  # since the last iteration while there is work; None when idle
+    # Seconds since the last iteration of a loop that has work; None if the loop is idle.
+    step_age_s: float | None
     patience_s: float  # age at which a step counts as hung
-    silent_s: float | None  # since the last tick of the process; None without a ticking thread
+    silent_s: float | None  # seconds since the last tick of the process; None if no thread ticks
 
     @property
     def is_stalled(self) -> bool:
@@ -73,7 +77,9 @@ class Vitals:
 
 
 class Heartbeat:
-    """One side of the heartbeat. Both sides map the same file descriptor."""
+    """The heartbeat in shared memory. The frontend and the engine each have such an object; both
+    map the same file.
+    """
 
     def __init__(self, fileno: int) -> None:
         self._memory = mmap.mmap(fileno, NUM_BYTES)
@@ -88,7 +94,7 @@ class Heartbeat:
         TICK.pack_into(self._memory, TURN.size, time.monotonic_ns())
 
     def watch(self, loop: Watched) -> None:
-        pass  # only a `Watchdog` observes the loop
+        pass  # the heartbeat alone does not observe the loop; a `Watchdog` does
 
     def vitals(self) -> Vitals:
         turns, at_ns, busy, patience_ns = TURN.unpack_from(self._memory, 0)
@@ -102,7 +108,7 @@ class Heartbeat:
 
 
 def heartbeat_file() -> IO[bytes]:
-    """An unnamed file of the right size, to be mapped by both sides."""
+    """An unnamed file of the right size for a heartbeat, which frontend and engine map."""
     import tempfile  # not needed in the engine process
 
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
@@ -117,11 +123,12 @@ INTERRUPT_SIGNAL = signal.SIGUSR2
 
 
 class StepInterruptedError(Exception):
-    """A step exceeded its patience and was interrupted."""
+    """A step ran longer than its patience, and the watchdog interrupted it."""
 
 
 class Watchdog:
-    """Ticks for the process, and interrupts a hung step with a signal.
+    """A thread of the engine process that writes the ticks, and interrupts a hung step with a
+    signal.
 
     Create it in the main thread, which must also run the loop: Python runs signal handlers there.
     """

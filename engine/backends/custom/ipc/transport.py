@@ -1,6 +1,6 @@
 """msgpack frames over a private socket, between a frontend and its engine process.
 
-A frame is a length and a msgspec-encoded message of a known type; anything else is refused. The
+A frame is a length and a message of a known type, encoded by msgspec. Anything else is refused. The
 socket is one end of a pair created before the child starts, so no other process can connect to it.
 """
 
@@ -52,7 +52,7 @@ class FrameDecoder(Generic[Message]):
 
 
 class SocketChannel(Generic[Message]):
-    """A blocking end of the socket: `poll` receives messages, `send` sends them."""
+    """A blocking end of the socket between frontend and engine process."""
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(True)
@@ -66,7 +66,8 @@ class SocketChannel(Generic[Message]):
             return []
         try:
             data = self._sock.recv(RECEIVE_BYTES)
-        except ConnectionError:  # the peer exited before it read all that was sent to it
+        # The other process exited before it read everything that was sent to it.
+        except ConnectionError:
             data = b""
         if not data:
             raise ConnectionClosedError("the other side closed the connection")

@@ -1,3 +1,3 @@
-"""The shared runtime: scheduler, paged KV bookkeeping and the step loop. It holds no tensors and
-imports no framework.
+"""The shared runtime: scheduler, paged KV bookkeeping and the step loop. It stores no tensors and
+imports no ML framework.
 """

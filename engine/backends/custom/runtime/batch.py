@@ -1,8 +1,9 @@
 """Builds a step's input arrays (numpy) from its scheduled rows.
 
-Per-slot state (block tables, sampling parameters) lives in arrays that are written only when a slot
-gets a new sequence or a sequence gets a new block. Each step gathers from them by slot. A steady
-decode step therefore costs a few array operations, however many rows it has.
+Each running sequence has a slot. Block tables and sampling parameters are kept in arrays indexed by
+slot, which are written only when a slot gets a new sequence or a sequence gets a new block. Each
+step gathers the entries of its rows. A steady decode step therefore costs a few array operations,
+however many rows it has.
 """
 
 from dataclasses import replace
@@ -32,7 +33,7 @@ MAX_INT32 = 2**31 - 1
 
 
 class BatchBuilder:
-    """Host-side copy of the per-slot state, indexed like the runner's slots."""
+    """Builds the inputs of each step, from host arrays that are indexed by the runner's slots."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec
@@ -40,7 +41,7 @@ class BatchBuilder:
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
         self._num_blocks = [0] * slots
-        # Per slot: the admission (`Sequence.life`) that its arrays describe.
+        # For each slot: the admission (`Sequence.life`) whose state the slot's arrays hold.
         self._lives = [0] * slots
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
@@ -54,11 +55,12 @@ class BatchBuilder:
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
         self._may_bias = np.zeros(slots, bool)
-        # Set when the last step was pure decode: if the next one has the same rows, its arrays are
-        # derived from these.
+        # These are set if the last step was pure decode. If the next step has the same rows, its
+        # arrays are derived from these instead of being built from scratch.
         self._continued: tuple[int, ...] | None = None  # `life` of each row of that step
         self._inputs: BatchInputs | None = None
-        self._sampling: SamplingInputs | None = None  # None: build it from scratch
+        # None: the sampling inputs of the next step must be built from scratch.
+        self._sampling: SamplingInputs | None = None
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
@@ -133,8 +135,8 @@ class BatchBuilder:
         )
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
-        """Sampling parameters of the step's rows. Call it once the previous step's tokens are
-        known.
+        """Sampling parameters of the step's rows. Call this only after the previous step's tokens
+        are known.
 
         `mask` has one row for each row that samples, in the same order.
         """
@@ -190,8 +192,8 @@ class BatchBuilder:
         return with_scores(sampling, batch) if has_scores else sampling
 
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
-        """Copy the sequence's parameters and block table into the slot's arrays where they are
-        stale.
+        """Bring the slot's arrays up to date: copy the sequence's parameters if the slot is new to
+        it, and append its new blocks to the block table.
         """
         if self._lives[slot] != life:
             self._set_params(slot, seq)
@@ -237,14 +239,14 @@ def _token_ids(rows: tuple[Row, ...]) -> I32:
         tokens = seq.tokens
         if length > 1:
             ids.extend(tokens[start : start + length])
-        else:  # only a decode row can be one token ahead of the host
+        else:  # a decode row, whose token the host may not know yet
             ids.append(tokens[start] if start < len(tokens) else FROM_DEVICE)
     return np.frombuffer(ids, np.int32)
 
 
 def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
-    """Token indices that need logits: of each row, the positions whose next token is scored, then
-    its last token if it samples.
+    """Indices of the step's tokens that need logits. Each row contributes the positions whose next
+    prompt token gets a logprob, then its last position if it samples.
     """
     if not num_scored.any():
         return query_start[1:][samples] - 1
@@ -257,7 +259,9 @@ def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
 
 
 def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
-    """The requested logit biases. Stop tokens get -inf until the row has its `min_tokens`."""
+    """Logit biases as arrays (row, token id, value). Stop tokens get -inf until the row has
+    generated `min_tokens` tokens.
+    """
     entries: list[tuple[int, int, float]] = []
     for index, row in rows:
         seq, params = row.seq, row.seq.params
@@ -272,7 +276,10 @@ def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
 
 
 def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
-    """Group rows that share leading blocks, counting only blocks computed before this step."""
+    """Group the rows whose block tables begin with the same blocks, so that attention can read
+    these once. Only blocks computed before this step count. Returns `prefix_groups` and
+    `prefix_blocks` of `BatchInputs`.
+    """
     groups = np.full(len(tables), -1, np.int32)
     candidates = np.flatnonzero(full_blocks > 0)
     order = candidates[np.argsort(tables[candidates, 0], kind="stable")]
@@ -287,8 +294,8 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
     sizes = sizes[is_group]
     starts = np.cumsum(sizes) - sizes
     groups[members] = np.repeat(np.arange(len(sizes)), sizes)
-    # For each member: the first block that differs from the group's first row, or the end of its
-    # computed blocks.
+    # For each member of a group, find where its shared prefix ends: at the first block that differs
+    # from the group's first row, or at the end of the member's computed blocks.
     limits = full_blocks[members]
     width = int(limits.max())
     differs = tables[members, :width] != np.repeat(tables[members[starts], :width], sizes, axis=0)

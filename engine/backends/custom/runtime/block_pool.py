@@ -1,7 +1,8 @@
 """Reference counts of the blocks in the paged KV cache.
 
-Sequences hold references, and so does the prefix cache. A block without references is free. A block
-that only the prefix cache holds can be evicted. Block 0 is the null block; no sequence owns it.
+Each sequence holds a reference to its blocks. The prefix cache holds one to each cached block. A
+block without references is free. A block that only the prefix cache holds can be evicted. Block 0
+is the null block; no sequence owns it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,9 @@ from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 
 
 class BlockPool:
-    """Invariant: refs[b] == (1 if b is in the prefix cache) + number of sequences that hold b."""
+    """Counts the references to each block of the KV pool. Invariant: refs[b] == (1 if b is in the
+    prefix cache) + number of sequences that hold b.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
@@ -23,8 +26,8 @@ class BlockPool:
         self.num_evictable = 0
         self._refs = [0] * num_blocks
         self._cached = bytearray(num_blocks)
-        # A stack: the block that was freed last is reused first, while it is still in the CPU's
-        # cache.
+        # The free list is a stack: the block that was freed last is reused first, while it is still
+        # in the CPU's cache.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
 
     @property
@@ -46,7 +49,7 @@ class BlockPool:
         return bool(self._cached[block])
 
     def count_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks only the prefix cache holds."""
+        """Counts those of the given blocks that only the prefix cache holds."""
         return sum(1 for b in blocks if self._cached[b] and self._refs[b] == 1)
 
     def take(self, count: int) -> list[int]:
@@ -61,7 +64,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference of one more sequence to each block."""
+        """Add one reference to each block, for a sequence that starts to use these blocks."""
         for block in blocks:
             refs = self._refs[block]
             assert refs > 0, f"block {block} is free and can't be shared"
@@ -88,7 +91,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def uncache(self, block: int) -> None:
-        """Drop the prefix cache's reference to a block that only it holds; the block becomes
+        """Drop the prefix cache's reference to a block that no sequence holds. The block becomes
         free.
         """
         assert self._cached[block] and self._refs[block] == 1, block
@@ -98,8 +101,8 @@ class BlockPool:
         self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
-        """Recount all references from the holders' own lists. Raises AssertionError on a
-        difference.
+        """Recount the references: `holders` are the block lists of all sequences, `cached` the
+        blocks in the prefix cache. Raises AssertionError if a count differs from the stored one.
         """
         expected = [0] * self.num_blocks
         for held in holders:

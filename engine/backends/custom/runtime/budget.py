@@ -1,8 +1,9 @@
 """The token budget of a step, which bounds the inter-token latency of running sequences.
 
-The limit is a time, not a token count. A cost model is fitted to finished steps: a pure decode step
-is a line over the number of sequences, and each prefill token adds a constant. The limit applies
-only while sequences decode. Otherwise a step may be as large as memory allows.
+The limit is the duration of a step, not a token count. A cost model is fitted to finished steps:
+the time of a pure decode step is linear in the number of sequences, and each prefill token adds a
+constant time. The limit applies only while sequences decode. Otherwise a step may be as large as
+memory allows.
 """
 
 from bisect import bisect_left
@@ -11,9 +12,9 @@ from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, StepCounts
 
 TARGET_STEP_S = 0.025
-PROMPT_SHARE = 1.0  # max prefill time per step, relative to the decode time
-SMOOTHING = 0.2  # weight of the newest step with prefill
-MEMORY = 0.99  # decay of older pure decode steps per new one
+PROMPT_SHARE = 1.0  # max prefill time of a slow step, relative to its decode time
+SMOOTHING = 0.2  # decay of older steps with prefill, when a new one is recorded
+MEMORY = 0.99  # older pure decode steps are multiplied by this when a new one is recorded
 # A measured step counts as at most this many times its expected cost. One interrupted step then
 # hardly moves the model, while a lasting slowdown is learned over a few steps.
 MAX_SURPRISE = 4.0
@@ -33,8 +34,8 @@ class CostLine:
         self._products = MEMORY * self._products + count * seconds
 
     def at(self, count: int) -> float:
-        """The fitted seconds at `count`; 0.0 without data. Data of one count give a line through
-        zero.
+        """The fitted seconds at `count`; 0.0 without data. If all data have the same count, the
+        line goes through zero.
         """
         if not self._weight:
             return 0.0
@@ -44,13 +45,13 @@ class CostLine:
             slope = (self._products / self._weight - mean * mean_s) / spread
         else:
             slope = mean_s / mean
-        # A longer batch costs no less, and at most proportionally more.
+        # A larger count never costs less, and at most proportionally more.
         slope = min(max(slope, 0.0), mean_s / mean)
         return mean_s + slope * (count - mean)
 
 
 class StepBudget:
-    """Decides token budgets; its only input is the steps passed to `record`."""
+    """Decides the token budget of each step. It learns only from the steps passed to `record`."""
 
     def __init__(
         self,
@@ -59,7 +60,9 @@ class StepBudget:
         target_s: float = TARGET_STEP_S,
         min_tokens: int = PROMPT_TOKENS,
     ) -> None:
-        """`min_tokens`: prefill tokens that every step may compute, whatever they cost."""
+        """`min_tokens`: number of prefill tokens that every step may compute, however long they
+        take.
+        """
         self._max_slots = max_slots
         self._min_tokens = min_tokens
         self._max_tokens = max(max_tokens, max_slots)
@@ -72,8 +75,9 @@ class StepBudget:
     def tokens(self, num_decoding: int, num_running: int) -> int:
         """The next step's token budget: at least one token for each running sequence.
 
-        When decode alone exceeds the target, prefill may still take as long as decode does. Decode
-        then runs at half speed for a while, but waiting requests get their first token.
+        If decode alone takes more than half of the target time, prefill may still take as long as
+        decode does. Decode may then run at half speed for a while, but waiting requests get their
+        first token.
         """
         if not num_decoding:
             return self._max_tokens
@@ -103,7 +107,9 @@ class StepBudget:
         self._max_tokens = max(self._max_slots, self._max_tokens // 2)
 
     def step_s(self, num_rows: int, num_tokens: int) -> float | None:
-        """The expected duration of such a step; None before any prefill was measured."""
+        """The expected seconds of a step with these numbers of rows and tokens; None before any
+        prefill was measured.
+        """
         if not self._prompt_tokens:
             return None
         return self._continuing.at(num_rows) + self._prompt_cost(num_tokens - num_rows)
@@ -117,7 +123,7 @@ def _believable(seconds: float, expected: float) -> float:
 
 
 class StepCounter:
-    """Histograms of the engine's steps, by duration and by token count."""
+    """Counts the engine's steps in two histograms: by duration and by token count."""
 
     def __init__(self) -> None:
         self._by_seconds = [0] * (len(STEP_SECONDS) + 1)

@@ -1,8 +1,8 @@
 """The order in which leaves of the prefix cache are evicted.
 
-The eviction policy ranks the leaves. With several active tenants, a tenant that uses no more than
-an equal share of the cached blocks is spared: a tenant with ever-changing prompts then evicts its
-own prefixes first. With a single tenant only the policy decides.
+The eviction policy ranks the leaves. With several active tenants, the leaves of a tenant that uses
+no more than an equal share of the cached blocks are evicted last. So a tenant with ever-changing
+prompts evicts its own prefixes first. With a single tenant only the policy decides.
 """
 
 import heapq
@@ -31,7 +31,8 @@ POLICIES: dict[EvictionPolicy, Callable[[BlockUsage], Key]] = {
 }
 
 
-# A tenant without requests for this long is no longer active, and no longer spared.
+# A tenant without requests for this long counts as inactive. Its leaves are then evicted like all
+# others.
 ABSENT_AFTER_S = 300.0
 # How often the set of active tenants is recomputed.
 REVIEW_INTERVAL_S = 10.0
@@ -40,8 +41,8 @@ Entry = tuple[Key, int, "Node"]
 
 
 class Leaves:
-    """Priority heaps of evictable leaves. Stale entries stay in the heaps; `pop` drops those for
-    which `is_current(key, node)` is False.
+    """Heaps of the evictable leaves, ordered by the eviction policy. Outdated entries stay in the
+    heaps until `pop` finds them: it drops an entry if `is_current(key, node)` is False.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Leaves:
 
     def clear(self) -> None:
         self._heap: list[Entry] = []
-        self._spared: list[Entry] = []  # leaves of spared tenants; evicted last
-        self.by_tenant: dict[str, int] = {}  # cached blocks of each tenant
+        self._spared: list[Entry] = []  # leaves of tenants within their share; evicted last
+        self.by_tenant: dict[str, int] = {}  # number of cached blocks of each tenant
         self._total = 0
         self._seen: dict[str, float] = {}
         self._present: set[str] = set()
@@ -87,13 +88,13 @@ class Leaves:
         heapq.heappush(self._heap, (self._key(node), id(node), node))
 
     def replace(self, nodes: Iterable["Node"]) -> None:
-        """Rebuild the heaps from `nodes`, which are all leaves of the tree."""
+        """Rebuild the heaps from `nodes`, which must be all leaves of the tree."""
         self._spared.clear()
         self._heap = [(self._key(node), id(node), node) for node in nodes]
         heapq.heapify(self._heap)
 
     def pop(self) -> "Node | None":
-        """The leaf to evict next; None when no leaf is evictable."""
+        """Remove and return the leaf to evict next. None if no leaf can be evicted."""
         if self._spared and self._clock() >= self._review_at:
             self._review()
         while self._heap:

@@ -1,9 +1,9 @@
 """Constrained output: compiled grammars, and the token masks of a step.
 
-A dedicated thread compiles grammars, so a large one delays only its own request. Masks are computed
-in a thread too, while the forward pass runs, for each row whose last token the host already knows.
-With overlapped steps that token may still be on the device. Such a row's mask is computed when the
-token arrives; meanwhile the device runs the next forward pass.
+A dedicated thread compiles grammars, so that a large grammar does not block the engine loop. Masks
+are computed in a thread too, while the forward pass runs, for each row whose last token the host
+already knows. With overlapped steps that token may still be on the device. Such a row's mask is
+computed when the token arrives; meanwhile the device runs the next forward pass.
 """
 
 import logging
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # a matcher and its row in the mask
-# A compiled grammar also keeps its lexer states, so this count bounds the memory.
+# Max compiled grammars that are kept. Each one also keeps its lexer states, so this bounds the
+# memory.
 MAX_COMPILED = 128
 MAX_MASK_THREADS = 4
 ALL_ALLOWED = 0xFFFFFFFF
-# llguidance's prefix for the bytes of a special token, which no text can spell.
+# llguidance marks a special token by this byte before its text, because no UTF-8 text contains the
+# byte.
 SPECIAL_MARK = b"\xff"
 
 
@@ -47,7 +49,7 @@ class Vocabulary:
 
 
 class Constraint:
-    """One sequence's position in its grammar."""
+    """The grammar of one sequence, with the current position in it."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
@@ -55,8 +57,8 @@ class Constraint:
     def accept(self, token: int, is_stop: bool) -> bool:
         """Advance past a sampled token. A stop token is not part of the output.
 
-        Returns False when the sequence can't continue; `error` then says why. A row whose mask
-        could not be computed is allowed only the end-of-text token.
+        Returns False when the sequence can't continue; `error` then says why. If a row's mask could
+        not be computed, only the end-of-text token is allowed, and the matcher reports an error.
         """
         if self.matcher.is_error():
             return False
@@ -64,7 +66,7 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether only the end of the output can follow."""
+        """Whether the grammar allows no further token except the end of the output."""
         return self.matcher.is_stopped()
 
     @property
@@ -76,8 +78,8 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars for one model. The library and vocabulary are loaded for the first
-    grammar.
+    """Compiles grammars for one model. llguidance and the vocabulary are loaded when the first
+    grammar is compiled.
     """
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -87,8 +89,8 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """A matcher in its start state; copy it before use. The future fails with an
-        `EngineError`.
+        """The compiled grammar as a matcher in its start state. It is shared, so copy it before
+        use. If compiling fails, the future raises an `EngineError`.
         """
         known = self._compiled.get(grammar)
         if known is None or _may_succeed_next_time(known):
@@ -102,8 +104,8 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> "LLMatcher":
-        """Retries once when the failure is not the grammar's fault, since many requests may wait
-        for it.
+        """Compile a grammar. If it fails for a reason other than the grammar, try once more,
+        because many requests may wait for the same grammar.
         """
         try:
             return self._compile_once(grammar)
@@ -176,7 +178,9 @@ class MaskWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def begin(self, num_rows: int, known: list[MaskRow]) -> "MaskJob":
-        """Allocate masks for `num_rows` rows and start to compute those in `known`."""
+        """Allocate masks for `num_rows` rows, and start to compute those of the rows in `known` in
+        a thread.
+        """
         mask = np.full((num_rows, self._num_words), ALL_ALLOWED, np.uint32)
         done = frozenset(index for _, index in known)
         computing = self._thread.submit(self.fill, mask, known) if known else None
@@ -193,7 +197,7 @@ class MaskWriter:
 
 @dataclass(frozen=True)
 class MaskJob:
-    """The masks of one step, partly still being computed."""
+    """The token masks of one step. Some of them may still be being computed."""
 
     mask: U32
     done: frozenset[int]  # rows whose computation was started in `begin`
@@ -201,7 +205,9 @@ class MaskJob:
     writer: MaskWriter
 
     def finish(self, rows: list[MaskRow]) -> U32:
-        """Wait, compute the masks of the remaining `rows`, and return all."""
+        """Wait for the started computation, then compute the masks of those `rows` that it did not
+        include. Returns the masks of all rows.
+        """
         if self.computing is not None:
             self.computing.result()
         late = [row for row in rows if row[1] not in self.done]

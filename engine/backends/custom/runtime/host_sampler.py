@@ -1,9 +1,10 @@
 """Sampling on the CPU with numpy, for runners whose device has no sampler of its own.
 
-The order is: penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Logprobs are the
-model's own, from before all of these. Top-k, top-p and min-p are probability floors: every token
-that ties with the least likely kept token is kept too, so the result depends on values alone.
-Sampling adds keyed Gumbel noise and takes the argmax; temperature 0 takes the argmax without noise.
+The order is: penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Logprobs come from
+the model's logits, before any of these steps. Top-k, top-p and min-p each keep the tokens at or
+above a minimum probability. If several tokens tie at the minimum, all are kept, so the result does
+not depend on the order of tokens. Sampling adds keyed Gumbel noise and takes the argmax;
+temperature 0 takes the argmax without noise.
 """
 
 from collections.abc import Iterator
@@ -29,12 +30,14 @@ MASK_31 = 0x7FFFFFFF
 
 
 def token_words(vocab_size: int) -> I32:
-    """A 32-bit hash of each token id; constant for a model."""
+    """A 32-bit hash of each token id, (V,). It is the same for every step of a model."""
     return _mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
 
 
 def row_keys(seed: I64, choice: I32, position: I32) -> I32:
-    """Two hash words per row, (R, 2). The second is odd, so multiplying by it is a bijection."""
+    """Two 32-bit hash words per row, (R, 2). The second word is odd, so multiplying by it maps no
+    two values to the same one.
+    """
     key = _mix64(seed.astype(np.uint64))
     key = _mix64(key ^ choice.astype(np.uint64))
     key = _mix64(key ^ (position.astype(np.uint64) << np.uint64(32)))
@@ -102,13 +105,14 @@ class HostSampler:
         return Sampled(tokens) if num_top < 0 else with_logprobs(logits, tokens, num_top)
 
     def _begin(self, sampling: SamplingInputs) -> None:
-        """Load the token histories that came with this step."""
+        """Set the token counts of the slots whose token history came with this step."""
         for slot, in_prompt, in_output in histories(sampling, self._vocab_size):
             self._counts[slot] = Counts(in_prompt, in_output)
 
     def _penalize(self, logits: F32, sampling: SamplingInputs) -> None:
-        """In place. Repetition divides or multiplies logits; presence and frequency subtract, over
-        output only.
+        """Apply the penalties to `logits` in place. The repetition penalty divides positive logits
+        and multiplies negative ones, for tokens of prompt and output. Presence and frequency
+        penalties are subtracted, for tokens of the output only.
         """
         for row in np.flatnonzero(_penalized(sampling)):
             counts = self._counts[int(sampling.slots[row])]
@@ -126,8 +130,8 @@ class HostSampler:
 
 
 def histories(sampling: SamplingInputs, vocab_size: int) -> Iterator[tuple[int, Bools, I32]]:
-    """For each slot with a history in this step: whether the prompt has each token (V,), and how
-    often the output has it (V,).
+    """Yields, for each slot whose token history came with this step: the slot, whether each token
+    is in the prompt (V,), and how often it is in the output (V,).
     """
     for index, slot in enumerate(sampling.history_slots.tolist()):
         start, end = sampling.history_start[index : index + 2]
@@ -150,8 +154,8 @@ def allowed(mask: U32, vocab_size: int) -> Bools:
 
 
 def sample_tokens(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
-    """Sample one token for each of `rows`, all of which have a temperature above 0:
-    (len(rows),).
+    """Sample one token for each of `rows`, which index `sampling`. All of them have a temperature
+    above 0. `logits` (len(rows), V) has only these rows.
     """
     logits = logits / sampling.temperature[rows, None]
     top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
@@ -171,8 +175,8 @@ def keep_top_k(logits: F32, top_k: I32) -> None:
 
 
 def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
-    """Top-p, then min-p, which is relative to the most likely token's probability. Top-p never
-    removes that token.
+    """Apply top-p and min-p: set the logits of all other tokens to -inf. Min-p is relative to the
+    probability of the most likely token, which is always kept.
     """
     probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     probs /= probs.sum(axis=1, keepdims=True)
@@ -184,13 +188,15 @@ def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
 
 
 def nucleus_floor(probs: F32, target: F32) -> F32:
-    """The largest probability such that the tokens at or above it sum to at least the target: (R,).
+    """The minimum probability for top-p, (R,): the largest value such that the tokens at or above
+    it have a total probability of at least `target`.
 
     Bisects over the bits of a float32, which sort like the values. The last 7 bits stay 0, so
     tokens whose probabilities agree to one part in 65,536 count as ties.
     """
     floor = np.full(len(probs), 2.0**-63, np.float32).view(np.int32)
-    # The bits that differ between 2 ** -63 and 1, except the highest.
+    # These are the bits that differ between the float32 values 2 ** -63 and 1, except the highest
+    # of them.
     for bit in reversed(range(7, 29)):
         higher = floor | np.int32(1 << bit)
         mass = np.where(probs >= higher.view(np.float32)[:, None], probs, 0).sum(axis=1)

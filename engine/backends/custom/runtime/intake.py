@@ -1,7 +1,8 @@
-"""Where requests enter the engine: each becomes sequences or is refused. Deadlines are kept here
-too.
+"""Takes in requests: turns each one into sequences for the scheduler, or refuses it. Also ends
+requests whose deadline has passed.
 
-The frontend has validated requests already. Only what could harm other requests is checked again.
+The frontend has already validated the requests. Only the checks that protect other requests are
+repeated here.
 """
 
 import heapq
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 class _Compiling:
     request: GenerateRequest
     prompt: Tokens
-    choices: list[int]  # choices that were not aborted
+    choices: list[int]  # indices of the choices that were not aborted
     matcher: "Future[LLMatcher]"
     submitted_at: float
 
@@ -48,7 +49,9 @@ class _Compiling:
 
 
 class Intake:
-    """Puts requests into the scheduler's queue."""
+    """Checks requests, waits for their grammars to compile, and puts them into the scheduler's
+    queue.
+    """
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class Intake:
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
-        # A heap of deadlines, one entry for all choices of a request. Ended requests are removed
-        # once they are the majority.
+        # A heap of deadlines. An entry holds all choices of a request. Entries of ended requests
+        # are removed together once they are the majority.
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
@@ -73,8 +76,8 @@ class Intake:
         return len(self._compiling)
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
-        """Queue every choice of a request. A refusal is returned as the final delta of each
-        choice.
+        """Queue every choice of a request. If the request is refused, returns one final delta with
+        the error for each choice; otherwise an empty list.
         """
         prompt = self._packed(request.prompt)
         error = self._find_fault(request, prompt)
@@ -92,8 +95,8 @@ class Intake:
         return self.admit_compiled(now)
 
     def admit_compiled(self, now: float) -> list[TokenDelta]:
-        """Queue the requests whose grammar is ready. Refuse those whose grammar failed or came too
-        late.
+        """Queue the requests whose grammar is compiled. Refuse a request if its grammar failed to
+        compile or was not ready within the request's time limit.
         """
         refused: list[TokenDelta] = []
         for each in list(self._compiling.values()):
@@ -118,7 +121,9 @@ class Intake:
     def fail(
         self, request: GenerateRequest, choices: Iterable[int], now: float
     ) -> list[TokenDelta]:
-        """Remove these choices after an unexpected error while they were submitted."""
+        """Remove a request that could not be queued because of an unexpected error. Returns the
+        final delta of each choice.
+        """
         self._compiling.pop(request.request_id, None)
         self._scheduler.abort(request.request_id, None, now)
         error = InferenceError("The engine could not take in this request.")
@@ -175,7 +180,8 @@ class Intake:
                 deadline=deadline,
                 constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
                 pools=request.pools,
-                # All choices share this prompt.
+                # All choices have the same prompt, so only the first choice computes the prompt's
+                # logprobs.
                 scores_prompt=params.score_prompt and choice == 0,
             )
             self._scheduler.add(seq)
@@ -187,7 +193,8 @@ class Intake:
 
     def expire(self, now: float) -> list[TokenDelta]:
         """End requests whose deadline has passed, and those that waited too long to be admitted. A
-        request counts as admitted with its first choice: its other choices may wait longer.
+        request counts as admitted once one of its choices is admitted. Its other choices may then
+        wait longer.
         """
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -209,7 +216,7 @@ class Intake:
             heapq.heapify(self._deadlines)
 
     def _packed(self, prompt: tuple[int, ...]) -> Tokens | None:
-        """The prompt as an int32 array; None if an id is outside the vocabulary."""
+        """The prompt as an int32 array; None if a token id is outside the vocabulary."""
         try:
             tokens = packed(prompt)
         except OverflowError:
@@ -249,7 +256,7 @@ class Intake:
         return None
 
     def _max_tokens(self, request: GenerateRequest) -> int:
-        """The requested max_tokens, limited to what is left of the context."""
+        """The requested max_tokens, limited to the room that the prompt leaves in the context."""
         if request.pools:
             return 1
         asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
@@ -257,8 +264,8 @@ class Intake:
 
 
 def too_late(is_over: bool, waited_s: float) -> EngineError:
-    """The error for a request past its deadline (`is_over`), or one that waited too long to be
-    admitted.
+    """The error for a request that passed its deadline (`is_over`) or that waited too long to be
+    admitted (not `is_over`).
     """
     if is_over:
         return RequestTimeoutError("The request's time limit passed before it was done.")

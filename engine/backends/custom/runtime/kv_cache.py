@@ -1,7 +1,7 @@
-"""The scheduler's view of KV memory: admit, extend, commit, release.
+"""KV memory for the scheduler: it allocates blocks to sequences and shares cached prefixes.
 
-This is the only caller of `BlockPool` and `RadixCache`. It deals in block ids; the keys and values
-themselves belong to the runner.
+Only this module changes the `BlockPool` and the `RadixCache` while sequences run. It handles block
+ids. The keys and values themselves are in the runner's memory.
 """
 
 import logging
@@ -39,20 +39,23 @@ class KVCache:
         self._max_cached_sequences = max_cached_sequences
         self.num_queried = 0  # prompt tokens looked up in the prefix cache
         self.num_hit = 0  # prompt tokens found there
-        self.num_unpublished = 0  # failed attempts to publish
+        self.num_unpublished = 0  # failed attempts to publish blocks to the prefix cache
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._blocks_for(num_tokens) <= self.pool.num_usable
 
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the sequence's prefix. At least one token is left to compute."""
+        """The cached blocks of the sequence's prefix. The last token is never included, because it
+        must be computed to get logits.
+        """
         if not self.sharing:
             return []
         return self.radix.match(seq.namespace, seq.tokens[:-1])
 
     def admit(self, seq: Sequence, matched: list[int], spare: int, reserve: int) -> bool:
-        """Share the `matched` blocks and allocate the rest for `reserve` tokens. False, with
-        nothing allocated, if fewer than `spare` blocks would remain.
+        """Give a sequence the `matched` cached blocks, and allocate further blocks for a total of
+        `reserve` tokens. Returns False and allocates nothing if fewer than `spare` blocks would
+        then be free or evictable.
         """
         assert not seq.blocks and reserve >= len(seq.tokens), (seq.blocks, reserve)
         needed = self._blocks_for(reserve) - len(matched)
@@ -60,7 +63,8 @@ class KVCache:
         if needed + spare > self.pool.num_free + evictable:
             return False
         self.pool.share(matched)
-        # Set first, so that `release` gives them back if the allocation fails.
+        # The matched blocks are set before the allocation, so that `release` gives them back if the
+        # allocation fails.
         seq.blocks = list(matched)
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
@@ -70,7 +74,9 @@ class KVCache:
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the sequence's block table to hold `num_tokens` tokens. False if memory is short."""
+        """Extend the sequence's block table to hold `num_tokens` tokens. Returns False if too few
+        blocks are free or evictable.
+        """
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
         if needed <= 0:
             return True
@@ -81,15 +87,18 @@ class KVCache:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Publish the full, confirmed prompt blocks while the sequence keeps running.
+        """Publish prompt blocks to the prefix cache while the sequence keeps running: those that
+        are full and that finished steps have computed.
 
-        Generated tokens are published at release: no other request can match them earlier, and
-        steady decode then never touches the tree.
+        Generated tokens are published only at release. Other requests can hardly use them earlier,
+        and steady decode then never modifies the tree.
         """
         self._publish(seq, min(seq.num_confirmed, seq.num_prompt), only_own=True)
 
     def release(self, seq: Sequence) -> None:
-        """Publish every full, confirmed block, then drop all references. Safe to call twice."""
+        """Publish every full block that finished steps have computed, then drop all references of
+        the sequence. Safe to call twice.
+        """
         self._publish(seq, seq.num_confirmed, only_own=False)
         self.pool.drop(seq.blocks)
         seq.blocks = []
@@ -106,7 +115,7 @@ class KVCache:
         self.radix.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert block conservation, reference counts and tree shape against the sequences' block
+        """Assert that reference counts, free blocks and the tree agree with the sequences' block
         lists.
         """
         sequences = list(sequences)
@@ -126,8 +135,8 @@ class KVCache:
             assert evicted == short, (evicted, short)
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        """Publish blocks to the prefix cache. A failure is only counted: a later request recomputes
-        them.
+        """Publish the blocks of the first `num_tokens` tokens to the prefix cache. A failure is
+        only counted and logged, because later requests can recompute the blocks.
         """
         if not self.sharing:
             return

@@ -1,9 +1,9 @@
 """The engine loop: read messages, schedule a step, run it, send out its tokens.
 
 With an asynchronous runner (depth 1), a step's forward pass is launched before the previous step's
-tokens are awaited. With depth 0, each step finishes in its own iteration. When a step raises, it is
-bisected (`recovery.py`) until one row fails alone, and only that request fails. An error in any
-other stage fails only the request that the stage was working on.
+tokens are awaited. With depth 0, each step finishes in its own iteration. When a step raises, its
+rows are bisected (`recovery.py`) to find the row that raises even alone. Only that row's request
+fails. An error in any other stage fails only the request that the stage was working on.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step whose tokens were sampled on the device but not awaited yet."""
+    """A step that was launched on the device. The host has not waited for its tokens yet."""
 
     batch: ScheduledBatch
     pending: PendingTokens
@@ -74,14 +74,16 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A step between `forward` and `sample`."""
+    """A step after its `forward` call and before its `sample` call."""
 
     handle: Any
     masks: MaskJob | None
 
 
 class EngineLoop:
-    """Owns a scheduler and a runner. Everything happens in the thread that calls `run`."""
+    """Owns a scheduler and a runner. All work is done in the thread that calls `run`, except
+    compiling grammars and computing masks.
+    """
 
     def __init__(
         self,
@@ -100,7 +102,8 @@ class EngineLoop:
         self._pulse = pulse or NoPulse()
         self._builder = BatchBuilder(runner.spec)
         self._grammars = grammars
-        self._masks: MaskWriter | None = None  # created for the first constrained row
+        # Created when the first row with a grammar is sampled.
+        self._masks: MaskWriter | None = None
         self._intake = Intake(runner.spec, scheduler, max_queued, grammars)
         self._launched: Launch | None = None
         self._stopping = False
@@ -110,14 +113,15 @@ class EngineLoop:
         self._checked_step = 0
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
-        self._reported = (0, 0, 0)  # steps, running, waiting
+        self._reported = (0, 0, 0)  # the `_state` of the last stats message
         self._num_schedule_failures = 0  # consecutive
         self._patience_s = UNKNOWN_PATIENCE_S
-        self.is_computing = False  # inside a runner call, which the watchdog may interrupt
+        # Whether the loop is inside a runner call, which the watchdog may interrupt.
+        self.is_computing = False
         self._pulse.watch(self)
 
     def run(self) -> None:
-        """Serve until told to stop, then release everything."""
+        """Serve until a `Stop` message arrives, then abort all requests and close the runner."""
         while not self._stopping:
             self.turn(IDLE_POLL_S)
         self._end_all()
@@ -161,7 +165,9 @@ class EngineLoop:
             self._recover(batch, error)
 
     def _begin(self, batch: ScheduledBatch) -> None:
-        """Write to the heartbeat that a step begins, and after how long it counts as hung."""
+        """Report the start of a step to the heartbeat, with the time after which the step counts as
+        hung.
+        """
         expected_s = self._budget.step_s(len(batch.rows), batch.num_tokens)
         self._patience_s = UNKNOWN_PATIENCE_S
         if expected_s is not None:
@@ -169,7 +175,9 @@ class EngineLoop:
         self._pulse.beat(True, self._patience_s)
 
     def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a slow call. A step can be interrupted only inside this function."""
+        """Run a call that may take long. The watchdog can interrupt a step only inside this
+        function.
+        """
         self.is_computing = True
         try:
             return call(*arguments)
@@ -183,7 +191,9 @@ class EngineLoop:
         return Forwarded(self._compute(self._run_forward, inputs), masks)
 
     def _run_forward(self, inputs: BatchInputs) -> Any:
-        """Whichever runner it is: what surrounds every forward pass can be put here."""
+        """Runs the model's forward pass. Every forward pass goes through this method, so fault
+        injection can wrap all of them.
+        """
         return self._runner.forward(inputs)
 
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
@@ -206,8 +216,8 @@ class EngineLoop:
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
-        """Wait for the launched step, if any, and apply its output. It stays launched if this
-        raises.
+        """Wait for the launched step, if there is one, and apply its output. If this raises, the
+        step remains registered as launched.
         """
         launch = self._launched
         if launch is None:
@@ -216,7 +226,8 @@ class EngineLoop:
         self._launched = None
         now = time.monotonic()
         self._num_steps += 1
-        # On the device, a step queued behind another one started when that one ended.
+        # If this step was queued on the device behind another one, it started when the other one
+        # ended.
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
@@ -227,8 +238,8 @@ class EngineLoop:
         self._send(self.scheduler.update(launch.batch, output, now))
 
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
-        """Bisect the steps in flight. A row that fails alone fails its request. If a step without
-        rows fails as well, the engine ends.
+        """Rerun the rows of the steps in flight, bisecting them. If a row raises even alone, its
+        request fails. If a warm-up step without any request raises as well, the engine ends.
         """
         log.error("a step failed; bisecting it", exc_info=error)
         if is_out_of_memory(error):
@@ -243,8 +254,8 @@ class EngineLoop:
         warm_up(self._runner)
 
     def _recover_schedule(self, error: Exception) -> None:
-        """Recover from an error in `schedule`; the new step was not launched. Fail the sequence
-        that caused it. An error that belongs to no sequence is retried a few times.
+        """Recover from an error in `schedule`, before the new step was launched. If one sequence
+        caused the error, only that sequence fails. Otherwise scheduling is retried a few times.
         """
         if not isinstance(error, SequenceFaultError):
             self._num_schedule_failures += 1
@@ -264,7 +275,7 @@ class EngineLoop:
         self.scheduler.check()  # if the scheduler's state is broken, the engine ends here
 
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step from forward to output, without overlap."""
+        """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
         output = self._wait(self._sample(self._forward(batch), batch))
         self._num_steps += 1
         return output
@@ -309,8 +320,9 @@ class EngineLoop:
             self._masks.close()
 
     def _tidy_up(self) -> None:
-        """Idle work: expire old prefixes, and check the invariants once after each busy period. If
-        one is broken, count it, rebuild the cache and go on.
+        """Work for when the engine is idle: expire old prefixes, and check the invariants once
+        after each busy period. If an invariant is broken, count the failure, rebuild the cache and
+        continue.
         """
         self.scheduler.kv.radix.expire()
         if self._checked_step == self._num_steps:
@@ -325,7 +337,9 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        """Whether the step count or the queues changed since the last report."""
+        """Whether the step count or the number of running or waiting sequences changed since the
+        last stats message.
+        """
         return self._reported != self._state
 
     @property
@@ -369,7 +383,7 @@ class EngineLoop:
 
 
 def constrained_rows(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
-    """Grammar matchers, each with its index among the rows that sample.
+    """The grammar matchers of the batch, each with the index of its row among the rows that sample.
 
     `only_known` leaves out rows whose last token is still on the device.
     """

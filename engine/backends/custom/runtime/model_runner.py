@@ -1,5 +1,5 @@
-"""The model runner interface between the shared runtime and a framework. Only numpy arrays cross
-it.
+"""The model runner: the interface between the shared runtime and a framework. All arrays that cross
+it are numpy arrays.
 
 A step is two calls. `forward` runs the model over a mixed batch and returns a handle; `sample`
 turns the handle's logits into tokens. Between the two calls the host can do work that needs the
@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 # In token_ids: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
-SAMPLE = -1  # in `forced`: sample this row normally
-NULL_BLOCK = 0  # no sequence owns it; padding is written there
-# `target_step_s` on a GPU: large steps use the device best, and the prefill backlog is soon gone.
+SAMPLE = -1  # in `SamplingInputs.forced`: sample a token for this row
+NULL_BLOCK = 0  # block that no sequence owns; keys and values of padding tokens are written there
+# `target_step_s` on a GPU. Large steps have the highest throughput, so waiting prompts are soon
+# computed.
 GPU_STEP_S = 0.2
-# Max prompt tokens scored per step: each needs a row of logits over the whole vocabulary.
+# Max prompt tokens per step whose logprobs are computed. Each needs a row of logits over the whole
+# vocabulary.
 MAX_SCORED = 128
-# Min prefill tokens per step: below this, dequantizing the weights dominates the cost.
+# Min prefill tokens per step. With fewer tokens, dequantizing the weights dominates the cost.
 PROMPT_TOKENS = 64
 
 I32 = NDArray[np.int32]
@@ -37,7 +39,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """How a framework is asked to load a model. The caller has already planned the memory."""
+    """Settings with which a framework loads a model. The caller has already planned the memory."""
 
     device: str  # "cpu", "cuda", "cuda:1"
     dtype: str  # "float32", "bfloat16", "float16"
@@ -75,8 +77,9 @@ class RunnerSpec:
     max_seq_len: int
     vocab_size: int
     depth: int  # 1: `sample` returns before the device has finished; 0: it blocks
-    max_step_tokens: int | None = None  # larger steps bring no throughput; None: no limit
-    # Max duration of a step while sequences decode; None: the default.
+    # Larger steps do not increase the throughput. None: no limit.
+    max_step_tokens: int | None = None
+    # Target duration of a step while sequences decode; None: the default.
     target_step_s: float | None = None
     min_prompt_tokens: int = PROMPT_TOKENS  # min prefill tokens of a step that has any prefill
 
@@ -90,7 +93,7 @@ class RunnerSpec:
         target_step_s: float | None = None,
         min_prompt_tokens: int = PROMPT_TOKENS,
     ) -> "RunnerSpec":
-        """The spec of a runner with the capacity that its configuration asks for."""
+        """The spec of a runner that has exactly the capacity in its configuration."""
         return cls(
             config.block_size,
             config.num_blocks,
@@ -122,11 +125,12 @@ class BatchInputs:
     seq_lens: I32  # (S,)
     num_prompt: I32  # (S,) prompt length; prefill positions may use different kernels
     block_tables: I32  # (S, B)
-    slots: I32  # (S,) the row's fixed index into per-slot state
+    slots: I32  # (S,) the sequence's index into per-slot state, fixed while it runs
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
     adapter_ids: I32  # (S,) 0: the base model
-    prefix_groups: I32  # (S,) rows with the same number >= 0 share leading blocks; -1: none
-    # (G,) number of leading blocks that each group shares, all before any query position
+    prefix_groups: I32  # (S,) rows with the same number >= 0 share their first blocks; -1: no group
+    # (G,) how many first blocks the rows of each group share. All positions in these blocks precede
+    # the step's queries.
     prefix_blocks: I32
 
 
@@ -145,23 +149,25 @@ class SamplingInputs:
     top_k: I32  # (R,) 0: off
     top_p: F32  # (R,) 1: off
     min_p: F32  # (R,) 0: off
-    repetition: F32  # (R,) 1: off; over prompt and output
-    presence: F32  # (R,) 0: off; over output
-    frequency: F32  # (R,) 0: off; over output
+    repetition: F32  # (R,) 1: off; penalizes tokens of prompt and output
+    presence: F32  # (R,) 0: off; penalizes tokens of the output
+    frequency: F32  # (R,) 0: off; penalizes tokens of the output
     bias_rows: I32  # (N,) index into R
     bias_ids: I32  # (N,)
     bias_values: F32  # (N,) added to the logit; -inf bans the token
     seed: I64  # (R,)
     choice: I32  # (R,)
-    position: I32  # (R,) of the token being sampled
+    position: I32  # (R,) position of the token being sampled
     mask: U32 | None  # (R, ceil(V / 32)); token v is allowed if bit v of row r is set
     forced: I32  # (R,) -1: sample; otherwise return this token with its logprobs
     hidden_rows: I32  # (E,) index into R: rows whose final hidden state is returned
-    # (R,) -1: none, 0: only the sampled token's, k: also those of the k likeliest tokens
+    # (R,) logprobs to return. -1: none; 0: that of the sampled token; k: also those of the k most
+    # likely tokens.
     num_logprobs: I32
-    # Token histories for penalties. A slot's history is sent once, when it first samples after
-    # admission; the runner then appends what it samples. Flattened: history h is tokens[start[h] :
-    # start[h + 1]].
+    # Token histories for penalties. A slot's history is sent once, in the first step in which its
+    # sequence samples after admission. From then on, the runner appends each sampled token. All
+    # histories are concatenated: history h is history_tokens[history_start[h] : history_start[h +
+    # 1]].
     history_slots: I32  # (H,)
     history_start: I32  # (H + 1,)
     history_tokens: I32
@@ -169,7 +175,7 @@ class SamplingInputs:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether no row samples at random. Penalties, bias and masks may still apply."""
+        """Whether all rows have temperature 0. Penalties, bias and masks may still apply."""
         return not self.temperature.any()
 
     @property
@@ -183,7 +189,8 @@ class StepOutput:
 
     tokens: I32  # (R,)
     finite: Bools  # (S,) whether the row's residual stream is finite after the last layer
-    logprobs: F32 | None = None  # (R,) of the sampled token, before temperature
+    # (R,) logprob of the sampled token, from the logits before penalties and temperature.
+    logprobs: F32 | None = None
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)
     hidden: F32 | None = None  # (E, D) final normed hidden state of the requested rows
@@ -202,8 +209,8 @@ class ModelRunner(Protocol):
     def spec(self) -> RunnerSpec: ...
 
     def forward(self, inputs: BatchInputs) -> Any:
-        """Run the model: write keys and values, compute what `sample` needs. The handle is
-        opaque.
+        """Run the model: write keys and values to the cache, and compute what `sample` needs.
+        Returns a handle that only `sample` understands.
         """
         ...
 
@@ -218,7 +225,9 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Total time of all calls of one kernel, or on a CPU of one op or plan step over all layers."""
+    """Total time of all calls of one kernel. On a CPU: of one op or plan step, summed over all
+    layers.
+    """
 
     name: str
     calls: int

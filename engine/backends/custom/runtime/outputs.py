@@ -1,4 +1,6 @@
-"""Builds the `TokenDelta` messages that leave the engine, and `StepOutput` from arrays."""
+"""Builds the `TokenDelta` messages that leave the engine, and builds a `StepOutput` from a runner's
+arrays.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +19,11 @@ def token_delta(
     now: float,
     error: EngineError | None = None,
 ) -> TokenDelta:
-    """The delta for newly sampled tokens, or for an ending without tokens.
+    """The message for newly sampled tokens. If `tokens` is empty, it only says how the sequence
+    ended.
 
-    `sampled` is the step's output and the token's row in it. The first delta also carries the cache
-    hit and the times.
+    `sampled` is the step's output and the token's row in it. The sequence's first delta also has
+    the number of cached prompt tokens and the times in queue and prefill.
     """
     is_first = bool(tokens) and seq.first_token_at is None
     if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
@@ -46,7 +49,7 @@ def token_delta(
 
 
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
-    """The only delta of a sequence that returns an embedding."""
+    """The only message for a sequence that returns an embedding instead of tokens."""
     started_at = seq.started_at if seq.started_at is not None else now
     return TokenDelta(
         seq.request_id,
@@ -86,7 +89,7 @@ def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
 
 
 def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
-    """The only delta of a choice that was refused before it was queued."""
+    """The only message for a choice that was refused before it was queued."""
     return TokenDelta(
         request_id,
         choice,
@@ -97,7 +100,9 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
 
 
 class Sampled(NamedTuple):
-    """Sampler results as arrays of any library. Fields that no row asked for are None."""
+    """A sampler's results, as arrays of any array library. Logprob fields are None if no row
+    requested logprobs.
+    """
 
     tokens: Any  # (R,) integers
     logprobs: Any = None  # (R,)
@@ -114,8 +119,9 @@ def step_output(
 ) -> StepOutput:
     """Build a `StepOutput` from numpy arrays, cutting off padding.
 
-    Arrays may be padded past the R rows, past the K alternatives and, in `finite`, past the step's
-    tokens. `hidden` (R, D) has all rows. `sampled` is None when no row samples.
+    Sampled arrays may have more than R rows and more than K alternatives; `finite` may have more
+    entries than the step has tokens. `hidden` (R, D) holds every sampling row, not only the
+    requested ones. `sampled` is None when no row samples.
     """
     of_rows = np.logical_and.reduceat(finite[: query_start[-1]], query_start[:-1])
     count = len(sampling.slots)

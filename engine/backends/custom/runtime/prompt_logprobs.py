@@ -1,7 +1,8 @@
-"""Logprobs of prompt tokens: rows of logits whose next token is already known.
+"""Logprobs of prompt tokens. They need rows of logits whose next token is already known (forced
+rows).
 
-Such a row goes through the sampler like any other. Its token is forced, and penalties and
-temperature are switched off.
+A forced row goes through the sampler like any other row. The sampler returns the known token, and
+penalties and temperature are off.
 """
 
 from dataclasses import replace
@@ -11,7 +12,8 @@ import numpy as np
 from engine.backends.custom.runtime.model_runner import I32, SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.sequence import ScheduledBatch
 
-# Values for a forced row. Fields that are not listed keep the row's own value.
+# Sampling parameters of a forced row. Parameters that are not listed here keep the value of the
+# row's request.
 _NEUTRAL = {"temperature": 0, "repetition": 1, "presence": 0, "frequency": 0}
 _PER_ROW = ("top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs")
 
@@ -19,12 +21,13 @@ _PER_ROW = ("top_k", "top_p", "min_p", "seed", "choice", "position", "num_logpro
 def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
     """Extend the sampling inputs with the forced rows.
 
-    `sampling` has only the rows that sample; the result has all of `logit_rows`, in their order.
+    `sampling` has only the rows that sample. The result has one row for each entry of `logit_rows`,
+    in that order.
     """
     forced, owner, place = _layout(batch)
     is_forced = forced != SAMPLE
-    # A sequence in mid-prefill has scored rows but no sampling row to copy from. Any row's values
-    # do; slots and num_logprobs are set below.
+    # A sequence in mid-prefill has scored rows but no sampling row to copy from. The values of any
+    # row are good enough, because slots and num_logprobs are set below.
     source = np.maximum(place, 0)
     fields = {name: getattr(sampling, name) for name in (*_NEUTRAL, *_PER_ROW)}
     if not len(sampling.slots):

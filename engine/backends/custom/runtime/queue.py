@@ -1,8 +1,8 @@
 """The waiting queue: which sequence is admitted next.
 
 Priorities age: a waiting sequence gains one level every AGING_STEPS steps, so urgent requests delay
-the others only for a bounded time. Within a priority, the tenant that has been given the fewest
-tokens is next (`FairShare`). Each tenant's own sequences are first come, first served.
+the others only for a bounded time. Within a priority, the tenant that has received the fewest
+tokens is next (`FairShare`). Sequences of the same tenant are admitted in order of arrival.
 """
 
 import heapq
@@ -12,19 +12,22 @@ from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.sequence import Sequence, packed
 
-# Output tokens charged at admission; the real count is settled at the end. A high max_tokens alone
-# does not make a request wait longer.
+# Output tokens that a tenant is charged when its sequence is admitted. At the sequence's end, the
+# charge is corrected to the real count. So a high max_tokens alone does not make a request wait
+# longer.
 GUESSED_TOKENS = 256
-# Prefill tokens kept per step for new tenants: enough for a question after a cached text.
+# Prefill tokens per step that are reserved for tenants with nothing running. This is enough for a
+# short question about a cached text.
 NEWCOMER_TOKENS = 64
-# Tenants with nothing waiting whose counts are kept. Beyond that, they count as new.
+# Token counts of tenants without waiting sequences are remembered. If there are more such tenants
+# than this, all their counts are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
 
 
 class FairShare:
     def __init__(self) -> None:
         self._given: dict[str, int] = {}
-        self._clock = 0  # the count of the last admitted tenant
+        self._clock = 0  # the token count of the last admitted tenant
 
     def given(self, tenant: str) -> int:
         return self._given.get(tenant, self._clock)
@@ -34,8 +37,8 @@ class FairShare:
         self._given[tenant] = max(self.given(tenant), self._clock)
 
     def end(self, waiting: Collection[str]) -> None:
-        """Called when a tenant has nothing waiting any more. `waiting` are the tenants that still
-        do.
+        """Called when a tenant's last waiting sequence has left the queue. `waiting` are the
+        tenants that still have waiting sequences.
         """
         if not waiting:
             self._clock = max([self._clock, *self._given.values()])
@@ -56,8 +59,9 @@ class FairShare:
 class Newcomers:
     """Reserves part of each step for tenants that have nothing running.
 
-    Without it, they would wait until all prefill in progress is done. Every second such step
-    computes no other prefill, so it is short; prefill in progress continues in the steps between.
+    Without it, such tenants would wait until all prefill in progress is done. While they wait,
+    every second step computes no other prefill, so that it is short. Prefill in progress continues
+    in the steps between.
     """
 
     def __init__(self) -> None:
@@ -66,8 +70,8 @@ class Newcomers:
     def room(
         self, budget: int, waiting: Collection[str], running: Listed[Sequence]
     ) -> tuple[int, int]:
-        """The step's token budget, and how many of its tokens running sequences can't use for
-        prefill.
+        """Returns the step's token budget, and how many of these tokens are reserved: running
+        sequences must not use them for prefill.
 
         `waiting` are the tenants that have a sequence to admit.
         """
@@ -106,7 +110,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, list[Sequence]]] = {}
         self._share = FairShare()
-        self._num_waiting: dict[str, int] = {}  # sequences per tenant
+        self._num_waiting: dict[str, int] = {}  # number of waiting sequences per tenant
 
     def __len__(self) -> int:
         return sum(self._num_waiting.values())
@@ -151,8 +155,8 @@ class WaitingLine:
     def in_order(self, step: int) -> Iterator[Sequence]:
         """All waiting sequences in order of admission at this step.
 
-        The caller may remove each yielded sequence. An admission is charged at once, so it affects
-        the order of those that follow.
+        The caller may remove each yielded sequence. An admission is charged to its tenant at once,
+        which affects the order of the sequences that follow.
         """
         turns = {priority: _Turns(lines, self._share) for priority, lines in self._lines.items()}
 
@@ -172,7 +176,7 @@ class _Turns:
 
     def __init__(self, lines: dict[str, list[Sequence]], share: FairShare) -> None:
         self._share = share
-        # Reversed, so that each tenant's next sequence is at the end.
+        # Each tenant's list is reversed, so that its next sequence is at the end.
         self._left = {tenant: line[::-1] for tenant, line in lines.items()}
         self._by_share = [self._place(tenant) for tenant in self._left]
         self._by_age = [(line[-1].arrival, tenant) for tenant, line in self._left.items()]
@@ -185,7 +189,7 @@ class _Turns:
             line = self._left.get(tenant)
             if line and line[-1].arrival == arrival:
                 return line[-1]
-            heapq.heappop(self._by_age)  # stale: that sequence was already yielded
+            heapq.heappop(self._by_age)  # this entry is outdated: its sequence was already yielded
 
     def next(self) -> Sequence:
         return self._left[self._by_share[0][-1]][-1]
@@ -204,15 +208,19 @@ class _Turns:
         return bool(self._left)
 
     def _place(self, tenant: str) -> tuple[bool, int, int, str]:
-        """Heap key of a tenant. A preempted sequence was charged before, so it goes first."""
+        """Heap key of a tenant. A tenant whose next sequence was preempted goes first: that
+        sequence was charged at its first admission.
+        """
         first = self._left[tenant][-1]
         return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)
 
 
 class InflightPrefixes:
-    """Prompt prefixes that running sequences are about to publish.
+    """Prompt prefixes that running sequences are computing and will publish to the prefix cache. A
+    waiting sequence with the same prefix can wait for them instead of computing them again.
 
-    Maps the chain hash of each prompt block to the running sequence that computes it.
+    It maps the hash of each prompt block, chained with the hashes of all blocks before it, to the
+    running sequence that computes the block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -221,12 +229,13 @@ class InflightPrefixes:
         self._owners: dict[int, Sequence] = {}
         self._owned: dict[Sequence, list[int]] = {}
         self._chains: dict[Sequence, list[int]] = {}
-        # The last added sequence, because the next one often has the same prefix.
+        # Namespace, prompt and hashes of the sequence added last. The next one often has the same
+        # prefix, whose hashes are then reused.
         self._latest: tuple[str, bytes, list[int]] = ("", b"", [])
 
     def add(self, seq: Sequence) -> None:
-        """Hash the prompt of a newly waiting sequence. The chain is kept until the sequence is
-        removed.
+        """Hash the prompt blocks of a sequence that starts to wait. The hashes are kept until the
+        sequence is removed.
         """
         data, width = seq.tokens[: seq.num_prompt].tobytes(), self._width
         namespace, latest, known = self._latest
@@ -240,7 +249,7 @@ class InflightPrefixes:
         self._latest = seq.namespace, data, chain
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Remove everything that is stored for a sequence that has ended."""
         self.disown(seq)
         self._chains.pop(seq, None)
 
@@ -250,13 +259,13 @@ class InflightPrefixes:
         self._owned[seq] = [key for key in new if self._owners.setdefault(key, seq) is seq]
 
     def disown(self, seq: Sequence) -> None:
-        """Unregister a sequence that stopped, or that has published its whole prompt."""
+        """Unregister a sequence that no longer runs, or that has published its whole prompt."""
         for key in self._owned.pop(seq, ()):
             del self._owners[key]
 
     def hold(self, seq: Sequence, num_matched: int) -> bool:
-        """Whether another sequence is about to publish block `num_matched`. If so, mark `seq` to
-        wait for it.
+        """Whether a running sequence is computing the first prompt block of `seq` that is not
+        cached (block `num_matched`). If so, mark `seq` to wait for that sequence.
         """
         chain = self._chains[seq]
         # The last prompt token is always computed, so its block can't come from the cache.
@@ -270,7 +279,9 @@ class InflightPrefixes:
         return True
 
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
-        """Assert that only live sequences are registered."""
+        """Assert that hashes are kept exactly for the sequences that run or wait, and that only
+        running ones own blocks.
+        """
         running = set(running)
         assert self._chains.keys() == running | set(waiting), (
             "a chain without its sequence, or the reverse"
@@ -283,7 +294,7 @@ class InflightPrefixes:
 
 
 def _common_blocks(data: bytes, other: bytes, width: int) -> int:
-    """How many leading blocks of `width` bytes are equal."""
+    """How many leading blocks of `width` bytes are equal in `data` and `other`."""
     low, high = 0, min(len(data), len(other)) // width
     while low < high:
         middle = (low + high + 1) // 2

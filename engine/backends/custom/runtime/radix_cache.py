@@ -1,9 +1,10 @@
 """The prefix cache: a radix tree from token prefixes to KV blocks.
 
 Edges are path-compressed runs of whole blocks. The tree holds one reference on each of its blocks.
-`match` changes nothing; `insert` splits nodes and `evict` trims them. A sequence that holds a
-cached block also holds all its ancestors. So below a block that only the tree holds there are only
-such blocks, and it can always be evicted leaf by leaf.
+`match` does not modify the tree. `insert` may split nodes, and `evict` removes blocks from the ends
+of leaves. A sequence that holds a cached block also holds all its ancestors. So if only the tree
+holds a block, only the tree holds the blocks below it. Such a block can therefore always be freed,
+by evicting leaf by leaf.
 """
 
 import time
@@ -45,7 +46,7 @@ class Node:
 
 
 class Root(Node):
-    """The root of one namespace's tree. It exists only while it has nodes below it."""
+    """The root of one namespace's tree. A root without children is removed."""
 
     __slots__ = ("namespace",)
 
@@ -57,8 +58,8 @@ class Root(Node):
 class RadixCache:
     """Maps token prefixes to blocks, with one tree per namespace.
 
-    An eviction policy and a time to live bound it. A tenant may have several namespaces; a
-    namespace belongs to one tenant.
+    An eviction policy and a time to live limit what is kept. A tenant may have several namespaces;
+    a namespace belongs to one tenant.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class RadixCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything without returning blocks to the pool."""
+        """Empty the tree without returning its blocks to the pool. The caller resets the pool as
+        well.
+        """
         self._roots: dict[str, Root] = {}
         self._leaves.clear()
         self.num_leaves = 0
@@ -100,8 +103,8 @@ class RadixCache:
         only_own: bool,
         tenant: str = "",
     ) -> None:
-        """Store a prefix whose blocks the caller holds. Blocks that are already cached stay as they
-        are.
+        """Store a prefix whose blocks the caller holds. Where the prefix is already cached, the
+        tree keeps its own blocks.
 
         `only_own` is for a caller that keeps running: it stops where the tree has a different block
         for the same tokens. Anything stored below that block would have an ancestor that the caller
@@ -133,8 +136,8 @@ class RadixCache:
             self._push(node)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` blocks that only the tree holds, from the tails of the lowest-ranked
-        leaves.
+        """Free up to `count` blocks that only the tree holds. Blocks are taken from the ends of the
+        leaves that the eviction policy ranks lowest. Returns the number of freed blocks.
         """
         freed = 0
         while freed < count and (node := self._leaves.pop()) is not None:
@@ -142,8 +145,8 @@ class RadixCache:
         return freed
 
     def evict_leaf(self) -> int:
-        """Free as much as possible of the lowest-ranked leaf. Returns 0 when every leaf is in
-        use.
+        """Free as many blocks as possible of the leaf that the eviction policy ranks lowest.
+        Returns their number; 0 if every leaf is in use.
         """
         while (node := self._leaves.pop()) is not None:
             if freed := self._trim(node, len(node.blocks)):
@@ -168,8 +171,8 @@ class RadixCache:
     def find_leaves(self) -> None:
         """Rebuild the list of leaves from the whole tree.
 
-        A leaf that was in use at the last eviction returns to the list when its user publishes it.
-        If that failed, this finds the leaf.
+        Eviction drops leaves that are in use from the list. Such a leaf returns to the list when
+        its sequence is published. If publishing failed, the leaf is found here.
         """
         self._leaves.replace(each for each in self._nodes() if not each.children)
 
@@ -178,8 +181,8 @@ class RadixCache:
             yield from node.blocks
 
     def check(self) -> None:
-        """Assert the shape of the tree: whole blocks, consistent labels, distinct siblings, leaf
-        count.
+        """Assert that every node has whole blocks, that children are filed under the tokens of
+        their first block, and that the counts of leaves and of blocks per tenant are right.
         """
         size, leaves = self._block_size, 0
         for namespace, root in self._roots.items():
@@ -196,8 +199,8 @@ class RadixCache:
         assert cached == self._leaves.by_tenant, "blocks of tenants"
 
     def _walk(self, namespace: str, tokens: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes along `tokens`, each with the number of its blocks that match. Only the last
-        node may match partially.
+        """Yields the nodes along the path of `tokens`, each with the number of its blocks that
+        match. Only the last node may match partially.
         """
         node: Node | None = self._roots.get(namespace)
         done, size = 0, self._block_size
@@ -213,12 +216,14 @@ class RadixCache:
             done += common
 
     def _common_blocks(self, node: Node, tokens: Tokens, done: int) -> int:
-        """How many leading blocks of the edge equal `tokens` from block `done` on; at least one."""
+        """How many first blocks of the node's edge equal `tokens` from block `done` on. The first
+        block is known to match, so the result is at least 1.
+        """
         size, start = self._block_size, done * self._block_size
         max_blocks = min(len(node.blocks), len(tokens) // size - done)
         if node.tokens[: max_blocks * size] == tokens[start : start + max_blocks * size]:
             return max_blocks
-        # The first block is known to match, and the whole edge is known not to.
+        # Bisect: the first block matches, and `max_blocks` blocks do not.
         low, high = 1, max_blocks - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -239,7 +244,8 @@ class RadixCache:
 
     def _attach(self, parent: Node, tokens: Tokens, blocks: list[int]) -> Node:
         if parent.children or isinstance(parent, Root):
-            self.num_leaves += 1  # otherwise the new leaf replaces its parent as a leaf
+            # In the other case, the parent was a leaf and the new node replaces it as a leaf.
+            self.num_leaves += 1
         node = Node(tokens, blocks, parent, parent.tenant)
         self._leaves.count(node.tenant, len(blocks))
         node.created = self._tick
@@ -270,8 +276,8 @@ class RadixCache:
             self.find_leaves()
 
     def _is_evictable(self, key: Key, node: Node) -> bool:
-        """Whether the node is a leaf whose rank is still `key` and whose last block only the tree
-        holds.
+        """Whether the node is a leaf that still has the rank `key`, and whose last block only the
+        tree holds.
         """
         is_current = not node.children and node.blocks and key == self._key(node)
         return bool(is_current) and self._pool.refs(node.blocks[-1]) == 1

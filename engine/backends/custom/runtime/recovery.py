@@ -1,4 +1,6 @@
-"""Recovery from a step that raised: bisection finds the faulty row, and only its request fails."""
+"""Recovery from a step that raised: bisection finds the faulty row, so that only the request of
+that row fails.
+"""
 
 import logging
 import time
@@ -14,9 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class Bisection:
-    """Reruns the rows of a failed step. The scheduler was rolled back to its confirmed state.
+    """Reruns the rows of a failed step. Before that, the caller rolls the scheduler back to the
+    tokens of finished steps.
 
-    `run_step` runs a batch from inputs to output; `emit` applies and sends that output.
+    `run_step` runs a batch and returns its output. `emit` sends the resulting deltas to the
+    frontend.
     """
 
     def __init__(
@@ -30,7 +34,9 @@ class Bisection:
         self._emit = emit
 
     def run(self, rows: Sequence[Row]) -> None:
-        """Run the rows together. If that raises, run each half; a row that raises alone fails."""
+        """Run the rows together. If that raises, run each half separately. If a single row raises,
+        its request fails.
+        """
         scheduler = self._scheduler
         granted = [again for row in rows if (again := scheduler.retry_row(row)) is not None]
         if not granted:
@@ -56,5 +62,6 @@ class Bisection:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    # Matched by name, because each device library has its own type and none is imported here.
+    # The exception type is compared by name: each device library has its own type, and this module
+    # imports none of these libraries.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -1,9 +1,10 @@
 """Decides what each step computes, by continuous batching under one token budget.
 
 Prefill and decode are not separate phases: a row is a slice of any sequence's uncomputed tokens.
-Rows are granted in order of seniority, and the most junior sequence is preempted first, so a
-preempted sequence never has a row in the same step. Only `update` appends tokens, decides stops and
-removes finished sequences. An error that concerns one sequence fails only that sequence.
+Rows are granted in order of seniority. The most junior sequence is preempted first, so a sequence
+that is preempted while a step is planned has no row in that step yet. Only `update` appends tokens,
+decides stops and removes finished sequences. An error that concerns one sequence fails only that
+sequence.
 """
 
 import logging
@@ -25,7 +26,7 @@ MAX_PREEMPTIONS = 4
 
 
 class SequenceFaultError(Exception):
-    """Planning a step failed because of this sequence. `__cause__` is the error."""
+    """Planning a step failed because of the sequence `seq`. `__cause__` is the original error."""
 
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq.request_id)
@@ -38,7 +39,8 @@ class Scheduler:
     def __init__(self, kv: KVCache, max_slots: int) -> None:
         self.kv = kv
         self._max_slots = max_slots
-        self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
+        # Request id to the choices of the request that have not ended.
+        self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingLine()
         self._newcomers = Newcomers()
         self._running: list[Sequence] = []  # most senior first
@@ -66,8 +68,8 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Number of running sequences that decode and still need tokens. A long step delays
-        these.
+        """Number of running sequences that decode and need more tokens. A long step increases their
+        inter-token latency.
         """
         return sum(
             seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
@@ -79,7 +81,9 @@ class Scheduler:
         yield from self._waiting
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. The caller has already refused requests that can never fit."""
+        """Queue a sequence. The caller must have refused requests that do not fit even an empty KV
+        pool.
+        """
         assert self.kv.can_ever_fit(seq.max_len), seq.request_id
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
@@ -100,7 +104,7 @@ class Scheduler:
     def finish(
         self, seq: Sequence, reason: FinishReason, now: float, error: EngineError | None = None
     ) -> TokenDelta:
-        """Remove a sequence, free all it holds, and return its final delta."""
+        """Remove a sequence, free its blocks and its slot, and return its final delta."""
         self._leave(seq, reason)
         return token_delta(seq, (), None, now, error)
 
@@ -117,8 +121,8 @@ class Scheduler:
         return ScheduledBatch(tuple(rows)) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
-        """Apply a finished step's output. Rows of ended sequences are skipped. An error in one row
-        fails only its sequence.
+        """Apply the output of a finished step. Rows of sequences that have ended meanwhile are
+        skipped. If the output of one row can't be applied, only the sequence of that row fails.
         """
         deltas, next_row, pooled = [], 0, 0
         tokens = output.tokens.tolist()
@@ -137,7 +141,8 @@ class Scheduler:
                 deltas.append(self.fail(seq, error, now))
                 continue
             try:
-                if num_scored and seq.life in (life, 0):  # 0: preempted since
+                # A `life` of 0 means that the sequence was preempted after this step was launched.
+                if num_scored and seq.life in (life, 0):
                     seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
@@ -158,12 +163,12 @@ class Scheduler:
         error = InferenceError("The engine failed on this request.")
         if seq.finish_reason is None:
             return self.fail(seq, error, now)
-        # It has already left, but its final delta was not sent.
+        # The sequence has already left the queues, but its final delta was not sent.
         return refusal(seq.request_id, seq.choice, error)
 
     def rollback(self) -> None:
-        """Discard the steps in flight; their outputs will not be applied. Confirmed tokens are
-        kept.
+        """Return to the state after the last finished step. The outputs of steps in flight will not
+        be applied. Tokens that finished steps have computed are kept.
         """
         for seq in self.sequences():
             seq.num_sampling = 0
@@ -171,7 +176,9 @@ class Scheduler:
             seq.needs_history = True
 
     def retry_row(self, row: Row) -> Row | None:
-        """The same row again after a rollback; None if the sequence has moved on."""
+        """Schedule the same row again after a rollback. None if the sequence was preempted, has
+        ended or has advanced.
+        """
         seq = row.seq
         if seq.life != row.life:
             return None
@@ -193,7 +200,9 @@ class Scheduler:
         self.kv.check(self._running)
 
     def rebuild(self) -> None:
-        """Reset to free memory and free slots. Allowed only when there is no sequence."""
+        """Reset to an empty state in which all blocks and slots are free. Allowed only when no
+        sequence runs or waits.
+        """
         assert not self.has_work
         self.kv.rebuild()
         self._requests.clear()
@@ -211,14 +220,14 @@ class Scheduler:
             start = seq.num_computed
             end = seq.num_prompt + seq.max_tokens
             if ahead == start + 1 and ahead < end and start < len(seq.blocks) * block_size:
-                # Fast path, most rows of most steps: decode one token into a block that has room.
+                # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
                 rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0)))
                 budget -= 1
                 continue
             if ahead >= end:
-                continue  # its last token is already being sampled
+                continue  # the sequence's last token is already being sampled
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
             count = min(ahead - start, budget - (len(running) - index))
@@ -280,7 +289,7 @@ class Scheduler:
         seq.slot, seq.life = self._free_slots.pop(), self._num_admissions
         seq.needs_history = True
         if seq.is_scoring:
-            seq.prompt_scores.clear()  # left from an earlier admission, which starts over now
+            seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
         insort(self._running, seq, key=self._seniority)
         self._inflight.own(seq, len(matched))
         if seq.started_at is None:
@@ -315,7 +324,9 @@ class Scheduler:
     def _take(
         self, seq: Sequence, output: StepOutput, sample_row: int, pool: int, token: int, now: float
     ) -> TokenDelta:
-        """Apply the result of a row that sampled: a token, or a pooled vector."""
+        """Apply the result of a row that sampled: a token or, for an embedding request, a pooled
+        vector.
+        """
         if seq.pools:
             assert output.hidden is not None
             self._leave(seq, "stop")
@@ -366,5 +377,7 @@ class Scheduler:
 
 
 def _scorable(rows: list[Row]) -> int:
-    """Prompt tokens that one more row may score in this step; at least one, to make progress."""
+    """How many prompt tokens one more row of this step may score. It is at least one, so that every
+    sequence makes progress.
+    """
     return max(1, MAX_SCORED - sum(row.num_scored for row in rows))

@@ -1,3 +1,3 @@
 """Drives an engine step by step, for profiles, benchmarks and inspection. The server does not
-import it.
+import this package.
 """

@@ -1,6 +1,8 @@
-"""An engine without a frontend, driven step by step: requests in, tokens and times out.
+"""Runs an engine step by step without a frontend. Requests are passed as token ids; the results are
+tokens and times.
 
-Scheduler, cache, loop and runner are those of a served model. Profiles and benchmarks use it.
+Scheduler, cache, loop and runner are the same as in the server. Profiles and benchmarks use this
+module.
 """
 
 import time
@@ -32,13 +34,13 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 
-# Wraps each of a step's calls, given its name: "forward", "sample" or "wait".
+# Returns a context manager for a runner call, given the call's name: "forward", "sample" or "wait".
 Observe = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Host time of a step's three calls, in seconds."""
+    """Seconds that the host spends in the three runner calls of a step."""
 
     num_tokens: int
     forward_s: float = 0.0
@@ -101,7 +103,9 @@ class TimedRunner:
 
 @dataclass
 class ListChannel:
-    """A channel that holds queued requests, and every answer with its arrival time."""
+    """The engine's channel in a driven engine. It holds the queued requests, and every answer with
+    its arrival time.
+    """
 
     inbox: list[ToEngine] = field(default_factory=list)
     answers: list[tuple[float, Deltas]] = field(default_factory=list)
@@ -117,7 +121,9 @@ class ListChannel:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: requests submitted at the same time, until the last token of the last one."""
+    """The results of one run: requests are submitted at the same time, and the run ends with the
+    last token of the last request.
+    """
 
     seconds: float
     began_at: float
@@ -126,7 +132,7 @@ class Run:
 
     @property
     def first_token_s(self) -> float:
-        """The time of the first token of any request."""
+        """Seconds from the start of the run to the first token of any request."""
         return self.answers[0][0] - self.began_at
 
     @property
@@ -139,7 +145,9 @@ class Run:
 
     @property
     def host_s(self) -> float:
-        """Time not spent waiting for the device: scheduling, batch building, launches, answers."""
+        """Seconds in which the host did not wait for the device: scheduling, building batches,
+        launching work, sending answers.
+        """
         return self.seconds - self.wait_s
 
 
@@ -165,7 +173,7 @@ class DrivenEngine:
         while self._loop.scheduler.has_work:
             self._loop.turn(0.0)
         seconds = time.monotonic() - began_at
-        self._loop.turn(0.0)  # finish a step that was launched ahead and is not needed
+        self._loop.turn(0.0)  # finish a step that was launched early but is no longer needed
         answers = tuple((at, d) for at, message in self._channel.answers for d in message.deltas)
         for _, delta in answers:
             if delta.finish_reason in ("error", "abort"):

@@ -1,4 +1,4 @@
-"""What every layer of a model computes, and how long it takes, in any framework.
+"""Shows what every layer of a model computes, and how long it takes, in any framework.
 
 There are two ways. `served_outputs` and `served_times` use the model runner interface, so they work
 with every framework, including third-party ones. They truncate the model after each of its layers
@@ -52,27 +52,29 @@ from engine.core.registry.backend_registry import backend_names
 F32 = NDArray[np.float32]
 
 _BLOCK = 16
-_MAX_LOGITS = 128  # rows of logits that every runner can return per step
+_MAX_LOGITS = 128  # every runner can return this many rows of logits per step
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfCheckpoint:
-    """Some tensors of a checkpoint. The checkpoint stays open as long as this is in use."""
+    """Some tensors of an opened checkpoint, which must stay open while this object is in use."""
 
     tensors: dict[str, LazyTensor]
     format: str
 
     @property
     def files(self) -> list[FileBytes]:
-        return []  # empty, so that the file sizes are not taken for the part's size
+        # No files are listed, so that the sizes of the files are not taken for the size of these
+        # tensors.
+        return []
 
     def close(self) -> None:
         pass
 
 
 def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """The registered frameworks that run on this machine, and for each other one the reason why
-    not. `only` restricts both.
+    """The registered frameworks that run on this machine, and the reason for each of the others.
+    `only` restricts both to the given names.
     """
     here, missing = [], {}
     known = list(filter(has_engine, backend_names()))
@@ -90,7 +92,7 @@ def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, 
 
 
 def layer_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]) -> dict[str, F32]:
-    """All layer outputs that a framework can provide."""
+    """All layer outputs that a framework can provide: site name to values."""
     found = served_outputs(framework, source, token_ids)
     own = _own(framework, "layer_outputs")
     return found if own is None else own(source, token_ids) | found
@@ -121,7 +123,9 @@ def served_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]
 def served_times(
     framework: str, source: ModelSource, num_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """One layer's time is the difference between a two-layer and a one-layer model."""
+    """Seconds through the runner interface. The time of a layer is the difference between a model
+    with two layers and one with one layer.
+    """
     tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, num_tokens).tolist()
     parts = [first_layers(source, num_layers) for num_layers in (1, 2)]
     runners = [_runner(framework, part, num_tokens) for part in parts]
@@ -133,7 +137,7 @@ def served_times(
 
 
 def timed(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """Median seconds of the faster half of each function's calls.
+    """For each function, the median seconds of the faster half of its calls.
 
     The functions are called alternately, so that other load on the machine affects all of them
     alike. The first round is a warm-up.
@@ -186,8 +190,8 @@ def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner
 
 
 def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = False) -> StepOutput:
-    """Run all tokens in one step. Returns the hidden states and logprobs of every token, or only
-    the last token's sample.
+    """Run all tokens in one step. With `every_token`, returns the hidden states and logprobs of
+    every token, otherwise only the token sampled after the last one.
     """
     count = len(token_ids)
     positions = np.arange(count, dtype=np.int32)
@@ -197,7 +201,8 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
     inputs = BatchInputs(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
-        write_slots=_BLOCK + positions.astype(np.int64),  # the block table is 1, 2, 3, ...
+        # Consecutive, because the block table is 1, 2, 3, ...
+        write_slots=_BLOCK + positions.astype(np.int64),
         query_start=np.array([0, count], np.int32),
         seq_lens=np.array([count], np.int32),
         num_prompt=np.array([count], np.int32),

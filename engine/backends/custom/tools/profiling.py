@@ -1,8 +1,9 @@
 """Profiles a model: time per kernel, time to first token by phase, and host overhead.
 
-The same requests run several times: to warm up, undisturbed for the rates, with a device sync after
-every call for the time to first token, and recorded for the kernels. Each run has its own cache
-namespace, so no run hits the prefixes of another.
+The same requests run four times. The first run warms up. The second is not disturbed and gives the
+rates. The third syncs the device after every call, which gives the phases of the time to first
+token. The fourth is recorded by the framework's profiler, which gives the time per kernel. Each run
+has its own cache namespace, so no run hits the prefixes of another.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ class FirstToken:
     """Time to first token by phase, in seconds, averaged over the requests."""
 
     tokenize_s: float | None  # None: the prompt was given as token ids
-    queue_s: float  # from submission to the first step that has the request
-    prefill_s: float  # until its logits are computed
-    first_sample_s: float  # sampling the token, and copying it to the host
+    queue_s: float  # from submission to the first step that computes part of the request
+    # From the start of that step until the logits of the last prompt token are computed.
+    prefill_s: float
+    first_sample_s: float  # sampling the first token, and copying it to the host
 
     @property
     def total_s(self) -> float:
@@ -38,11 +40,11 @@ class Profile:
     dtype: str
     num_prompt_tokens: int
     num_new_tokens: int
-    seconds: float  # wall time of all requests, undisturbed
+    seconds: float  # wall time of all requests, in a run without profiling
     num_steps: int
     host_s: float  # part of `seconds` in which the host did not wait for the device
     first_token: FirstToken
-    recorded_s: float  # wall time of the same work while it was recorded
+    recorded_s: float  # wall time of the same requests while the profiler recorded them
     kernels: tuple[KernelTime, ...]
 
 
@@ -54,7 +56,9 @@ def profile_model(
     tokenize_s: float | None,
     trace: Path | None = None,
 ) -> Profile:
-    """Load the model and run the prompts greedily, `num_new` output tokens each."""
+    """Load a model and profile it on the prompts, with greedy sampling and `num_new` output tokens
+    each.
+    """
     engine = DrivenEngine(source, options)
     framework = framework_entry(options.framework)
     try:

@@ -1,1 +1,3 @@
-"""Checkpoints on disk: GGUF and safetensors, opened lazily, and their quantization formats."""
+"""Checkpoints on disk in GGUF and safetensors format, and their quantization types. Tensor data are
+read on first use.
+"""

@@ -1,4 +1,6 @@
-"""Parses once everything that a server reads of a model: headers, config, tokenizer, template."""
+"""Checks a model's files before they are used: parses the headers, config, tokenizer and chat
+template.
+"""
 
 from pathlib import Path
 
@@ -9,8 +11,8 @@ from engine.backends.custom.weights.model import open_model
 
 
 def examine_model(path: Path) -> bytes:
-    """Check a model. Returns the encoded text facts to cache, if any; raises if the model is
-    bad.
+    """Check a model. Returns the encoded text facts to cache, or empty bytes if there are none.
+    Raises if the model is invalid.
     """
     source = open_model(path)
     try:

@@ -1,7 +1,7 @@
-"""Opens untrusted model files: which files may be read, and how their bytes are held.
+"""Opens untrusted model files. Decides which files may be read, and maps or reads their bytes.
 
-Only safetensors and GGUF weights are accepted. Formats that can contain code are refused by name
-and by their first bytes, so renaming a file does not help.
+Only safetensors and GGUF weights are accepted. Formats that can contain code are recognized by file
+name and by their first bytes, and refused. Renaming such a file does not get it loaded.
 """
 
 import json
@@ -22,7 +22,8 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 
 
 class FileBytes:
-    """The bytes of one file, memory-mapped or read up front. Views stay valid after `close`.
+    """The bytes of one file, memory-mapped or, without `use_mmap`, read at once. Views stay valid
+    after `close`.
 
     The mapping is released with its last view.
     """
@@ -44,7 +45,9 @@ class FileBytes:
         self.size = len(self.buffer)
 
     def view(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A read-only view; no byte is read yet."""
+        """A read-only view of part of the file. If the file is mapped, nothing is read until the
+        view is used.
+        """
         if self.buffer is None:
             raise ModelError(f"{self.path.name} has been closed; open the model again")
         return np.frombuffer(self.buffer, np.uint8, num_bytes, start)
@@ -63,8 +66,8 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
     found = None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         found = "a zip archive (as torch.save writes)"
-    # Pickle protocol marker. A safetensors file may start with the same bytes (its header length),
-    # but then has zeros from byte 3 on.
+    # This is the marker of a pickle protocol. A safetensors file starts with its header length,
+    # which may be the same two bytes. Then bytes 3 to 7 are zero.
     elif head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         found = "a pickle" if any(head[3:8]) else None
     elif head[:6] == b"\x93NUMPY":
@@ -81,8 +84,9 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
 def member(directory: Path, name: str, folder: str | None = None) -> Path:
     """The path of file `name` in a model directory, or in its subfolder `folder`.
 
-    Both must be plain names. A symlink may point inside the directory or, as in the Hugging Face
-    cache (`snapshots/REVISION/file -> ../../blobs/HASH`), into the blobs folder beside it.
+    `name` and `folder` must be plain names without path separators. A symlink may point inside the
+    directory or, as in the Hugging Face cache (`snapshots/REVISION/file -> ../../blobs/HASH`), into
+    the blobs folder beside it.
     """
     parts = [name] if folder is None else [folder, name]
     for part in parts:
@@ -130,7 +134,7 @@ def read_json(directory: Path, name: str, folder: str | None = None) -> dict[str
 
 
 def read_small(directory: Path, name: str, folder: str | None = None) -> bytes:
-    """Read a settings file, which must be small."""
+    """Read a small file of a model folder, such as a settings file. Raises if it is too large."""
     path = member(directory, name, folder)
     try:
         size = path.stat().st_size

@@ -19,8 +19,8 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 class GgufCheckpoint:
-    """An opened GGUF. `metadata` comes from the first file; string arrays are lists, others are
-    numpy.
+    """An opened GGUF model. `metadata` comes from the first file. In it, arrays of strings are
+    lists, and arrays of numbers are numpy arrays.
     """
 
     format = "gguf"
@@ -69,7 +69,9 @@ def open_gguf(path: Path, use_mmap: bool = True) -> GgufCheckpoint:
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """The file names of the split that `name` belongs to, or just `name` if it is not numbered."""
+    """The names of all files of the split that `name` belongs to. Only `name` itself if it has no
+    split number.
+    """
     match = _PART_NAME.fullmatch(name)
     if match is None:
         return (name,)

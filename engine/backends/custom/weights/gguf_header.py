@@ -1,7 +1,7 @@
-"""The header of one GGUF file: metadata and tensor offsets. The file is treated as hostile.
+"""The header of one GGUF file: metadata and tensor offsets. The file is not trusted.
 
-All reads go through a cursor that knows how many bytes are left, so every length in the file is
-checked before use. Sizes are Python ints and can't overflow.
+All reads go through a cursor that knows how many bytes are left, so every length given in the file
+is checked before it is used. Sizes are Python ints, which can't overflow.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ import numpy as np
 from engine.backends.custom.weights.quants import BY_TYPE_ID, QuantTraits
 from engine.core.errors import ModelFormatError
 
-MAX_RECORDS = 65_536  # max tensors, and max metadata entries
+MAX_RECORDS = 65_536  # max number of tensors, and of metadata entries
 MAX_KEY_BYTES = 65_535
 MAX_STRING_BYTES = 16 * 1024 * 1024
-# Max array strings in all metadata. Large vocabularies have 800,000 tokens and merges. A short
-# string takes six times more memory than file space.
+# Max number of strings in all arrays of the metadata. Large vocabularies have 800,000 tokens and
+# merges. The limit bounds memory: a short Python string takes six times more memory than space in
+# the file.
 MAX_STRINGS = 1 << 20
 MAX_NAME_BYTES = 63
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
-MAX_TENSOR = 2**48  # max elements, and max bytes
+MAX_TENSOR = 2**48  # max number of elements of a tensor, and of its bytes
 _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _DEFAULT_ALIGNMENT = 32
@@ -63,8 +64,8 @@ _NUMPY_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is stored. `shape` is row-major; `start` is the offset from the start of the
-    file.
+    """A tensor's type, shape and place in the file. `shape` is row-major. `start` is the byte
+    offset from the start of the file.
     """
 
     name: str
@@ -81,7 +82,7 @@ class GgufHeader:
 
 
 def read_header(buffer: mmap | bytes, name: str) -> GgufHeader:
-    """Parse and check a whole header. Error messages call the file `name`."""
+    """Parse and check the whole header. `name` is the file's name in error messages."""
     cursor = _Cursor(buffer, name)
     if cursor.take(4, "magic") != b"GGUF":
         cursor.fail("the file does not start with the GGUF magic")
@@ -100,7 +101,7 @@ def read_header(buffer: mmap | bytes, name: str) -> GgufHeader:
 
 
 class _Cursor:
-    """A read position that can't pass the end of the file."""
+    """A read position in the file. Reading past the end raises an error."""
 
     def __init__(self, buffer: mmap | bytes, name: str) -> None:
         self._buffer = buffer
@@ -151,11 +152,11 @@ class _Cursor:
         return self._decode(self.take(length, what), what)
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Read `count` consecutive strings. This inlines `string` for speed, as vocabularies are
-        long.
+        """Read `count` consecutive strings. The code of `string` is inlined for speed, because
+        vocabularies are long.
 
-        Each string is only checked against the end of the file. The limit per string is checked
-        only if the whole array is longer than that limit.
+        Each string is checked against the end of the file. The max length of a string is checked
+        only if the whole array is longer than this max length.
         """
         self._num_strings += count
         self.count("strings in arrays", MAX_STRINGS, self._num_strings)
@@ -226,8 +227,8 @@ def _read_value(cursor: _Cursor, type_id: int, key: str) -> Any:
 
 
 def _read_array(cursor: _Cursor, key: str) -> Any:
-    """Read a list of strings, or numbers as a numpy array. The array is a copy: the file may be
-    closed.
+    """Read an array: strings as a list, numbers as a numpy array. The numpy array is a copy, so it
+    stays valid when the file is closed.
     """
     what = f"array '{key}'"
     type_id = cursor.u32(f"element type of {what}")

@@ -1,7 +1,8 @@
 """Dequantizes the 256-value "K" block types and the two IQ4 types, which have a fixed codebook.
 
-A K block has a few float16 super-scales, a small integer scale (and minimum) per group of 16 or 32
-values, and the quantized values, whose bits are spread over planes. Docstrings give byte ranges.
+A K block has one or two float16 super-scales, a small integer scale for each group of 16 or 32
+values (in some types also a minimum), and the quantized values. The low and the high bits of a
+value may be stored in separate planes. The docstrings give the byte ranges of a block.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-# The codebook of the IQ4 types, denser around zero.
+# The codebook of the IQ4 types. Its levels are denser around zero.
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
@@ -34,8 +35,9 @@ def _plane(packed: Bytes, width: int, bits: int) -> Bytes:
 def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
     """Unpack eight 6-bit scales and eight 6-bit minimums from the 12 bytes of Q4_K and Q5_K.
 
-    Bytes 0-3 and 4-7 hold the first four scales and minimums in their low 6 bits. The last four
-    have their low 4 bits in bytes 8-11; their high 2 bits are the top bits of bytes 0-7.
+    The low 6 bits of bytes 0-3 are the first four scales, those of bytes 4-7 the first four
+    minimums. The last four scales and minimums have their low 4 bits in bytes 8-11. Their high 2
+    bits are the top bits of bytes 0-3 (scales) and 4-7 (minimums).
     """
     first_scales, first_mins, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.empty((len(packed), 8), np.float32)
@@ -48,15 +50,17 @@ def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scaled(values: NDArray[np.generic], scales: Floats, out: Floats) -> Floats:
-    """Multiply groups of values by their scales into `out`; returns `out` reshaped to groups."""
+    """Multiply each group of values by its scale and write the result to `out`. Returns a view of
+    `out`, reshaped to groups.
+    """
     groups = out.reshape(len(out), scales.shape[1], -1)
     np.multiply(values.reshape(groups.shape), scales[:, :, None], out=groups)
     return groups
 
 
 def decode_q2_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes 0-15: scale | minimum << 4 per 16 values; 16-79: 2-bit values; 80, 82: the super-scales
-    of scales and minimums.
+    """Bytes 0-15: one per 16 values, with the scale in the low and the minimum in the high nibble;
+    16-79: 2-bit values; 80: super-scale of the scales; 82: super-scale of the minimums.
     """
     packed = blocks[:, 0:16]
     groups = _scaled(_plane(blocks[:, 16:80], 32, 2), _half(blocks, 80) * (packed & 0x0F), out)
@@ -64,10 +68,11 @@ def decode_q2_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_q3_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes 0-31: third bits; 32-95: low two bits; 96-107: sixteen 6-bit scales; 108: super-scale.
+    """Bytes 0-31: the third bit of each value; 32-95: the low two bits; 96-107: sixteen 6-bit
+    scales; 108: super-scale.
 
-    A clear third bit means "subtract 4". The scales' low 4 bits are in 8 bytes, their high 2 bits
-    in 4.
+    If the third bit is 0, 4 is subtracted from the value. The low 4 bits of the scales are in the
+    first 8 of their bytes, the high 2 bits in the last 4.
     """
     low = _plane(blocks[:, 96:104], 8, 4).reshape(-1, 16)
     high = _plane(blocks[:, 104:108], 4, 2).reshape(-1, 16)
@@ -79,8 +84,8 @@ def decode_q3_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_q4_k(blocks: Bytes, out: Floats) -> None:
-    """Byte 0: super-scale; 2: super-scale of minimums; 4-15: scales and minimums; 16-143: 4-bit
-    values.
+    """Byte 0: super-scale of the scales; 2: super-scale of the minimums; 4-15: 6-bit scales and
+    minimums; 16-143: 4-bit values.
     """
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
     groups = _scaled(_plane(blocks[:, 16:144], 32, 4), _half(blocks, 0) * scales, out)
@@ -88,7 +93,7 @@ def decode_q4_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_q5_k(blocks: Bytes, out: Floats) -> None:
-    """As Q4_K, with the fifth bits in bytes 16-47 and the low four bits in 48-175."""
+    """Bytes 0-15 are as in Q4_K. Bytes 16-47: the fifth bits; 48-175: the low four bits."""
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
     values = _plane(blocks[:, 48:176], 32, 4).reshape(-1, 256)
     values |= _plane(blocks[:, 16:48], 32, 1).reshape(-1, 256) << 4
@@ -107,7 +112,9 @@ def decode_q6_k(blocks: Bytes, out: Floats) -> None:
 
 
 def decode_iq4_nl(blocks: Bytes, out: Floats) -> None:
-    """Byte 0: scale; 2-17: 4-bit codebook indices, low nibbles first."""
+    """Byte 0: scale; 2-17: 4-bit codebook indices. The low nibbles are values 0-15, the high
+    nibbles 16-31.
+    """
     levels = IQ4_LEVELS[_plane(blocks[:, 2:18], 16, 4)]
     np.multiply(levels.reshape(out.shape), _half(blocks, 0), out=out)
 

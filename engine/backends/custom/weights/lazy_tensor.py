@@ -36,9 +36,9 @@ class LazyTensor:
 
 
 class Checkpoint(Protocol):
-    """An opened set of weight files: tensor names to lazy tensors.
+    """An opened set of weight files. `tensors` maps the stored names to lazy tensors.
 
-    Closing unmaps the files; no view may be in use by then.
+    `close` unmaps the files. No view of a tensor may be in use by then.
     """
 
     @property

@@ -1,7 +1,8 @@
-"""A model on disk: its config, and each weight under our own name, all of it validated.
+"""Opens a model on disk: its config and its weights, each under the engine's own name. Everything
+is validated.
 
-No number from a file leads to an allocation before it was checked against the tensors present. What
-a model directory says about code (`auto_map` and the like) is ignored.
+A size that a file states is checked against the file's tensors before memory of that size is
+allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,7 +54,7 @@ _NAMED_IN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight of the model: where it is stored, and how it is converted to our layout."""
+    """One weight of the model: the stored tensor, and the conversion to the engine's layout."""
 
     spec: TensorSpec
     tensor: LazyTensor
@@ -61,13 +62,13 @@ class Weight:
     head_dim: int
 
     def row_order(self) -> NDArray[np.intp] | None:
-        """For each of our matrix rows, the index of the stored row; None if the order is the
-        same.
+        """For each matrix row in the engine's order, the index of the row in the file. None if
+        both orders are the same.
         """
         return row_order(self.transform, self.spec.shape[0], self.head_dim)
 
     def numpy(self) -> NDArray[np.float32]:
-        """The values in our layout, as a new contiguous array."""
+        """The values in the engine's layout, as a new contiguous array."""
         values = self.tensor.numpy()
         order = self.row_order()
         if order is not None:
@@ -76,10 +77,13 @@ class Weight:
 
 
 def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
-    """For each of our matrix rows, the index of the stored row; None if the order is the same."""
+    """For each matrix row in the engine's order, the index of the row in the file. None if both
+    orders are the same.
+    """
     if transform not in ("unpermute_q", "unpermute_k"):
         return None
-    # Stored heads interleave the RoPE pairs (0, H/2, 1, H/2 + 1, ...); ours keep the two halves.
+    # In the file, a head's rows interleave the RoPE pairs: 0, H/2, 1, H/2 + 1, ... In the engine's
+    # layout, the two halves of a head follow each other.
     stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return stored.swapaxes(1, 2).reshape(-1)
 
@@ -107,9 +111,10 @@ class ModelSource:
 
 
 def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True) -> ModelSource:
-    """Open a .gguf file, a directory with config.json and safetensors, or one with a GGUF model.
+    """Open a .gguf file, a directory with config.json and safetensors files, or a directory with a
+    GGUF model.
 
-    With `reads_weights=False`, the weights' values are not checked.
+    With `reads_weights=False`, the values of the weights are not read, so they are not checked.
     """
     if path.is_dir():
         if any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
@@ -160,7 +165,8 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if not all(isinstance(name, str) for name in names):
         raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
     family: Architecture = architecture_for_hf(names)
-    # The generation config, if present, is the best source of the stop tokens.
+    # The generation config, if present, overrides the stop tokens of config.json, because it is
+    # more reliable.
     stated = dict(metadata)
     if (directory / GENERATION_CONFIG_NAME).exists():
         eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
@@ -189,8 +195,8 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
 
 
 def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
-    """Infer from the tensors present what GGUF metadata does not say: tied head, biases, RoPE
-    factors.
+    """Complete the config with what GGUF metadata does not state but the tensors show: whether the
+    head is tied, which biases exist, and the RoPE factors.
     """
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
@@ -221,7 +227,9 @@ def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, An
 def _resolve(
     where: str, family: Architecture, config: ModelConfig, checkpoint: Checkpoint
 ) -> dict[str, Weight]:
-    """Find, check and name every weight. Raises if tensors are missing or left over."""
+    """Find and check the stored tensor of every weight. Returns the weights by the engine's names.
+    Raises if tensors are missing or unknown.
+    """
     weights: dict[str, Weight] = {}
     missing: list[str] = []
     for spec in family.tensors(config):
@@ -253,7 +261,9 @@ def _resolve(
 
 
 def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
-    """The stored tensor. Checkpoints of a bare Hugging Face model lack the first name component."""
+    """The stored tensor of a weight, if it is there. In checkpoints of a Hugging Face model without
+    a head, the names lack the first component, so both names are tried.
+    """
     if checkpoint.format == "gguf":
         return None if spec.gguf is None else checkpoint.tensors.get(spec.gguf)
     if spec.hf is None:
@@ -263,7 +273,7 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
 
 
 def _check_weight(where: str, weight: Weight) -> None:
-    """Check shape and storage type."""
+    """Check a weight's shape and storage type."""
     tensor, spec = weight.tensor, weight.spec
     expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
     if tensor.shape != expected:

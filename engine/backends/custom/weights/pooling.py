@@ -1,7 +1,7 @@
 """Reads a sentence encoder's pooling settings from the small files beside its weights.
 
-`modules.json` lists the modules, each with a settings folder. Class names in it are compared, never
-imported. A module that we can't compute is refused by name.
+`modules.json` lists the modules, each with a settings folder. Class names in it are only compared,
+never imported. If the model needs a module that the engine can't compute, an error names it.
 """
 
 from dataclasses import replace
@@ -74,7 +74,9 @@ def _read_modules(directory: Path, encoder: EncoderConfig, hidden_size: int) -> 
 
 
 def _pooling(settings: dict[str, Any]) -> Pooling:
-    """The pooling method, given either as one flag per method or, in newer files, by name."""
+    """The pooling method of a settings file. Older files have one flag per method, newer ones the
+    method's name.
+    """
     flag = "pooling_mode_"
     wanted = [key.removeprefix(flag) for key, on in settings.items() if key.startswith(flag) and on]
     if "pooling_mode" in settings:

@@ -1,8 +1,9 @@
 """Quantizers for the GGUF storage types: the inverse of `quants`.
 
 A quantizer takes (n, block_elems) floats and returns (n, block_bytes) bytes. Plain types round to
-nearest. Block types derive the scale from the value of largest magnitude, bit-identical to the
-format's reference. Q4_K searches for the best scales instead.
+nearest. Block types derive the scale from the value of largest magnitude. Their results are
+bit-identical to the reference implementation of the format. Q4_K searches for the best scales
+instead.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from engine.core.errors import ModelFormatError
 _GROUP = 32
 _MAX_LEVEL = 15
 _MAX_SCALE = 63  # scales and minimums are 6-bit multiples of the block's two super-scales
-# Candidate numbers of quantization steps per group's range, around the default of 15.
+# The scale search tries to divide the range of a group into each of these numbers of quantization
+# steps. 15 is the default.
 _SPACINGS = np.arange(-1.0, 1.05, 0.1, dtype=np.float32) + np.float32(_MAX_LEVEL)
 
 
@@ -44,7 +46,7 @@ def encode_q4_k(blocks: Floats) -> Bytes:
     scale, low = _fit_groups(groups)
     scales, scale_factor = _six_bits(scale.reshape(num_blocks, 8))
     mins, min_factor = _six_bits(-low.reshape(num_blocks, 8))
-    # Quantize again with the scales as stored, after their own rounding.
+    # Quantize the values again with the stored scales, because these have been rounded.
     stored_scale = (scale_factor.astype(np.float32) * scales).reshape(-1, 1)
     stored_min = (min_factor.astype(np.float32) * mins).reshape(-1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -77,7 +79,8 @@ def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
         divisor = np.where(solvable, determinant, np.float32(1))
         scale = (sum_w * sum_xl - sum_x * sum_l) / divisor
         low = (sum_ll * sum_x - sum_l * sum_xl) / divisor
-        # The format can only subtract a minimum. Where the fit would add one, use a scale alone.
+        # The format can only subtract a minimum. If the best fit of a group would add one, use a
+        # scale without a minimum.
         only_scale = sum_xl / np.where(sum_ll > 0, sum_ll, np.float32(1))
         scale = np.where(low > 0, only_scale, scale)
         low = np.minimum(low, 0)
@@ -87,7 +90,7 @@ def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
 
 
 def _spaced(x: Floats, low: Floats, high: Floats, spacing: np.float32) -> Floats:
-    """Quantize x to levels, with `spacing` steps from low to high."""
+    """Quantize x to integer levels. The range from low to high is divided into `spacing` steps."""
     span = high - low
     per_unit = np.divide(spacing, np.where(span > 0, span, 1), dtype=np.float32)
     return _to_levels((x - low[:, None]) * per_unit[:, None])
@@ -117,8 +120,8 @@ def _six_bits(values: Floats) -> tuple[Bytes, NDArray[np.float16]]:
 
 
 def _pack_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
-    """Pack to the layout that `kquants` unpacks: the high 2 bits of the last four sit on top of the
-    first four.
+    """Pack to the 12-byte layout that `kquants._six_bit_pairs` unpacks. The high 2 bits of the last
+    four scales and minimums are stored in the top bits of the first four.
     """
     packed = np.empty((len(scales), 12), np.uint8)
     packed[:, 0:4] = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
@@ -127,13 +130,15 @@ def _pack_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
     return packed
 
 
-# Values quantized at a time, so that temporaries fit the L2 cache.
+# This many values are quantized at a time, so that temporary arrays fit the L2 cache.
 _CHUNK_VALUES = 64 * 1024
 _HALF_MAX = np.float32(65504)
 
 
 def quantize(name: str, values: Floats) -> Bytes:
-    """Quantize a tensor, or some of its rows, to flat bytes. Rows must be whole blocks."""
+    """Quantize a tensor, or some of its rows, to flat bytes. The length of a row must be a multiple
+    of the block size.
+    """
     encoder = ENCODERS.get(name)
     if encoder is None:
         raise ModelFormatError(
@@ -161,7 +166,9 @@ def _f32(blocks: Floats) -> Bytes:
 
 
 def _f16(blocks: Floats) -> Bytes:
-    """To float16. Raises if a value overflows, since infinities would break the model."""
+    """Convert to float16. Raises if a value overflows, because an infinite weight would break the
+    model.
+    """
     if np.abs(blocks).max(initial=0) > _HALF_MAX:
         raise ModelFormatError(
             "the model holds values beyond float16's 65,504; convert it to BF16 or F32 instead"
@@ -170,7 +177,7 @@ def _f16(blocks: Floats) -> Bytes:
 
 
 def _bf16(blocks: Floats) -> Bytes:
-    """To bfloat16, rounding to nearest even."""
+    """Convert to bfloat16, rounding to nearest even."""
     bits = blocks.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return rounded.astype("<u2").view(np.uint8)
@@ -187,9 +194,11 @@ def _inverse(scales: Floats) -> Floats:
 
 
 def _levels(blocks: Floats, half: int) -> tuple[Floats, Bytes]:
-    """The scales, and levels 0 .. 2 * half - 1, where level `half` is zero.
+    """Returns the scale of each block, and the values as levels 0 .. 2 * half - 1. Level `half` is
+    the value zero.
 
-    The value of largest magnitude, with its sign, becomes level 0: that side has one level more.
+    The value of largest magnitude becomes level 0, whatever its sign: the scale gets the opposite
+    sign. This uses the side of zero that has one level more.
     """
     farthest = np.abs(blocks).argmax(axis=1, keepdims=True)
     scales = np.take_along_axis(blocks, farthest, axis=1) / np.float32(-half)
@@ -219,7 +228,8 @@ def _q5_0(blocks: Floats) -> Bytes:
 def _q8_0(blocks: Floats) -> Bytes:
     scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     scaled = blocks * _inverse(scales)
-    # Ties round away from zero here; numpy would round them to even.
+    # Halves round away from zero, as in the reference implementation. `np.rint` would round them to
+    # even.
     whole = np.floor(np.abs(scaled))
     rounded = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled)
     return np.concatenate((_halves(scales), rounded.astype(np.int8).view(np.uint8)), axis=1)

@@ -1,8 +1,8 @@
 """GGUF storage types: values per block, bytes per block, and how to dequantize them.
 
-The table below is the only place that lists the types. A dequantizer fills (n, block_elems) floats
-from (n, block_bytes) bytes; `dequantize` calls it on chunks that fit the L2 cache. Results are
-bit-identical to the reference formulas in float32, in their order of operations.
+The table in this file is the only place that lists the types. A dequantizer fills (n, block_elems)
+floats from (n, block_bytes) bytes; `dequantize` calls it on chunks that fit the L2 cache. Results
+are bit-identical to the reference formulas, evaluated in float32 in the same order.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from engine.core.errors import ModelFormatError
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-# Values dequantized at a time: half a megabyte of output, which fits the L2 cache.
+# This many values are dequantized at a time. Their float32 output takes half a megabyte, which fits
+# the L2 cache.
 _CHUNK_VALUES = 128 * 1024
 
 
@@ -60,7 +61,8 @@ def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
     out = np.empty((num_values // traits.block_elems, traits.block_elems), np.float32)
     blocks = raw.reshape(len(out), traits.block_bytes)
     step = max(1, _CHUNK_VALUES // traits.block_elems)
-    # A hostile file may have infinite scales. The caller checks for that, so numpy need not warn.
+    # A malicious file may have infinite scales. The caller checks the results, so numpy's warnings
+    # are switched off.
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(out), step):
             traits.decode(blocks[start : start + step], out[start : start + step])
@@ -68,12 +70,12 @@ def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
 
 
 def _half(blocks: Bytes, offset: int) -> Floats:
-    """The float16 at byte `offset` of every block, as a column."""
+    """The float16 number at byte `offset` of every block, converted to float32, (n, 1)."""
     return blocks[:, offset : offset + 2].view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: Bytes, out: Floats) -> None:
-    """Unpack the low nibbles of all bytes first, then the high nibbles."""
+    """Unpack the nibbles of each block: the low ones of all bytes, then the high ones."""
     half = packed.shape[1]
     out[:, :half] = packed & 0x0F
     out[:, half:] = packed >> 4
@@ -88,7 +90,7 @@ def _f16(blocks: Bytes, out: Floats) -> None:
 
 
 def _bf16(blocks: Bytes, out: Floats) -> None:
-    """bfloat16 is the upper half of a float32."""
+    """Convert bfloat16 to float32, of which it is the upper half."""
     np.left_shift(blocks.view("<u2"), 16, out=out.view(np.uint32), dtype=np.uint32)
 
 
@@ -105,7 +107,9 @@ def _q4_1(blocks: Bytes, out: Floats) -> None:
 
 
 def _fifth_bits(packed: Bytes) -> Bytes:
-    """Unpack 32 bits per block and shift each to bit 4, to extend a nibble."""
+    """Unpack 32 bits per block, one for each value. Each bit is shifted to bit 4, where it extends
+    the value's nibble.
+    """
     bits = np.unpackbits(np.ascontiguousarray(packed), axis=1, bitorder="little")
     bits <<= 4
     return bits

@@ -1,8 +1,9 @@
-"""A model with random weights, made from a config alone, to measure the speed of a shape without a
-checkpoint. Speed does not depend on the values.
+"""A model with random weights, made from a config alone. It allows measuring the speed of a model
+shape without a checkpoint, because speed does not depend on the weights' values.
 
-The weights are ordinary ones whose bytes are sampled on first use. To load large models quickly, a
-framework may sample them on its own device instead; `RandomWeight` says from which distribution.
+The weights behave like those of a file, but their bytes are sampled on first use. To load large
+models quickly, a framework may sample them on its own device instead, from the distribution in
+`RandomWeight`.
 """
 
 from collections.abc import Mapping
@@ -25,8 +26,9 @@ from engine.core.registry.model_registry import architecture_for_hf
 
 STORED = "BF16"
 _STORED_BYTES = 2
-# Factors on the standard deviation that keeps the matmul output of unit-variance inputs at unit
-# variance. Peaked attention and spread-out logits make a kernel bug visible in the output.
+# The default standard deviation of a matrix is such that inputs of unit variance give outputs of
+# unit variance. It is multiplied by these factors. Peaked attention and spread-out logits make a
+# kernel bug visible in the output.
 _GAINS = {"attn.q": 1.3, "attn.k": 1.3, "embed": 1.5, "head": 1.5}
 
 
@@ -67,8 +69,8 @@ def open_random(folder: Path) -> ModelSource:
 
 
 def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
-    """A random model with the shape in `metadata`, the content of a config.json. `path` may be
-    any.
+    """A random model with the shape in `metadata`, the content of a config.json. `path` is only the
+    model's name; nothing is read from it.
     """
     family: Architecture = architecture_for_hf(
         Reader(metadata, CONFIG_NAME).read(list, "architectures")
@@ -94,7 +96,9 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
 
 
 def _values(spec: TensorSpec) -> Normal:
-    """Matrices have mean zero; norm weights are all one; biases are all zero."""
+    """The distribution of a weight's values. Matrices have mean zero, norm weights are all one, and
+    biases are all zero.
+    """
     seed = crc32(spec.name.encode())
     path, _, kind = spec.name.rpartition(".")
     if len(spec.shape) == 1:

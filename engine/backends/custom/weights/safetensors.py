@@ -1,8 +1,9 @@
 """Safetensors checkpoints: a single file, or shards listed by an index.
 
-The header is parsed here and not by the `safetensors` library: that accepts duplicate keys and
-headers of 100 MB, has no limit on tensors, and gives numpy neither views of the mapping nor BF16.
-Layout: 8 bytes of header length, a JSON header, then the tensors' data without gaps.
+The header is parsed here and not by the `safetensors` library. The library accepts duplicate keys
+and headers of 100 MB, and does not limit the number of tensors. For numpy, it offers neither views
+of the mapped file nor BF16. Layout: 8 bytes of header length, a JSON header, then the tensors' data
+without gaps.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
-MAX_TENSOR = 2**48  # elements
-# Bounds what parsing the JSON can allocate.
+MAX_TENSOR = 2**48  # max number of elements of a tensor
+# Max commas in the header. This limits the memory that parsing the JSON can allocate.
 _MAX_COMMAS = 16 * MAX_TENSORS
 
 _BITS = {
@@ -58,7 +59,7 @@ class _Entry:
 
 
 class SafetensorsCheckpoint:
-    """An opened set of safetensors files."""
+    """An opened safetensors model: one file or all shards."""
 
     format = "safetensors"
 
@@ -145,7 +146,8 @@ def _read_header(file: FileBytes) -> tuple[int, dict[str, Any]]:
     text = file.buffer[8 : 8 + length]
     if not text.startswith(b"{"):
         _fail(where, "the header is not a JSON object")
-    # Each tensor is one JSON object. Counting braces first avoids parsing a hostile header.
+    # Each tensor is one JSON object. Counting braces and commas before parsing avoids parsing a
+    # malicious header.
     if text.count(b"{") > MAX_TENSORS + 2 or text.count(b",") > _MAX_COMMAS:
         _fail(where, f"the header lists more than {MAX_TENSORS} tensors")
     header = parse_json(text, f"{where} header")

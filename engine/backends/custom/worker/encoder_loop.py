@@ -1,9 +1,9 @@
-"""The loop of an engine whose model is a text encoder: the same messages, but the answers are
-vectors.
+"""The engine loop for text encoders. It uses the same messages as the loop for decoders, but each
+answer is an embedding vector.
 
 There is no KV cache and no continuous batching: waiting requests are computed in batches, most
-urgent first. If a batch raises, its rows are repeated one by one, and only those that fail alone
-are lost.
+urgent first. If a batch raises, its requests are computed again one by one. Only those that raise
+alone fail.
 """
 
 import heapq
@@ -71,7 +71,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
-    """A queued request; ordered by urgency, then by age."""
+    """A queued request. The order is by priority, then by arrival."""
 
     priority: int
     arrival: int
@@ -92,12 +92,12 @@ def is_encoder(config: ModelConfig) -> bool:
 
 
 def warm_up(encoder: Encoder) -> None:
-    """Encode a dummy prompt. Raises when the encoder can't compute at all."""
+    """Encode a dummy prompt. Raises if the encoder does not work at all."""
     encoder.encode([(0,) * min(8, encoder.spec.max_seq_len)])
 
 
 class EncoderLoop:
-    """Owns an encoder. Everything happens in the thread that calls `run`."""
+    """Owns an encoder. All work is done in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class EncoderLoop:
         self._max_batch_tokens = max_batch_tokens
         self._max_queued = max_queued
         self._pulse = pulse or NoPulse()
-        self._queue: list[Waiting] = []  # a heap
+        self._queue: list[Waiting] = []  # waiting requests, as a heap
         self._arrivals = itertools.count()
         self._stopping = False
         self._num_steps = 0
@@ -120,12 +120,13 @@ class EncoderLoop:
         self._num_nonfinite = 0
         self._steps = StepCounter()
         self._stats_sent_at = 0.0
-        self._stats_step = 0  # the last step that was reported
-        self.is_computing = False  # inside a batch, which the watchdog may interrupt
+        self._stats_step = 0  # number of steps at the last stats message
+        # Whether a batch is being computed, which the watchdog may interrupt.
+        self.is_computing = False
         self._pulse.watch(self)
 
     def run(self) -> None:
-        """Serve until told to stop, then release everything."""
+        """Serve until a `Stop` message arrives, then abort the waiting requests."""
         while not self._stopping:
             self.turn(IDLE_POLL_S)
         ended = [
@@ -140,7 +141,7 @@ class EncoderLoop:
         self._beat(not is_idle)
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
         if self._queue:
-            self._beat(True)  # so that a hung batch is noticed
+            self._beat(True)  # report the start of the batch, so that a hung batch is noticed
             self._expire(time.monotonic())
             self._step(self._next_batch())
         self._send_stats()

@@ -1,7 +1,8 @@
 """Entry point of the engine process.
 
-It reads its options from the inherited socket, plans memory, loads the model, sends `Ready`, and
-serves until its frontend stops it or disappears. An embedded engine calls `run_engine` in a thread.
+The process reads its options from the inherited socket, plans memory, loads the model and sends
+`Ready`. It then serves until its frontend stops it or disappears. If the engine is used as a
+library, there is no such process: `run_engine` is called in a thread.
 """
 
 import faulthandler
@@ -47,15 +48,18 @@ from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import read_in_fork
 from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 
-log = logging.getLogger("engine.backends.custom.worker.main")  # the module itself runs as __main__
+# The name is not __name__, because this module runs as __main__.
+log = logging.getLogger("engine.backends.custom.worker.main")
 
 ENCODER_FRAMEWORK = "torch"
 OPTIONS_TIMEOUT_S = 30.0
-GARBAGE_OBJECTS = 50_000  # new objects before the garbage collector runs
+GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
-    """Load a text encoder. Only PyTorch has one, so it is used whatever framework was requested."""
+    """Load a text encoder. Only the PyTorch framework implements encoders, so it is used whatever
+    framework was requested.
+    """
     if find_spec(ENCODER_FRAMEWORK) is None:
         raise ConfigError(
             f"{source.path.name} is a text encoder, which runs on PyTorch: "
@@ -70,8 +74,8 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
 def load_runner(
     source: ModelSource, options: EngineOptions
 ) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
-    """Plan the memory, then load the weights. The plan is logged, with everything that was
-    reduced.
+    """Plan the memory, then load the weights. The plan is logged. It says which sizes were reduced
+    to fit the memory.
     """
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
@@ -129,7 +133,8 @@ def build_loop(
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> EngineLoop:
-    """The loop of a loaded model: scheduler, cache, step budget and grammars.
+    """Builds the engine loop of a loaded model, with its scheduler, cache, step budget and
+    grammars.
 
     `vocabulary` is called when the first grammar is compiled.
     """
@@ -144,7 +149,7 @@ def build_loop(
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
     from engine.backends.custom.frontend.text_model import (
-        load_text,  # only grammars need the tokenizer here
+        load_text,  # in the engine process, only grammars need the tokenizer
     )
 
     return load_text(Path(options.model_path)).vocabulary()
@@ -156,7 +161,9 @@ def run_engine(
     pulse: Pulse,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load the model, announce it, serve. Returns when told to stop; raises on a fatal error."""
+    """Load the model, send `Ready`, and serve. Returns when a `Stop` message arrives. Raises on a
+    fatal error.
+    """
     started_at = time.monotonic()
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
     if is_encoder(source.config):
@@ -177,7 +184,7 @@ def serve_runner(
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> None:
-    """Warm up the loaded runner, announce it, and run its loop until told to stop."""
+    """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
@@ -237,11 +244,13 @@ class RunEngine(Protocol):
 def main(
     socket_fd: int, heartbeat_fd: int, parent_pid: int, *, run: RunEngine | None = None
 ) -> int:
-    """Run the engine process. The exit status is 0 only when it was asked to stop."""
+    """Run the engine process. The exit status is 0 only if the process was asked to stop or its
+    frontend is gone.
+    """
     die_with_parent(parent_pid)
     offer_to_be_killed()
-    gc.disable()  # until the model is loaded: loading creates almost no garbage
-    # The frontend decides when the engine ends; Ctrl-C reaches the frontend as well.
+    gc.disable()  # off until the model is loaded, because loading creates almost no garbage
+    # Ignore Ctrl-C: it also reaches the frontend, which decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
@@ -264,10 +273,12 @@ def main(
 
 
 def keep_all() -> None:
-    """Exempt all loaded objects from garbage collection, and collect less often.
+    """Exempt all existing objects from garbage collection, and make the garbage collector run less
+    often.
 
-    Loaded objects live until the end, so scanning them is wasted time, above all during a step. The
-    many small objects of a step are freed by reference counting and should not trigger collections.
+    Objects that exist after loading live until the process ends. Scanning them wastes time, above
+    all during a step. The many small objects of a step are freed by reference counting, so they
+    need not trigger collections.
     """
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
@@ -275,8 +286,8 @@ def keep_all() -> None:
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:
-    """Read the options. An examination request may come before them; only a `Stop` can follow
-    before `Ready`.
+    """Read the options from the socket. A request to examine a model may come before them. Until
+    `Ready` is sent, the only message that may follow them is `Stop`.
     """
     channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
         sock, EngineOptions | Examine | Stop

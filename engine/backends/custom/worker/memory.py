@@ -1,7 +1,8 @@
 """Plans an engine's memory before anything is loaded: weights, KV blocks, batch and context.
 
-If memory is short, the cache shrinks first, then the batch, then the context; each reduction is
-logged. If not even a short context fits, loading is refused with a message that says what would.
+If memory is short, the KV cache is reduced first, then the batch, then the context. Each reduction
+is logged. If not even a short context fits, loading is refused with a message that suggests what
+would fit.
 """
 
 from dataclasses import dataclass, replace
@@ -13,11 +14,11 @@ from engine.core.errors import ResourceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIB = 1024 * 1024
-# Default KV pool, as a share of the memory left after the weights.
+# Default size of the KV pool, as a share of the memory that the weights leave free.
 POOL_SHARE = 0.5
-# For activations, logits and the interpreter.
+# Memory for activations, logits and the Python interpreter.
 WORKSPACE_BYTES = 256 * MIB
-# Default KV pool where the whole pool is written at start: enough for tens of
+# Default KV pool size for frameworks that write the whole pool at startup. It is enough for tens of
 # conversations with a small model.
 USUAL_POOL_BYTES = 512 * MIB
 MIN_CONTEXT = 128
@@ -26,7 +27,9 @@ MIN_TOKENS_PER_SLOT = 128
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the memory is divided. `notes` tell the user what was reduced."""
+    """How memory is divided between weights and KV pool. `notes` tell the user which sizes were
+    reduced.
+    """
 
     weight_bytes: int
     pool_bytes: int
@@ -37,7 +40,7 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The plan as text, one line per fact."""
+        """The plan as lines of text for the log."""
         block_size = self.pool_bytes // self.num_blocks // self.bytes_per_token
         tokens = (self.num_blocks - 1) * block_size
         return [
@@ -51,18 +54,18 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """A framework's memory needs for a model, independent of the batch."""
+    """The memory that a framework needs for a model. It does not depend on the batch size."""
 
     weight_bytes: int
     token_bytes: int  # bytes of keys and values per token
-    # A KV pool size that suffices for most; None: as memory allows.
+    # Default size of the KV pool. None: it depends on the available memory.
     usual_pool_bytes: int | None = None
-    workspace_bytes: int = WORKSPACE_BYTES  # besides weights and pool
+    workspace_bytes: int = WORKSPACE_BYTES  # memory besides the weights and the KV pool
     pool_share: float = POOL_SHARE
 
 
 def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
-    """Needs of a framework that stores all weights, keys and values in the device's dtype."""
+    """Memory needs of a framework that stores all weights, keys and values in `device.dtype`."""
     value_bytes = DTYPE_BYTES[device.dtype]
     num_values = config.num_params
     if device.copies_tied_head and config.tie_embeddings:
@@ -73,8 +76,8 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
 def on_gpu(
     needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
 ) -> MemoryNeeds:
-    """GPU needs: the cache gets the rest of the engine's memory share, after the weights, the
-    largest step's activations and the retained logits.
+    """Memory needs on a GPU. The engine may use a share of the GPU's memory. What the weights, the
+    activations of the largest step and the retained logits leave of it is used for the KV cache.
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
@@ -87,8 +90,8 @@ def on_gpu(
 def plan_memory(
     max_position: int, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
 ) -> MemoryPlan:
-    """Divide the device's free memory. `max_position` is the model's own context length. Raises
-    `ResourceError` if nothing useful fits.
+    """Divide the device's free memory. `max_position` is the model's max context length. Raises
+    `ResourceError` if the memory is too small even for a short context.
     """
     weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
     available_bytes = device.free_bytes
@@ -137,7 +140,7 @@ def plan_memory(
 
 
 def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:
-    """Bytes of the blocks for `num_tokens` tokens, plus the null block."""
+    """Bytes of a KV pool for `num_tokens` tokens, including the null block."""
     return (-(-num_tokens // block_size) + 1) * block_bytes
 
 
