@@ -1,3 +1,3 @@
-"""Backends: each one turns requests into typed events. `base.py` has the interface, `factory.py`
-makes a backend by name.
+"""Backends answer requests with typed events. `base.py` has their interface. `factory.py` makes a
+backend by name.
 """

@@ -44,23 +44,24 @@ class Resolved:
 
 
 class EventFeed(AsyncIterator[Event]):
-    """A stream of events that can also be pushed. A consumer that keeps up need not be woken for
-    every event. A stream is either read or fed, and only once.
+    """A stream of events that can be read with `async for`, or pushed to a function by `feed`.
+    Pushing is faster, because no task is woken for each event. Use only one of the two, and only
+    once.
     """
 
     @abstractmethod
     async def feed(self, sink: EventSink) -> None:
-        """Call `sink` with each event as it arrives. Returns after the last one and raises what
-        reading would raise. Cancelling it releases what the request held.
+        """Call `sink` with each event as it arrives. Returns after the last event. Raises the same
+        errors as reading. Cancelling it releases what the request holds in the backend.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release what the request holds, however much was read."""
+        """Release what the request holds in the backend. May be called before the stream ends."""
 
 
 class Opening(EventFeed):
-    """A request's events; the backend opens the request when the first event is read."""
+    """The events of a request. The request is submitted when the first event is read."""
 
     def __init__(
         self, backend: "InferenceBackend", request: ChatRequest | CompletionRequest
@@ -92,7 +93,7 @@ class Opening(EventFeed):
 
 
 async def push_events(source: AsyncIterator[Event], sink: EventSink) -> None:
-    """Pass every event of `source` to `sink`, pushed if the source supports it."""
+    """Pass all events of `source` to `sink`. The source pushes them if it is an `EventFeed`."""
     if isinstance(source, EventFeed):
         await source.feed(sink)
     else:
@@ -131,11 +132,13 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     async def start(self) -> str:
-        """Load and become ready. Returns the backend's address. Raises `EngineError`."""
+        """Load the models and wait until the backend is ready. Returns its address. Raises
+        `EngineError` on failure.
+        """
 
     @abstractmethod
     async def stop(self) -> None:
-        """End every open stream with an error and release everything. Idempotent."""
+        """End all open streams with an error and free all resources. Idempotent."""
 
     @abstractmethod
     def health(self) -> Health:
@@ -173,8 +176,9 @@ class InferenceBackend(ABC):
         """Continue a prompt."""
 
     def resolve(self, name: str | None) -> Resolved | None:
-        """The model that a request for `name` would get now; None if there is no such model. An
-        empty name means the default model. Raises `EngineError` if that is not known yet.
+        """The model that would now answer a request for `name`. Returns None if there is no such
+        model. If `name` is None, the default model is meant. Raises `EngineError` if the answer is
+        not known yet, because the model is still loading.
         """
         for card in self.models():
             if name is None or card.id == name:
@@ -186,20 +190,21 @@ class InferenceBackend(ABC):
         return self.health()
 
     def answered_by(self, request_id: str) -> tuple[str, ...]:
-        """Names of the replicas that answered a request, or its numbered parts. Empty if there is
-        only one replica, or before the first event.
+        """Names of the replicas that answered a request. A request with several prompts may have
+        several. Empty if the server has only one replica, or before the first event.
         """
         return ()
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
-        """Drop every cached prefix that no running request uses, of one model or of all. Returns
-        descriptions of what was done. Raises `EngineError` if it is impossible.
+        """Drop all cached prefixes that no running request uses. If `model` is empty, this is done
+        for all models. Returns descriptions of what was done. Raises `EngineError` if the backend
+        can't do it.
         """
         raise InvalidRequestError("This model's backend keeps no prefixes that can be flushed.")
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
-        """Set the log level of the backend's own processes, also for later restarts. Returns a note
-        for each one that could not be changed. Remote servers are not affected.
+        """Set the log level of the backend's processes. It also holds after their restart. Returns
+        a note for each process that could not be changed. Remote servers are not affected.
         """
         return ()
 
@@ -214,12 +219,14 @@ class InferenceBackend(ABC):
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
-        """The text of token ids, with control tokens by name."""
+        """The text of token ids. Control tokens are shown by their names."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
 
 class BackendHolder:
-    """The server's current backend. It changes when a server with one model gets more."""
+    """Holds the server's current backend. A server with one model replaces its backend by a router
+    when a second model is added.
+    """
 
     def __init__(self, current: InferenceBackend) -> None:
         self.current = current

@@ -1,6 +1,6 @@
 """Makes a backend from its kind, its model and named options, as configuration files have them.
 
-Options are fields of the kind's own `BackendConfig`; its `backend_args` holds all others.
+Options are fields of the `BackendConfig` of this kind. Other options go into `backend_args`.
 """
 
 import dataclasses
@@ -16,14 +16,16 @@ from engine.backends.base import BackendConfig, InferenceBackend
 from engine.core.errors import ConfigError
 from engine.core.registry.backend_registry import backend_class
 
-# A child server listens on any free port by default.
+# Default port of backends that run as child servers: any free port.
 ANY_PORT = 0
 
 
 def make_backend(
     kind: str, model: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> InferenceBackend:
-    """Make a backend without starting it. Raises `ConfigError` naming the option."""
+    """Make a backend without starting it. For an invalid option, raises a `ConfigError` that names
+    it.
+    """
     made = backend_class(kind)
     backend: InferenceBackend = made(make_config(made.config_type, kind, model, options))
     return backend

@@ -1,7 +1,8 @@
-"""A supervised child process in its own process group, never left behind.
+"""Child processes, each in its own process group, and when to restart them.
 
-A child dies with its parent (by the kernel's parent-death signal, and by the closed pipe that it
-reads) and is killed as a group. `RestartPolicy` decides when to restart it and when to give up.
+A child ends when its parent ends, because of the kernel's parent-death signal and because the pipe
+to the parent closes. The whole process group of a child is killed. `RestartPolicy` decides when to
+restart a child and when to give up.
 """
 
 import asyncio
@@ -37,14 +38,14 @@ class ChildProcess:
         return status
 
     async def stop(self, grace_s: float) -> int:
-        """Give it `grace_s` to end by itself, then kill its process group."""
+        """Wait up to `grace_s` for the child to end by itself, then kill its process group."""
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self.wait(), grace_s)
         self.kill()
         return await self.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the child itself. No effect if it has ended."""
+        """Send a signal to the child, not to its group. No effect if the child has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -55,7 +56,9 @@ class ChildProcess:
 
 @dataclass
 class RestartPolicy:
-    """Capped exponential backoff with jitter; gives up after `max_deaths` within `window_s`."""
+    """Exponential backoff with an upper limit and jitter. Gives up when the child has died
+    `max_deaths` times within `window_s`.
+    """
 
     max_deaths: int = 5
     window_s: float = 60.0
@@ -65,7 +68,7 @@ class RestartPolicy:
     _deaths: deque[float] = field(default_factory=deque)
 
     def delay_after_death(self) -> float | None:
-        """Seconds to wait before the next start; None if it died too often."""
+        """Seconds to wait before the next start. None if the child died too often."""
         now = self.clock()
         self._deaths.append(now)
         while self._deaths and self._deaths[0] < now - self.window_s:

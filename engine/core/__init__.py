@@ -1,1 +1,1 @@
-"""Shared by all backends and the server. Light libraries only, no framework."""
+"""Code shared by all backends and the server. It imports no machine learning framework."""

@@ -1,8 +1,8 @@
 """Loads settings: defaults < TOML file < LLM_ENGINE_* variables < command-line flags.
 
-Each source is a layer of `section.key` values that remembers each value's name in that source. So
-errors can name it, and `engine config show` can tell where a value is from. An unknown name is an
-error, never ignored. Loading is a pure function of its arguments and the files that they name.
+Each source becomes a layer of `section.key` values. A layer also has the name that each value has
+in its source. So errors can name it, and `engine config show` can tell where a value comes from. An
+unknown name is an error. The result depends only on the arguments and on the files that they name.
 """
 
 import ipaddress
@@ -33,7 +33,8 @@ CONFIG_VARIABLE = "LLM_ENGINE_CONFIG"  # path of the TOML file
 DEFAULT_CONFIG_FILE = Path("engine.toml")
 MIN_KEY_LENGTH = 16
 
-# Short names of the settings that deployments set most. Every key also has its systematic name.
+# Short variable names of the most used settings. Every setting also has a variable with a
+# systematic name.
 SHORT_VARIABLES = {
     "LLM_ENGINE_HOST": "server.host",
     "LLM_ENGINE_PORT": "server.port",
@@ -47,7 +48,7 @@ SHORT_VARIABLES = {
     "LLM_ENGINE_LOG_LEVEL": "logging.level",
 }
 
-# Flags whose name is not derived from the key.
+# Setting -> command-line flag, if its name is not derived from the key.
 _FLAGS = {
     "model.model_path": "MODEL",
     "model.options": "--option",
@@ -60,7 +61,9 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and the origin of each `section.key`: `default`, a file, a variable or a flag."""
+    """Settings, and where each `section.key` comes from: `default`, a file, a variable or a
+    flag.
+    """
 
     settings: Settings
     origins: Mapping[str, str]
@@ -80,7 +83,9 @@ def load_settings(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadedSettings:
-    """Merge every source; `overrides` are flags, `section.key` -> value. Raises `ConfigError`."""
+    """Merge all sources. `overrides` has the command-line flags, as `section.key` -> value. Raises
+    `ConfigError` if a setting is invalid.
+    """
     path = _find_config(config_path, environ)
     content = _read_toml(path) if path else {}
     tables = _named_tables(content, path)
@@ -160,7 +165,9 @@ def check_references(settings: Settings) -> None:
 
 
 def _check_storage(directory: Path) -> None:
-    """Check now that the storage directory is usable; requests need it only later."""
+    """Check at start that the storage directory can be written. It is only used later, by
+    requests.
+    """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -246,7 +253,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
             raise ConfigError(
                 f"unknown environment variable {variable}" + suggest(variable, list(names))
             )
-        if not environ[variable]:  # container tools leave unset variables empty
+        if not environ[variable]:  # container tools pass unset variables as empty ones
             continue
         if key in layer:
             raise ConfigError(
@@ -271,7 +278,7 @@ def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
 
 
 def _read_secret_files(layer: _Layer) -> None:
-    """If a layer names a secret's file, read the secret into the same layer."""
+    """If a layer has the path of a file with a secret, read the secret into the same layer."""
     for key in SECRET_KEYS:
         named = layer.get(f"{key}_file")
         if named is None or key in layer:
@@ -294,7 +301,9 @@ def _check_known(key: str, complaint: str) -> None:
 
 
 def _explain(error: ValidationError, merged: _Layer) -> str:
-    """One line for the first mistake. pydantic's own report has several lines and shows secrets."""
+    """Describe the first mistake in one line. pydantic's own message has several lines and shows
+    secrets.
+    """
     first, *others = error.errors(include_url=False, include_context=False)
     key = ".".join(str(part) for part in first["loc"][:2])
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")

@@ -1,8 +1,7 @@
-"""All errors that a user can see, as one class family.
+"""All errors that a user can see. They are subclasses of `EngineError`.
 
-Each category fixes its HTTP status and OpenAI error type here; code that raises only says what went
-wrong and what to change. Only `EngineError` crosses a module boundary on purpose. Any other
-exception is a bug and is answered as an opaque 500.
+Each class sets its HTTP status and OpenAI error type. The message says what went wrong and what to
+change. Any other exception is a bug. Then the client gets status 500 and no details.
 """
 
 from typing import Any, ClassVar
@@ -33,7 +32,9 @@ class EngineError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error body with exactly these four keys; `code` is a string."""
+        """The error body in OpenAI's format. It always has these four keys, and `code` is a
+        string.
+        """
         return {
             "error": {
                 "message": self.message,
@@ -61,7 +62,7 @@ class ModelError(EngineError):
 
 
 class ModelFormatError(ModelError):
-    """A model file violates its format; the message names file, rule and place."""
+    """A model file is invalid. The message names the file, the rule and the place in the file."""
 
     category = "model_format"
     code = "MODEL_FORMAT"
@@ -91,7 +92,7 @@ class ResourceError(EngineError):
 
 
 class InvalidRequestError(EngineError):
-    """The client's mistake; `param` names the field."""
+    """The client's request is invalid. `param` names the field."""
 
     category = "invalid_request"
     status = 400

@@ -1,7 +1,7 @@
 """The keys file: a server's API keys, each with a name, a tenant and limits.
 
-It is JSON, because programs write it. It never has a key itself, only its SHA-256: keys are long
-and random, so a slow hash is not needed. Only the file's owner can read it.
+The file is JSON, because programs write it. It does not contain the keys, only their SHA-256
+digests. Keys are long and random, so a slow hash is not needed. Only the file's owner can read it.
 """
 
 import hashlib
@@ -32,7 +32,9 @@ Role = Literal["user", "admin"]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one key. None means the settings' limit, or no limit."""
+    """Limits of one key. None means the limit in the settings. If there is none either, there is no
+    limit.
+    """
 
     requests_per_minute: Rate = None
     tokens_per_minute: Rate = None
@@ -80,7 +82,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """Read the file. Raises `ConfigError` naming the file and the mistake."""
+    """Read the file. If it is invalid, raises a `ConfigError` that names the file and the
+    mistake.
+    """
     path = path.expanduser()
     try:
         with open_private(path) as file:
@@ -108,8 +112,8 @@ def add_key(
     role: Role = "user",
     limits: Mapping[str, int | None] | None = None,
 ) -> tuple[str, KeyEntry]:
-    """Create a key and write its entry. Returns the key, which is shown only this once, and the
-    entry.
+    """Create a key and write its entry to the file. Returns the key and its entry. The key is not
+    stored, so it can't be shown again.
     """
     path = path.expanduser()
     keys = read_keys(path) if path.exists() else ()
@@ -143,7 +147,7 @@ def remove_key(path: Path, name: str) -> KeyEntry:
 
 
 def set_limits(path: Path, name: str, limits: Mapping[str, int | None]) -> KeyEntry:
-    """Change a key's limits; limits that are not given stay."""
+    """Change limits of a key. Limits that are not given stay as they are."""
     path = path.expanduser()
     keys = read_keys(path)
     for position, key in enumerate(keys):

@@ -1,1 +1,1 @@
-"""Plugins around a backend; loaded only if the configuration names one."""
+"""Runs plugins around a backend. This package is only loaded if a plugin is configured."""

@@ -1,7 +1,8 @@
-"""Runs one request through all plugins: request hooks, the backend, text filters, response hooks.
+"""Runs one request through all plugins: first the request hooks, then the backend, then the text
+filters and response hooks.
 
-If no plugin touches text, the backend's events are pushed straight through. Otherwise events pass
-through the plugins' threads, and those that arrived meanwhile are merged.
+If no plugin filters or rewrites the answer, the backend's events are passed on directly. Otherwise
+they pass through the plugins' threads. Events that arrive while a plugin works are merged.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class Inbox:
         self._wake.set()
 
     async def take(self) -> list[Event]:
-        """All events that have arrived; empty at the end."""
+        """Wait for events and return all that have arrived. Returns an empty list at the end."""
         while not self._events and not self._is_closed:
             self._wake.clear()
             await self._wake.wait()
@@ -83,12 +84,14 @@ async def prepared(hosts: Sequence[PluginHost], view: PluginRequest) -> PluginRe
 
 
 async def _prepare(host: PluginHost, view: PluginRequest) -> PluginRequest | None:
-    """Runs in the plugin's thread, because copying a long conversation takes time."""
+    """Copy the request and call the plugin. Copying a long conversation takes time, so it is done
+    in the plugin's thread.
+    """
     return await host.plugin.pre_inference(copied(view))
 
 
 class PluggedAnswer(EventFeed):
-    """A request's events after the plugins."""
+    """The events of a request, with the changes of all plugins."""
 
     def __init__(
         self, backend: InferenceBackend, hosts: Sequence[PluginHost], request: TextRequest
@@ -242,7 +245,7 @@ async def _filter(stages: Sequence[FilterStage], inbox: Inbox, sink: EventSink) 
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:
-    """Merge consecutive text events of one choice: each event costs a plugin call."""
+    """Merge consecutive text events of one choice, because a plugin is called for each event."""
     made: list[Event] = []
     for event in events:
         last = made[-1] if made else None
@@ -286,8 +289,8 @@ async def _pump(source: AsyncIterator[Event], sink: EventSink) -> None:
 async def _reading(
     read: Callable[[EventSink], Coroutine[Any, Any, None]],
 ) -> AsyncGenerator[Inbox, None]:
-    """An inbox that another task fills. Leaving early cancels the task; its error is raised
-    last.
+    """An inbox that another task fills. Leaving the block early cancels the task. If the task
+    fails, its error is raised at the end of the block.
     """
     inbox = Inbox()
     task = asyncio.create_task(_fill(read, inbox))

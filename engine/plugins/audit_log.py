@@ -1,7 +1,8 @@
 """Logs requests and answers to a private file, one JSON object per line.
 
-Writing happens in the plugin's own thread, behind a bounded queue, so no request waits for it. With
-`record = "digests"` the file only has hashes: equal texts can be recognized, but not read.
+The plugin writes in its own thread, and its queue is limited, so no request waits for it. With
+`record = "digests"` the file has only hashes of texts. Equal texts can be recognized by them, but
+not read.
 """
 
 import hashlib
@@ -55,7 +56,7 @@ class RequestAudit(InferencePlugin):
         assert self._file is not None
         entry = self.entry(response)
         entry["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        # ASCII output, so no character of a text can end the line.
+        # All other characters than ASCII are escaped, so no character of a text can end the line.
         self._file.write(json.dumps(entry, ensure_ascii=True).encode() + b"\n")
         return None
 
@@ -107,7 +108,9 @@ def _asked(request: PluginRequest) -> Any:
 
 
 class PrivateLog:
-    """A file that only this account can read; rotated when it is full."""
+    """A log file that only this user can read. When it is full, it is renamed and a new one is
+    begun.
+    """
 
     def __init__(self, path: Path, max_bytes: int, max_files: int) -> None:
         self._path = path
@@ -137,7 +140,7 @@ class PrivateLog:
         return handle
 
     def _rotate(self) -> None:
-        """PATH.1 is the newest full file."""
+        """Rename all files by one number and begin a new one. PATH.1 is the newest full file."""
         names = [self._path, *(Path(f"{self._path}.{i}") for i in range(1, self._max_files))]
         names[-1].unlink(missing_ok=True)
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):

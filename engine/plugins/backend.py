@@ -1,7 +1,7 @@
-"""A backend wrapped in plugins; the server does not know about them.
+"""A backend with plugins. For the server it is a normal backend.
 
-Calls other than text generation are passed through. If a plugin that requests must not bypass is
-disabled, the whole backend is not ready. So probes show it and requests are refused early.
+If a plugin with `on_failure = "refuse"` is switched off, the whole backend is not ready. So probes
+show it, and requests are refused early.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from engine.plugins.views import ResponseBuilder, applied, view_of
 
 
 class PluggedBackend(InferenceBackend):
-    """`hosts` are in the order in which they see a request."""
+    """A backend with plugins. `hosts` are in the order in which they get a request."""
 
     def __init__(self, inner: InferenceBackend, hosts: Sequence[PluginHost]) -> None:
         self.inner = inner

@@ -17,8 +17,8 @@ from engine.plugins.metrics import PluginMetrics
 def plug_in(
     backend: InferenceBackend, tables: Mapping[str, PluginTable], registry: CollectorRegistry
 ) -> InferenceBackend:
-    """Wrap `backend`; returns it unchanged if no plugin is enabled. Raises `ConfigError` naming a
-    plugin.
+    """Wrap `backend` in all enabled plugins. Returns `backend` itself if none is enabled. Raises
+    `ConfigError` if a plugin can't be made.
     """
     enabled = {name: table for name, table in tables.items() if table.enabled}
     if not enabled:

@@ -1,8 +1,8 @@
 """Passes one text of an answer through a plugin's filter, together with its tokens.
 
-The filter says which characters are final and which are replaced; this module cuts and edits the
-text. Tokens shown with log-probabilities pass along. A token that an edit touches shows the edited
-text, so the tokens still spell the text and leak nothing.
+The filter says how many characters are final and which are replaced. This module applies the edits.
+Tokens with log-probabilities are sent with the text. If an edit changes part of a token, the token
+shows the edited text. So the tokens still spell the text and don't reveal what was replaced.
 """
 
 import codecs
@@ -32,14 +32,16 @@ def hidden(token: TokenText, text: str = "") -> TokenText:
 
 
 class TokenPlacer:
-    """Maps tokens to characters; a token may hold part of a character's bytes."""
+    """Finds the characters of each token. A token may have only some bytes of a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = 0
 
     def place(self, tokens: Sequence[TokenText] | None, text: str) -> list[PlacedToken]:
-        """Place `tokens`. `text` arrived with them, but tokens may be ahead of it."""
+        """Find the positions of `tokens`. `text` arrived with them, but may still lack the text of
+        the last tokens.
+        """
         placed = []
         for token in tokens or ():
             characters = self._decoder.decode(token.token_bytes)
@@ -51,7 +53,9 @@ class TokenPlacer:
 
 
 class Channel:
-    """Takes text and tokens; returns those that are final."""
+    """Passes text and tokens through a filter. Holds them back until the filter says that they are
+    final.
+    """
 
     def __init__(self, text_filter: TextFilter) -> None:
         self.text_filter = text_filter
@@ -83,7 +87,7 @@ class Channel:
 
 
 class Trail:
-    """Recent final text, kept because a token may end later than the text."""
+    """The last part of the final text. It is kept because a token may arrive after its text."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -114,7 +118,7 @@ class Trail:
             return unknown
         start, end = token.start, token.end
         if start < self._start or end > self._start + len(self._text):
-            return unknown  # a stop string has cut it off
+            return unknown  # the token's text was removed with a stop string
         raw = self._text[start - self._start : end - self._start]
         if raw and not _spells(token.shown, raw):
             self._is_aligned = False
@@ -133,8 +137,8 @@ class Trail:
 
 
 def _spells(token: TokenText, raw: str) -> bool:
-    """Whether a token's text equals its characters. For a partial character only the rest is
-    compared.
+    """Whether the token's bytes spell `raw`, its characters in the text. Bytes of an incomplete
+    character are not compared.
     """
     literal = token.token_bytes.decode("utf-8", "replace").lstrip("\ufffd")
     return literal.endswith(raw) or raw.endswith(literal.rstrip("\ufffd"))
@@ -145,8 +149,8 @@ def _moved(edit: Edit, distance: int) -> Edit:
 
 
 def _mended(raw: str, start: int, edits: Sequence[Edit]) -> str:
-    """`raw` after the edits; `start` is its position. A replacement is placed where its edit
-    starts.
+    """`raw` with the edits applied. `start` is the position of `raw` in the whole text. If `raw`
+    begins inside an edit, the replacement is not part of the result.
     """
     pieces: list[str] = []
     position = 0

@@ -1,8 +1,9 @@
 """Passes an answer's events through one plugin's text filter.
 
-The text, the reasoning and each tool call of a choice are filtered separately. Text that a filter
-holds back is released when the next kind of output starts or the choice ends. A call's arguments
-are JSON, and a filter must see decoded strings, so they are sent when complete.
+The text, the reasoning and each tool call of a choice are filtered separately. When another kind of
+output starts or the choice ends, the filter must release the text that it holds back. A filter gets
+the decoded strings in the JSON arguments of a tool call. So the arguments are only filtered and
+sent when they are complete.
 """
 
 import json
@@ -75,7 +76,7 @@ class FilterStage:
         return made
 
     async def _end_others(self, choice: int) -> list[Placed]:
-        """Release what precedes text: the end of reasoning, or of a call."""
+        """Release held reasoning and an open tool call, because text follows."""
         return [*await self._end_reasoning(choice), *await self._end_call(choice)]
 
     async def _end(self, choice: int) -> list[Placed]:
@@ -131,7 +132,7 @@ class FilterStage:
             )
         except EngineError as error:
             self._bear(error)
-            # The filter may have missed text, so it is not used for the rest.
+            # The filter may not have seen all text, so it is not used for the rest of it.
             channel.text_filter = _unchanged
             return channel.release()
         return channel.settle(made, is_last)
@@ -140,8 +141,8 @@ class FilterStage:
         return self._host.plugin.text_filter(self._request)
 
     def _bear(self, error: EngineError) -> None:
-        """Raise errors that must end the answer: a refusal, or a failure under `on_failure =
-        "refuse"`.
+        """Raise an error that must end the answer. This is a refusal, or any failure if
+        `on_failure` is "refuse". Ignore other errors.
         """
         if not isinstance(error, PluginFailedError) or self._host.on_failure == "refuse":
             raise error
@@ -158,8 +159,8 @@ def shown(event: Event, tokens: Sequence[PlacedToken]) -> Event:
 
 
 def _filtered_arguments(new_filter: Callable[[], TextFilter | None], arguments: str) -> str:
-    """Filter a call's arguments, in the plugin's thread. Text that is not JSON is filtered as it
-    is.
+    """Filter the arguments of a tool call. Called in the plugin's thread. Arguments that are not
+    valid JSON are filtered as one text.
     """
 
     def filtered(text: str) -> str:

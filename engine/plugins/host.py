@@ -1,5 +1,5 @@
-"""Runs one plugin in isolation: time limits on its hooks, and a circuit breaker after repeated
-failures.
+"""Runs one plugin in its own thread. Its hooks have time limits. After repeated failures, the
+plugin is switched off.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class PluginThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-        """Run `function` in the thread, awaiting its result if needed. Raises its error or
+        """Run a function or coroutine function in the plugin's thread. Raises its error, or
         `TimeoutError`.
         """
         running = asyncio.run_coroutine_threadsafe(_run(function, arguments), self._loop)
@@ -35,7 +35,7 @@ class PluginThread:
             return await asyncio.wrap_future(running)
 
     def stop(self) -> None:
-        """Stop the thread. Returns soon even if it is stuck."""
+        """Stop the thread. Returns soon, even if the plugin does not return."""
         with contextlib.suppress(RuntimeError):  # already stopped
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
@@ -54,7 +54,8 @@ async def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return await made if isinstance(made, Awaitable) else made
     except Exception:
         raise
-    except BaseException as error:  # would end the thread, or look like a cancelled request
+    # Such an error would end the thread, or look like a cancelled request.
+    except BaseException as error:
         raise RuntimeError(f"it raised {type(error).__name__}") from None
 
 
@@ -62,7 +63,7 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # consecutive failures of one hook
 INITIALIZE_S = 30.0
-# Max answers waiting for a plugin to observe; more are dropped.
+# Max answers that wait until a plugin observes them. If there are more, they are dropped.
 MAX_OBSERVING = 1024
 CLOSE_S = 5.0
 
@@ -74,7 +75,7 @@ class PluginFailedError(UnavailableError):
 
 
 class PluginHost:
-    """Calls one plugin. `is_active`: whether it currently processes requests."""
+    """Calls one plugin. `is_active` says whether the plugin currently gets requests."""
 
     def __init__(
         self,
@@ -109,7 +110,9 @@ class PluginHost:
 
     @property
     def blocks(self) -> bool:
-        """Whether all requests must be refused: the plugin is disabled and may not be bypassed."""
+        """Whether all requests must be refused, because the plugin is switched off and its
+        `on_failure` is "refuse".
+        """
         return not self.is_active and self.on_failure == "refuse"
 
     def refusal(self) -> PluginFailedError:
@@ -136,7 +139,9 @@ class PluginHost:
             self._turn_off()
 
     async def stop(self) -> None:
-        """Stop the plugin, after giving it some time for answers that it has not seen yet."""
+        """Stop the plugin. Before that, wait up to `CLOSE_S` for answers that it still has to
+        observe.
+        """
         if self._thread is None:
             return
         if self._observing:
@@ -151,7 +156,7 @@ class PluginHost:
         self._thread = None
 
     def enable(self) -> None:
-        """Enable it again and reset its failure count."""
+        """Switch the plugin on again and reset its count of failures in a row."""
         self._in_a_row.clear()
         self._is_off = False
         self._metrics.set_enabled(self.name, True)
@@ -163,9 +168,9 @@ class PluginHost:
         *arguments: Any,
         mistake_in: Callable[[Any], str | None] = lambda made: None,
     ) -> Any:
-        """A hook's result. Raises the plugin's own 4xx `EngineError` if it refuses, and
-        `PluginFailedError` for any other failure, even if the caller may ignore it. `mistake_in`
-        says why a result is invalid.
+        """Call a hook and return its result. If the plugin refuses, raises the plugin's
+        `EngineError`, which has a 4xx status. For all other failures it raises
+        `PluginFailedError`; the caller may ignore that. `mistake_in` says why a result is invalid.
         """
         if not self.is_active:
             raise self.refusal()
@@ -188,7 +193,7 @@ class PluginHost:
         return made
 
     def observe(self, make: Callable[[], Any]) -> None:
-        """Show it the result of `make` in the background."""
+        """Let the plugin observe the answer that `make` returns. This is done in the background."""
         if not self.is_active:
             return
         if len(self._observing) >= MAX_OBSERVING:
@@ -227,8 +232,8 @@ class PluginHost:
             self._metrics.called(self.name, hook, outcome, time.monotonic() - began)
 
     def _fail(self, hook: Hook, error: BaseException, why: str | None = None) -> None:
-        """Record a failure. The log only gets the error's type and place: its text could contain
-        client data.
+        """Count and log a failure. The log gets only the type and place of the error, because its
+        text could contain client data.
         """
         self.num_failures += 1
         frames = traceback.extract_tb(error.__traceback__)

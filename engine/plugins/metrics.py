@@ -1,5 +1,5 @@
-"""Prometheus metrics of plugins. Label values come from the configuration or are fixed, never
-client or plugin text.
+"""Prometheus metrics of plugins. Label values are fixed or come from the configuration, never from
+clients or plugins.
 """
 
 from typing import Literal

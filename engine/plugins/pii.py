@@ -15,7 +15,8 @@ from engine.core.interfaces.plugin import (
 )
 from engine.plugins.pii_patterns import KINDS, Kind, find, open_end
 
-# Characters of dropped text that patterns look back at.
+# Patterns look back at this many characters before a match. So they are kept when text has become
+# final.
 _CONTEXT = 2
 
 
@@ -44,7 +45,7 @@ class PiiRedactor(InferencePlugin):
         for name in self._options.kinds:
             if name not in KINDS:
                 raise ConfigError(f"kinds: there is no '{name}'; known are {', '.join(KINDS)}")
-        # In our own order, which decides between overlapping kinds.
+        # The order of KINDS decides which kind is used if two match at the same place.
         self._kinds = [kind for name, kind in KINDS.items() if name in self._options.kinds]
 
     async def pre_inference(self, request: PluginRequest) -> PluginRequest | None:
@@ -92,7 +93,9 @@ class PiiRedactor(InferencePlugin):
         return call | {"function": function | {"arguments": arguments}}
 
     def _value(self, value: Any) -> Any:
-        """Redact every string in a value. A number that is a card number becomes text."""
+        """Redact all strings in a value. A number that looks like personal data, such as a card
+        number, is replaced by a text.
+        """
         if isinstance(value, str):
             return self.redact(value)
         if isinstance(value, Mapping):
@@ -106,7 +109,7 @@ class PiiRedactor(InferencePlugin):
 
 
 class Redaction:
-    """Redacts one text as it arrives. Holds back only what may be the start of a match."""
+    """Redacts one text as it arrives. Holds back only text that may be the start of a match."""
 
     def __init__(self, kinds: list[Kind]) -> None:
         self._kinds = kinds

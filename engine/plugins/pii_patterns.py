@@ -1,9 +1,10 @@
 """Finds personal data in text, also in text that arrives in pieces.
 
-Each kind is an unambiguous regular expression of bounded length, plus a check of the match. Whether
-a match starts at a position depends on the previous character and at most `reach` characters after
-it. So streamed text gives the same result as the whole text, if possible matches at the end are
-waited for. Letters are Latin: text in other scripts may touch an address.
+Each kind of data has a regular expression whose matches have a limited length, and a check of the
+match. Whether a match starts at a position depends only on the characters just before it and a
+limited number of characters after it. So streamed text gives the same result as the whole text, if
+text at the end that may start a match is held back. Only Latin letters count as part of a word. So
+an address is also found if text in another script touches it.
 """
 
 import ipaddress
@@ -45,7 +46,9 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`length_of` returns how much of a match is valid; 0 means no match."""
+    """A kind of personal data. `length_of` returns how many characters of a match are valid. 0
+    means that it is no match.
+    """
 
     name: str
     pattern: re.Pattern[str]
@@ -184,8 +187,8 @@ KINDS = {
     )
 }
 
-# Max characters to wait for before deciding on a match, by kind of character: one more than the
-# longest match with its look-ahead.
+# Max characters at the end of a text that are held back because they may start a match. One more
+# than the longest match with its look-ahead.
 _WORD_REACH, _NUMBER_REACH, _IBAN_REACH = 340, 72, 72
 _REVERSED_WORD = re.compile(rf"[{_WORD}._%+'@:-]*+")
 _REVERSED_NUMBER = re.compile(r"[0-9 ./()+-]*+")
@@ -194,8 +197,8 @@ _OPEN_IBAN = re.compile(rf"{_START}[A-Za-z]{{2}}[0-9]{{2}}(?: ?[A-Za-z0-9])*+ ?\
 
 
 def find(text: str, position: int, kinds: list[Kind]) -> Iterator[Found]:
-    """All matches from `position` on, in order, without overlaps. Of two with the same start, the
-    first kind wins.
+    """All matches from `position` on, in order and without overlaps. If two kinds match at the same
+    position, the first in `kinds` is used.
     """
     nearest = {kind.name: _next(kind, text, position) for kind in kinds if _hinted(kind, text)}
     while True:
@@ -227,7 +230,9 @@ def _next(kind: Kind, text: str, position: int) -> Found | None:
 
 
 def open_end(text: str) -> int:
-    """Start of the suffix that further text could turn into a match."""
+    """Position from which the text must be held back, because further text could make it a
+    match.
+    """
     tail = text[-_WORD_REACH:]
     backwards = tail[::-1]
     word = _REVERSED_WORD.match(backwards)

@@ -1,4 +1,4 @@
-"""Requests and answers as plugins see them, and which of their changes are applied."""
+"""Makes the requests and answers that plugins get, and checks and applies their changes."""
 
 import copy
 import hashlib
@@ -26,8 +26,8 @@ Request = ChatRequest | CompletionRequest | EmbedRequest
 
 _FIXED = ("request_id", "kind", "model", "tenant")
 _ROLES = ("system", "user", "assistant", "tool")
-# Sampling parameters that a plugin may set, with bounds. The others affect the answer's format,
-# which the client relies on.
+# Sampling parameters that a plugin may change, and their bounds. Others can't be changed, because
+# they affect the format of the answer.
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "temperature": (0.0, 2.0),
@@ -38,7 +38,9 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def view_of(request: Request) -> PluginRequest:
-    """A plugin's view of a request. It shares the messages, so give plugins `copied` views."""
+    """A request in the form for plugins. It shares the messages with the request, so plugins must
+    get a copy (`copied`).
+    """
     if isinstance(request, EmbedRequest):
         return PluginRequest(
             request_id=request.request_id,
@@ -82,7 +84,9 @@ def applied(request: Request, view: PluginRequest) -> Request:
 
 
 def mistake_in(changed: Any, before: PluginRequest) -> str | None:
-    """Why a hook's result is invalid, or None. The text contains no values."""
+    """Why the result of a hook is invalid. None if it is valid. The text contains no values of the
+    request.
+    """
     if changed is None:
         return None
     if not isinstance(changed, PluginRequest):
@@ -194,5 +198,5 @@ class ResponseBuilder:
 
 
 def _pseudonym(tenant: str) -> str:
-    """A one-way hash of the tenant's name, which itself is derived from its key."""
+    """A one-way hash of the tenant's name. The name itself is derived from the tenant's key."""
     return hashlib.sha256(f"plugin:{tenant}".encode()).hexdigest()[:16] if tenant else ""

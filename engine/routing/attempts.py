@@ -1,7 +1,7 @@
-"""The attempts at one request: one replica, and another one if it fails before its first event.
+"""The attempts at one request. If a replica fails before its first event, another one is tried.
 
-Once an event has gone to the client nothing is retried. The rest of the answer comes from the same
-replica, or an error ends it.
+After an event was sent to the client, the request is not retried: if the replica fails, the client
+gets an error.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from engine.routing.route import Pick, Route
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-# Max wait for a free slot when every replica is at its request limit; then the client gets an
-# error.
+# If all replicas are at their request limit, a request waits up to this many seconds for a free
+# slot. Then the client gets an error.
 MAX_WAIT_S = 5.0
 RETRY_AFTER_S = 2.0
 
 
 class EventTap(Protocol):
-    """Sees every event of a request, without affecting it."""
+    """Gets all events of a request. It can't change them."""
 
     def primary(self, event: Event) -> None: ...
 
@@ -78,8 +78,9 @@ class Attempts:
         self._began = time.monotonic()
 
     async def next(self) -> "Attempt | None":
-        """The next attempt, already counted against its replica; None when one has succeeded.
-        Raises when no replica is left: the last attempt's error, or why none could be asked.
+        """Begin another attempt. Its replica already counts it as in flight. Returns None if an
+        attempt has succeeded. If no replica is left, raises the error of the last attempt. If there
+        was none, the error says why no replica could be used.
         """
         if self.is_done:
             return None
@@ -113,11 +114,11 @@ class Attempts:
         return may_retry
 
     def forget_mirror(self) -> None:
-        """Drop the tap: no more events will come."""
+        """Drop the event tap, because no more events will come."""
         self._mirror = None
 
     def remaining(self) -> Request:
-        """The request with its remaining timeout."""
+        """The request, with the time that is left of its timeout."""
         request = self.request
         spent = time.monotonic() - self._began
         if self.decision.attempts == 1 and spent < 0.1:
@@ -132,7 +133,7 @@ class Attempts:
         pick = self.route.pick(self.asked, self._failed)
         is_behind = self.route.has_waiting and pick.chosen is not None
         if self._failed or not (pick.is_full or is_behind):
-            return pick  # a retry takes a free replica or gives up; it never waits
+            return pick  # a retry never waits for a free slot
         began = time.monotonic()
         deadline = began + MAX_WAIT_S
         has_turn = True
@@ -155,8 +156,8 @@ class Attempts:
 
 
 class Attempt:
-    """One attempt at one replica, as a context manager. Leaving it reports the result, and swallows
-    an error that may be retried.
+    """A context manager for one attempt at one replica. Its exit reports the result. It suppresses
+    an error if the request may be retried.
     """
 
     def __init__(self, attempts: Attempts, member: Member, mirror: EventTap | None) -> None:
@@ -229,8 +230,9 @@ class Attempt:
         return retries
 
     def _judge(self, error: EngineError) -> None:
-        """Report a failure that counts against the replica. A replica that reports itself down is
-        not blamed: it is skipped anyway.
+        """Count a failure against the replica, unless the request was the cause. A failure is also
+        not counted for ejection if the replica reports that it is not ready: then it gets no
+        requests anyway.
         """
         replica = self.replica
         is_late = isinstance(error, RequestTimeoutError) and self.has_begun
@@ -254,7 +256,7 @@ class Attempt:
 
 
 class Routed(EventFeed):
-    """A request's events, whichever replica answers."""
+    """The events of a request, from the replica that answers it."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -290,7 +292,9 @@ class Routed(EventFeed):
 
 @contextlib.asynccontextmanager
 async def _closing(source: AsyncIterator[Event]) -> AsyncGenerator[None, None]:
-    """Close `source` when left early, which releases what the request holds there."""
+    """Close `source` at the end, also if it was not read completely. Closing releases what the
+    request holds in the backend.
+    """
     try:
         yield
     finally:

@@ -20,17 +20,17 @@ from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
 from engine.routing.router import Router, ShadowTraffic
 
-# Engine options that the backend's table sets itself.
+# Engine options that are set by the backend's table and not by the server's settings.
 _OF_THE_TABLE = ("model_path", "framework")
-# Default size of an engine's KV pool, for estimates of its memory.
+# Default size of an engine's KV pool, used to estimate the engine's memory.
 USUAL_POOL_MB = 224
 ENGINE_MB = 96
 REMOTE = "openai"  # a server that we did not start and can't stop
 
 
 def build_router(settings: Settings, registry: CollectorRegistry, origin: str) -> Router:
-    """Build the router; nothing is started yet. Raises `ConfigError` naming `origin` (the file) and
-    the key.
+    """Build the router without starting it. If a setting is invalid, raises a `ConfigError` that
+    names the file (`origin`) and the key.
     """
     tables = settings.tables
     num_engines = sum(t.replicas for t in tables.backends.values() if has_engine(t.kind))
@@ -65,7 +65,9 @@ def on_demand(
     residency: Residency,
     settings: Settings,
 ) -> OnDemand:
-    """A backend that can be unloaded. Raises `ConfigError` at once if it can't be made."""
+    """A backend that can be unloaded. If its configuration is invalid, raises `ConfigError` now and
+    not at its first use.
+    """
     first = [make_backend(kind, model, options)]
     return OnDemand(
         name,
@@ -76,7 +78,9 @@ def on_demand(
 
 
 def expected_bytes(kind: str, model: str, settings: Settings) -> int:
-    """Expected memory: the weights' size on disk plus the engine's own needs. 0 if unknown."""
+    """Expected memory in bytes: the size of the model's files, the KV pool, and the engine itself.
+    0 if unknown.
+    """
     if not has_engine(kind):
         return 0
     try:
@@ -89,8 +93,8 @@ def expected_bytes(kind: str, model: str, settings: Settings) -> int:
 
 
 class EngineShare:
-    """Default engine options that a backend's table leaves out: the server's settings, and an equal
-    share of the CPU cores.
+    """Engine options for backends whose table does not set them. They come from the server's
+    settings. Each engine gets an equal share of the CPU cores.
     """
 
     def __init__(self, settings: Settings, num_engines: int) -> None:
@@ -110,8 +114,9 @@ class EngineShare:
         return {**options, "backend_args": base | dict(given)}
 
     def _part_of_the_cores(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Threads and pinning of one engine. Several engines that each use all cores would wait for
-        each other, and pinned ones would share the same cores.
+        """Number of threads and core affinity of one engine, if there are several. If each used all
+        cores, they would wait for each other. If they were pinned, all would be pinned to the same
+        cores.
         """
         from engine.backends.custom.frameworks.native.machine import default_threads
 
@@ -124,8 +129,8 @@ class EngineShare:
 
 
 class _BackendMaker:
-    """Makes backends from tables. Those that we start ourselves can be unloaded and loaded
-    again.
+    """Makes backends from tables of the settings. All except `REMOTE` ones can be unloaded and
+    loaded again.
     """
 
     def __init__(self, settings: Settings, share: EngineShare, residency: Residency) -> None:

@@ -1,4 +1,4 @@
-"""Routing decisions: why each recent request went to its replica, kept for later queries."""
+"""Routing decisions: why each recent request was sent to its replica. They can be queried later."""
 
 import time
 from collections import OrderedDict, deque
@@ -39,7 +39,7 @@ class Decision(msgspec.Struct, kw_only=True):
     attempts: int = 0
     failed: tuple[Failed, ...] = ()
     has_answered: bool = False  # `chosen` has sent at least one event
-    waited_s: float = 0.0  # waiting for a free slot
+    waited_s: float = 0.0  # seconds that the request waited for a free slot
     at: float = msgspec.field(default_factory=time.time)
 
     def explanation(self) -> str:
@@ -63,7 +63,9 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class DecisionLog:
-    """The newest `MAX_DECISIONS`, by the backend's or the HTTP request id."""
+    """The newest `MAX_DECISIONS` decisions. They can be found by the id of the backend request or
+    of the HTTP request.
+    """
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, Decision] = OrderedDict()

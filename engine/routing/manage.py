@@ -28,7 +28,9 @@ POLICY = "prefix"
 
 
 class ModelManager:
-    """`rebuild` makes the server's initial backend again; None if that is impossible."""
+    """Adds and removes models. `rebuild` makes the server's initial backend again, after it was
+    unloaded. None if that is impossible.
+    """
 
     def __init__(
         self,
@@ -46,14 +48,14 @@ class ModelManager:
     async def load(
         self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
     ) -> None:
-        """Load a model and return when it is ready. A known model is loaded if it is not; a new one
-        is added to the router after loading.
+        """Load a model and return when it is ready. If the router already has the model, it is only
+        loaded if it was unloaded. A new model is added to the router after loading.
         """
         async with self._changing:
             await self._load(model_id, model, kind, options)
 
     async def unload(self, model_id: str, wait_s: float) -> bool:
-        """Free the model's memory. The next request for it loads it again."""
+        """Free the model's memory. The next request for the model loads it again."""
         async with self._changing:
             known = self._unloadable(self._known(model_id))
             return any([await each.unload(wait_s) for each in known])
@@ -73,7 +75,7 @@ class ModelManager:
             return
         kind = kind or backend_name(self._settings)
         if has_engine(kind):
-            resolve_model(model)  # refuses an unknown name before anything is made
+            resolve_model(model)  # raises for an unknown name before a backend is made
         num_engines = 1 + sum(has_engine(replica.kind) for replica in router.replicas)
         share = EngineShare(self._settings, num_engines)
         told = share.options(kind, options)

@@ -1,6 +1,4 @@
-"""The router's Prometheus metrics. Label values come from the configuration, never from client
-text.
-"""
+"""The router's Prometheus metrics. Label values come from the configuration, never from clients."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -16,9 +14,7 @@ _LABELS = ("backend", "kind")
 
 
 class RouterMetrics:
-    """Counts attempts as they end. All other values are read at scrape time
-    (`ReplicaCollector`).
-    """
+    """Counts attempts when they end. `ReplicaCollector` reads all other values at each scrape."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -105,13 +101,13 @@ def _outcome(error: EngineError | None) -> str:
 
 
 Outcome = Literal[
-    "identical",  # the same answer text
+    "identical",  # both backends answered with the same text
     "different",
-    "sampled",  # sampled at random, so the texts are not comparable
+    "sampled",  # tokens were sampled at random, so the texts can't be compared
     "error",
     "unsupported",  # the backend lacks one of the request's parameters
     "unavailable",  # the backend was not ready
-    "dropped",  # the backend is too slow for all copies
+    "dropped",  # too many copies are waiting, because the backend is too slow
 ]
 Difference = Literal["text", "finish_reason", "num_tokens"]
 

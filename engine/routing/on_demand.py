@@ -1,8 +1,8 @@
 """Models that are unloaded when idle and loaded again on the next request.
 
-`OnDemand` wraps a backend. While it is unloaded it still counts as ready, and the next request
-loads it. `Residency` decides which models to unload: the least recently used one when memory is
-short, and every one that has been idle for too long.
+`OnDemand` wraps a backend. While the backend is unloaded it still counts as ready, and the next
+request loads it. `Residency` decides which models to unload. If the memory budget is used up, it
+unloads the least recently used model. It also unloads models that were idle for too long.
 """
 
 import asyncio
@@ -31,11 +31,15 @@ from engine.core.interfaces.request import EngineStats
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
-MAKE_ROOM_WAIT_S = 0.0  # only idle models are unloaded, so there is nothing to wait for
+# Time that running requests get before their model is unloaded. 0, because `Residency` only unloads
+# idle models.
+MAKE_ROOM_WAIT_S = 0.0
 
 
 class OnDemand(InferenceBackend):
-    """`make` returns a new backend for each load. `loaded` is one that already runs."""
+    """A backend that can be unloaded. `make` returns a new backend each time it is loaded. `loaded`
+    is a backend that already runs, if there is one.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,9 @@ class OnDemand(InferenceBackend):
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are open, also those submitted before the backend was wrapped."""
+        """Whether the backend has open requests. These may include requests that were submitted
+        before it was wrapped.
+        """
         if self.num_open or self._inner is None:
             return self.num_open > 0
         stats = self._inner.stats()
@@ -89,7 +95,9 @@ class OnDemand(InferenceBackend):
 
     @property
     def expected_bytes(self) -> int:
-        """Memory that loading takes: the last measured value, else an estimate."""
+        """Bytes that the loaded model will need. Measured when it was last loaded; an estimate if
+        it was not loaded before.
+        """
         return self._expected_bytes
 
     async def start(self) -> str:
@@ -119,8 +127,8 @@ class OnDemand(InferenceBackend):
         await asyncio.shield(self._loading)
 
     async def unload(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for running requests, abort the rest, free the memory. False if it
-        was not loaded.
+        """Wait up to `wait_s` for running requests, abort the others, and free the memory. Returns
+        False if the model was not loaded.
         """
         if self._inner is None or self.is_leaving:
             return False
@@ -140,7 +148,7 @@ class OnDemand(InferenceBackend):
         if self._inner is None:
             return 0
         total = self._inner.memory_bytes()
-        # it includes the frontend, which is this process
+        # For these backends, the memory includes this process, which is the frontend.
         if isinstance(self._inner, CustomBackend):
             total -= psutil.Process(os.getpid()).memory_info().rss
         return max(0, total)
@@ -201,7 +209,7 @@ class OnDemand(InferenceBackend):
         """The loaded backend. It can't be unloaded inside this context."""
         if self.is_leaving:
             raise UnavailableError(f"{self.name} is being unloaded. Retry later.", retry_after=1.0)
-        self.num_open += 1  # not idle any more, so it can't be unloaded while it loads
+        self.num_open += 1  # a backend with open requests is not unloaded to make room
         self.last_used = time.monotonic()
         try:
             await self.load()
@@ -240,12 +248,14 @@ class OnDemand(InferenceBackend):
         while self.is_busy and (left := deadline - time.monotonic()) > 0:
             self._became_idle.clear()
             with contextlib.suppress(TimeoutError):
-                # Requests from before the wrapping don't signal their end, so poll.
+                # Requests submitted before the backend was wrapped don't set this event. So poll.
                 await asyncio.wait_for(self._became_idle.wait(), min(left, 0.5))
 
 
 class Residency:
-    """All models that can be unloaded, and their common memory budget; None means no limit."""
+    """All models that can be unloaded, and their common memory budget. A budget of None means no
+    limit.
+    """
 
     def __init__(self, budget_bytes: int | None = None, idle_s: float | None = None) -> None:
         self.budget_bytes = budget_bytes
@@ -260,8 +270,8 @@ class Residency:
 
     @contextlib.asynccontextmanager
     async def room_for(self, newcomer: OnDemand) -> AsyncGenerator[None, None]:
-        """Unload idle models until `newcomer` fits. Under a budget, one model is loaded at a
-        time.
+        """Unload idle models until `newcomer` fits in the memory budget. If there is a budget, only
+        one model is loaded at a time.
         """
         if self.budget_bytes is None:
             yield
@@ -311,7 +321,7 @@ class Residency:
 
 
 class _Answer(EventFeed):
-    """A request's events; loads the model first if needed."""
+    """The events of a request. Loads the model first, if it is not loaded."""
 
     def __init__(
         self, owner: OnDemand, begin: Callable[[InferenceBackend], AsyncIterator[Event]]
@@ -348,7 +358,9 @@ class _Answer(EventFeed):
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:
-    """Mark the error as retrieved: every caller that waited may be gone."""
+    """Read the task's error. Otherwise asyncio would log it as never retrieved if all callers that
+    waited for it were cancelled.
+    """
     if not task.cancelled():
         task.exception()
 

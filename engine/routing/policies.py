@@ -1,7 +1,8 @@
-"""Routing policies: each one ranks the available replicas, best first, with a reason.
+"""Routing policies. A policy ranks the replicas that can take a request, best first, and gives a
+reason for each.
 
-Lower scores are better. Policies ignore health and limits: a replica that can't take the request is
-not among the candidates.
+Lower scores are better. Policies don't check health and limits: they only get replicas that can
+take the request.
 """
 
 import hashlib
@@ -16,9 +17,11 @@ from engine.core.interfaces.backend import EmbedRequest
 from engine.routing.prefixes import BLOCK_CHARS, Request, RoutedPrompt
 from engine.routing.replica import Member
 
-# One request in flight costs as much as this many characters of prefill.
+# In the score of a replica, one request in flight counts as much as this many characters to
+# prefill.
 CHARS_PER_REQUEST = 512
-# A replica's cached prefix is ignored while its load exceeds twice the min load plus this.
+# The cached prefixes of a replica are ignored while its load is more than twice the smallest load
+# plus this.
 MAX_EXTRA_LOAD = 4
 
 
@@ -55,7 +58,7 @@ class Policy(Protocol):
 
 
 class RoundRobin:
-    """Weighted round robin, evenly interleaved."""
+    """Weighted round robin. Replicas with different weights are interleaved evenly."""
 
     def __init__(self) -> None:
         self._credit: dict[str, float] = {}
@@ -78,7 +81,7 @@ class RoundRobin:
 
 
 class Turns:
-    """Round-robin order among equally loaded members."""
+    """Uses round robin to choose among members with equal scores."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
@@ -95,7 +98,9 @@ class Turns:
 
 
 class LeastLoaded:
-    """Fewest requests in flight relative to the weight; round-robin among equals."""
+    """Prefers the member with the fewest requests in flight relative to its weight. Among equal
+    members, it uses round robin.
+    """
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -109,7 +114,9 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """Picks two at random by weight and takes the less loaded one."""
+    """Draws two members at random, in proportion to their weights, and prefers the less loaded
+    one.
+    """
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -128,8 +135,9 @@ class PowerOfTwo:
 
 
 class LongestPrefix:
-    """Least work left: prompt characters that the replica has not seen, weighted higher if its
-    cache is full and must evict, plus its load.
+    """Prefers the member that has the least work to do. The work is the number of prompt characters
+    that the replica has not seen, plus a cost for each request in flight. Unseen characters cost up
+    to twice as much if the replica's cache is full and must evict blocks.
     """
 
     def __init__(self) -> None:
@@ -160,9 +168,10 @@ class LongestPrefix:
 
 
 class Session:
-    """Rendezvous hashing: a session always goes to the same replica, and to the same second one if
-    that can't take it. Each replica's score is a hash of session and name, and the min wins. When a
-    replica comes or goes, only its own sessions move.
+    """Sends all requests of a session to the same replica, by rendezvous hashing. A replica's score
+    is a hash of the session and the replica's name. The smallest score wins. If that replica can't
+    take a request, the replica with the next score gets it. When a replica is added or removed,
+    only its own sessions move.
     """
 
     def __init__(self) -> None:
@@ -196,8 +205,8 @@ def make_policy(name: str) -> Policy:
 
 
 def _draw(session: str, member: Member) -> float:
-    """Hash mapped to an exponential variate with the weight as rate: each member has the min in
-    proportion to its weight.
+    """A hash, mapped to an exponential variate whose rate is the weight. So the probability that a
+    member has the smallest value is proportional to its weight.
     """
     digest = hashlib.blake2b(f"{session}\n{member.replica.name}".encode(), digest_size=8).digest()
     share = (int.from_bytes(digest, "big") + 1) / (2**64 + 1)

@@ -1,10 +1,10 @@
-"""Estimates what each replica has cached: an approximate radix tree over prompt blocks.
+"""Estimates which prefixes each replica has cached, with an approximate radix tree.
 
-A prompt is split into blocks of `BLOCK_CHARS`. A block's key hashes its content and the previous
-key, so a set of keys is a tree: a known key implies all blocks before it. Each namespace (a
-tenant's salt) has its own root. Keys are evicted oldest first when the replica's capacity is
-reached, and when unused for `MAX_AGE_S`. The end of a path is always older than its start. Only
-hashes of prompts are stored.
+A prompt is split into blocks of `BLOCK_CHARS`. The key of a block is a hash of its content and of
+the previous block's key. So a set of keys is a tree, in which a key stands for a whole prefix. Each
+salt has its own root. If there are more keys than the replica's cache can hold, the oldest are
+dropped, and so are keys not used for `MAX_AGE_S`. Within a prompt, later blocks are dropped before
+earlier ones. Only hashes of prompts are stored.
 """
 
 import time
@@ -20,7 +20,8 @@ Request = ChatRequest | CompletionRequest | EmbedRequest
 BLOCK_CHARS = 64
 BLOCK_IDS = 16  # about as much text as BLOCK_CHARS
 CHARS_PER_TOKEN = 4
-# Longer common prefixes make no further difference, so matching stops here.
+# Only this many blocks of a prompt are compared. Longer common prefixes would not change the
+# choice.
 MAX_BLOCKS = 1024
 DEFAULT_CAPACITY = 16_384  # blocks; for a replica that does not report its cache size
 MAX_CAPACITY = 131_072
@@ -54,11 +55,11 @@ class SeenPrefixes:
 
     @property
     def fullness(self) -> float:
-        """0 to 1. At 1, each new key evicts an old one."""
+        """Used share of the capacity, from 0 to 1. At 1, each new key evicts an old one."""
         return len(self._seen) / self._capacity
 
     def match(self, prompt: RoutedPrompt) -> int:
-        """Number of leading blocks that have been seen. Changes nothing."""
+        """Number of blocks at the start of the prompt that the replica has seen."""
         too_old = self._clock() - MAX_AGE_S
         for number, key in enumerate(prompt.keys):
             if self._seen.get(key, too_old) <= too_old:
@@ -67,7 +68,7 @@ class SeenPrefixes:
 
     def add(self, prompt: RoutedPrompt) -> None:
         now = self._clock()
-        for key in reversed(prompt.keys):  # so that the start of a path is evicted last
+        for key in reversed(prompt.keys):  # so that the first block is evicted last
             self._seen[key] = now
             self._seen.move_to_end(key)
         while len(self._seen) > self._capacity:
@@ -84,7 +85,7 @@ class SeenPrefixes:
             self._seen.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything; the replica's cache is empty."""
+        """Drop all keys, because the replica's cache is empty."""
         self._seen.clear()
 
 
@@ -105,8 +106,8 @@ def _keys(request: Request) -> Iterator[int]:
 
 
 def _text(request: Request) -> str:
-    """Approximate text of the prompt. Requests with equal prefixes have equal prefixes here, and a
-    conversation's next turn starts with the whole previous one.
+    """The approximate text of the prompt. If two prompts have a common prefix, so do these texts.
+    The text of a conversation's next turn starts with the text of the previous turn.
     """
     most = MAX_BLOCKS * BLOCK_CHARS
     if isinstance(request, CompletionRequest):

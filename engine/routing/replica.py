@@ -1,4 +1,4 @@
-"""One running backend as the router sees it: its availability and its recent results."""
+"""A `Replica` is one running backend of the router, with its availability and recent results."""
 
 import time
 from collections import deque
@@ -21,18 +21,22 @@ MAX_FAILURE_SHARE = 0.5
 FIRST_EJECTION_S = 1.0
 MAX_EJECTION_S = 60.0
 MAX_DOUBLINGS = 10
-FORGIVEN_AFTER_S = 60.0  # after returning without a further ejection
+# If a backend is not ejected again for this long after it returned, its next ejection is short
+# again.
+FORGIVEN_AFTER_S = 60.0
 
 
 @dataclass
 class Outlier:
-    """One backend's failure record; decides on its ejection."""
+    """Counts failures of one backend, and ejects it if it fails too often. An ejected backend gets
+    no requests for some time. Then one request probes it.
+    """
 
     clock: Callable[[], float] = time.monotonic
     num_ejections: int = 0  # ejections in total
     _in_a_row: int = 0  # consecutive ejections
-    _consecutive: int = 0
-    # recent results; True means failed
+    _consecutive: int = 0  # consecutive failures
+    # results of recent requests; True means failed
     _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _out_until: float | None = None  # end of the ejection; None if not ejected
     _returned_at: float = float("-inf")
@@ -40,17 +44,17 @@ class Outlier:
 
     @property
     def is_out(self) -> bool:
-        """Whether its ejection time is still running."""
+        """Whether the backend is ejected and gets no requests yet."""
         return self._out_until is not None and self.clock() < self._out_until
 
     @property
     def wants_probe(self) -> bool:
-        """Whether its ejection time is over and no request is probing it yet."""
+        """Whether the ejection time is over and no request is probing the backend yet."""
         return self._out_until is not None and not self.is_out and not self._is_probed
 
     @property
     def is_ejected(self) -> bool:
-        """Whether it is ejected, due for a probe, or being probed."""
+        """Whether the backend is ejected. This includes the time until a probe has succeeded."""
         return self._out_until is not None
 
     @property
@@ -58,16 +62,16 @@ class Outlier:
         return 0.0 if self._out_until is None else max(0.0, self._out_until - self.clock())
 
     def begin(self) -> None:
-        """Note that a request is sent to it."""
+        """Note that a request is sent to the backend."""
         if self._out_until is not None:
             self._is_probed = True
 
     def abandon(self) -> None:
-        """Note a request that ended without telling whether the backend works."""
+        """Note a request whose end does not show whether the backend works."""
         self._is_probed = False
 
     def pardon(self) -> None:
-        """Clear the record: the backend reported itself down and is back."""
+        """Clear the record, because the backend reported that it was down and is ready again."""
         self._out_until = None
         self._is_probed = False
         self._consecutive = 0
@@ -168,8 +172,8 @@ class Replica:
         return self.max_concurrent is not None and self.in_flight >= self.max_concurrent
 
     def health(self) -> Health:
-        """The backend's own status. A restart clears the cache estimate; the end of an outage
-        clears the failure record.
+        """The status that the backend reports. If it has restarted, the estimate of its cache is
+        cleared. If it has become ready again, its failure record is cleared.
         """
         health = self.backend.health()
         if health.ready and not self._was_ready:
@@ -186,7 +190,7 @@ class Replica:
         return "ejected" if self.outlier.is_ejected else "ready"
 
     def card(self) -> ModelCard | None:
-        """The backend's last known card; None before the first."""
+        """The last known model card of the backend. None if it has not reported one yet."""
         cards = self.backend.models()
         if cards:
             self._card = cards[0]
@@ -215,14 +219,14 @@ class Replica:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode throughput over the last seconds."""
+        """Generated tokens per second over the last `RATE_WINDOW_S`."""
         if not self._samples:
             return 0.0
         began, count = self._samples[0]
         return (self.generated_tokens - count) / max(self._clock() - began, 1.0)
 
     def tick(self) -> None:
-        """Update periodic figures. Called about once a second."""
+        """Update health, throughput and cache size. Called about once a second."""
         self.health()
         now = self._clock()
         self._samples.append((now, self.generated_tokens))
@@ -246,13 +250,13 @@ class Replica:
         return msgspec.structs.replace(stats, **totals)
 
     def last_totals(self) -> dict[str, Any]:
-        """Totals, also while no engine runs."""
+        """The last known totals. They are also available while no engine runs."""
         return {name: getattr(self._last_stats, name) + self._carried[name] for name in _TOTALS}
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica of a model, with its weight there."""
+    """A replica that serves a model, and its weight for this model."""
 
     replica: Replica
     weight: float
@@ -263,7 +267,9 @@ class Member:
 
 
 def sum_stats(replicas: list[Replica]) -> EngineStats | None:
-    """Statistics summed over all replicas; totals never shrink. None if no replica reports any."""
+    """The sum of all replicas' statistics. Totals never become smaller. None if no replica reports
+    statistics.
+    """
     told = [stats for each in replicas if (stats := each.stats()) is not None]
     totals = _no_totals()
     for replica in replicas:

@@ -1,4 +1,4 @@
-"""The router's state for `/v1/admin/routes`."""
+"""Describes the router's state for `/v1/admin/routes`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from engine.routing.replica import Member
 from engine.routing.route import Route
 from engine.routing.router import Router
 
-NUM_DECISIONS = 50  # max in the list; older ones can be queried by request id
+NUM_DECISIONS = 50  # max decisions in the list; older ones can be queried by request id
 
 
 def describe_routes(router: Router) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""One model's route: its replicas, which of them can take a request, and the queue for a free
-slot.
+"""The route of a model: its replicas, the choice of one for a request, and the queue of requests
+that wait for a free slot.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from engine.routing.decisions import Candidate
 from engine.routing.policies import Asked, Policy, Ranked
 from engine.routing.replica import Member, State
 
-# Max requests in the queue per slot of the replicas.
+# Max waiting requests for each request that the replicas may have in flight.
 MAX_WAITING_PER_PLACE = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The chosen replica, or why there is none."""
+    """The choice of a replica. `candidates` says why each other replica was not chosen."""
 
     chosen: Ranked | None
     candidates: tuple[Candidate, ...]
@@ -68,11 +68,13 @@ class Route:
         return bool(self._waiting)
 
     def pick(self, asked: Asked, failed: Collection[str] = ()) -> Pick:
-        """Choose a replica that has not `failed` this request. The caller confirms with `went`."""
+        """Choose a replica. Those in `failed` have already failed this request and are not chosen.
+        The caller must call `went` if it uses the replica.
+        """
         looked = [self._look(member, failed) for member in self.members]
         usable = [each.member for each in looked if each.obstacle is None]
         if not usable:
-            # If no other replica is usable, an ejected one is still tried.
+            # If all other replicas are unusable, ejected replicas are tried.
             usable = [
                 each.member
                 for each in looked
@@ -90,8 +92,8 @@ class Route:
         probed = [each for each in usable if each.replica.outlier.wants_probe]
         ranked = self._policy.rank(asked, usable)
         if probed and not failed:
-            # A replica due for a probe goes first; without requests its recovery would never be
-            # noticed.
+            # A replica that is due for a probe comes first. Without a request, nobody would notice
+            # that it works again.
             ranked.sort(key=lambda each: each.member not in probed)
             first = ranked[0]
             ranked[0] = Ranked(first.member, first.score, "its ejection is over, so it is probed")
@@ -103,7 +105,9 @@ class Route:
         self._policy.went(asked, pick.chosen.member, pick.among)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for a free slot. False on timeout, or at once if the queue is full."""
+        """Wait for a free slot. Returns False after `seconds`, or without waiting if the queue is
+        full.
+        """
         places = sum(member.replica.max_concurrent or 0 for member in self.members)
         if len(self._waiting) >= MAX_WAITING_PER_PLACE * places:
             return False
@@ -124,7 +128,7 @@ class Route:
         return True
 
     def wake(self) -> None:
-        """A slot is free: wake the request that has waited longest."""
+        """Wake the request that has waited longest, because a slot has become free."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -132,7 +136,9 @@ class Route:
                 return
 
     def wake_all(self) -> None:
-        """Wake all waiting requests: slots may be free although no request ended."""
+        """Wake all waiting requests. Slots may have become free without the end of a request, for
+        example because a replica has become ready.
+        """
         for _ in range(len(self._waiting)):
             self.wake()
 
@@ -178,7 +184,9 @@ T = TypeVar("T")
 
 
 def combined_card(model_id: str, cards: Sequence[ModelCard]) -> ModelCard:
-    """A request that this card allows can go to any of the backends. `lacks` is their union."""
+    """A model card for several backends. A request that is valid for this card is valid for all of
+    them.
+    """
     lacks = tuple(dict.fromkeys(name for card in cards for name in card.lacks))
     emulated = dict.fromkeys(name for card in cards for name in card.emulated)
     trained = [card.trained_context for card in cards if card.trained_context is not None]

@@ -1,7 +1,8 @@
-"""Several backends as one: maps each model to its backends and sends each request to one of them.
+"""The router combines several backends into one. Each model has one or more backends, and each
+request is sent to one of them.
 
 The router is itself an `InferenceBackend`. It starts and stops its backends and checks their health
-before sending a request. It keeps the backends' fast path: events are pushed through, not queued.
+before it sends a request. A backend's pushed events go directly to the receiver, without a queue.
 """
 
 import asyncio
@@ -53,8 +54,8 @@ class ShadowTraffic(Protocol):
 
 
 class Router(InferenceBackend):
-    """`routes` are in order and the first is the default model; `replicas` are all backends to
-    run.
+    """Sends requests to replicas. The first of `routes` is the default model. `replicas` are all
+    backends to run, including those for shadow traffic.
     """
 
     totals_survive_restarts = True
@@ -80,8 +81,9 @@ class Router(InferenceBackend):
         self._is_stopped = False
 
     async def start(self) -> str:
-        """Start all replicas, in parallel unless there is a memory budget. Each serves as soon as
-        it is ready. If one fails to start, all are stopped.
+        """Start all replicas. If there is a memory budget, they are started one after the other,
+        else in parallel. Each gets requests as soon as it is ready. If one fails to start, all are
+        stopped.
         """
         self.begin()
         if self.residency.budget_bytes is not None:
@@ -105,7 +107,7 @@ class Router(InferenceBackend):
         return self._by_name.get(name)
 
     def add(self, route: Route, replica: Replica) -> None:
-        """Add a model whose replica runs. The caller has checked that the name is free."""
+        """Add a model whose replica already runs. There must be no model with this name yet."""
         assert route.id not in self._by_name, route.id
         self.routes.append(route)
         self.replicas.append(replica)
@@ -121,7 +123,7 @@ class Router(InferenceBackend):
         own = [each for each in left if any(m.replica is each for m in route.members)]
         for replica in own:
             self.replicas.remove(replica)
-            # Requests in flight still report their end.
+            # Requests in flight at this replica will still call `freed`.
             self._serves.setdefault(replica.name, [])
         return own
 
@@ -139,7 +141,7 @@ class Router(InferenceBackend):
                 log.error("%s could not be stopped: %r", replica.name, result)
 
     def health(self) -> Health:
-        """Ready if any model can be served."""
+        """The router is ready if at least one model has a ready replica."""
         states = [(replica, replica.health()) for replica in self.replicas]
         troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
         ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
@@ -181,7 +183,9 @@ class Router(InferenceBackend):
         return cards
 
     def resolve(self, name: str | None) -> Resolved | None:
-        """The requested model; if none of its backends is up, the first fallback that is."""
+        """The requested model. If none of its backends is ready, the first of its fallbacks that
+        has a ready one.
+        """
         route = self.routes[0] if name is None else self._by_name.get(name)
         if route is None:
             return None
@@ -277,7 +281,7 @@ class Router(InferenceBackend):
             route.wake()
 
     def may_eject(self, replica: Replica) -> bool:
-        """Whether each model that the replica serves would have another ready one."""
+        """Whether each model of this replica has another replica that is ready."""
         return all(
             any(
                 member.replica is not replica
@@ -305,8 +309,8 @@ class Router(InferenceBackend):
         }
 
     async def _start_in_turn(self) -> str:
-        """Start replicas in reverse order: if not all fit in memory, the first ones of the file
-        stay loaded.
+        """Start replicas one after the other, in reverse order. If not all fit in the memory
+        budget, those that come first in the settings stay loaded.
         """
         try:
             for replica in reversed(self.replicas):

@@ -1,8 +1,8 @@
-"""Shadow traffic: a share of a model's requests is answered again by a second backend, and the two
-answers are compared.
+"""Shadow traffic: a share of a model's requests is copied to a second backend, and the two answers
+are compared.
 
-A copy is sent after the original was answered, so it does not compete with what the client waits
-for. Every model has its own lane, limited in copies and in characters. When it is full, a copy is
+A copy is sent after the original was answered, so that it does not slow down the original. Each
+model has a `Lane`, which limits the number of copies and their characters. If it is full, a copy is
 dropped and counted. Prompts and answers are deleted after the comparison.
 """
 
@@ -34,10 +34,11 @@ from engine.routing.metrics import Difference, Outcome, ShadowMetrics
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 4
-# copies of one model, in every state: original running, waiting, or running themselves
+# Max copies of one model's requests. These are copies whose original still runs, waiting copies,
+# and running copies.
 MAX_HELD = 256
 MAX_HELD_CHARS = 16 * 2**20
-MAX_ANSWER_CHARS = 32 * 2**10  # max compared characters of one choice
+MAX_ANSWER_CHARS = 32 * 2**10  # max characters of a choice that are kept and compared
 MAX_SECONDS = 120.0
 MAX_RECENT = 200
 
@@ -47,7 +48,9 @@ _DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ShadowRoute:
-    """Where copies of a model's requests go: to one backend's replicas, round-robin."""
+    """The second backend of a model. Copies of its requests go to the backend's replicas in
+    turn.
+    """
 
     model: str
     backend_name: str
@@ -56,7 +59,9 @@ class ShadowRoute:
 
 
 class Shadow:
-    """Call `mirror` for every admitted request. `stop` it before the backends."""
+    """The shadow traffic of all models. Call `mirror` for every request. Call `stop` before the
+    backends are stopped.
+    """
 
     def __init__(
         self,
@@ -75,8 +80,8 @@ class Shadow:
         self._chance = chance
 
     def mirror(self, model: str, request: Request) -> "Mirror | None":
-        """Start a copy, without waiting. None if the request is not in the share or the lane is
-        full.
+        """Prepare a copy of a request; never waits. Returns None if the request was not drawn to be
+        copied, or if it can't be copied.
         """
         lane = self._lanes.get(model)
         if lane is None or self._chance() >= lane.route.share:
@@ -88,7 +93,7 @@ class Shadow:
         await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
 
     def report(self) -> dict[str, Any]:
-        """Each model's counts, and the latest copies, newest first."""
+        """Counts for each model, and the results of the latest copies, newest first."""
         return {
             "models": [lane.report() for lane in self._lanes.values()],
             "recent": list(reversed(self._recent)),
@@ -96,10 +101,10 @@ class Shadow:
 
 
 class Mirror:
-    """One request with its answer, until its copy has been answered too.
+    """A request and its answer. It is kept until the answer to the copy has been compared.
 
-    The router drops its reference when the request ends. If the request had no answer, there is
-    nothing to compare, and the object is freed.
+    The router drops its reference when the request ends. If the request failed, there is nothing to
+    compare, and the object is freed.
     """
 
     def __init__(self, request: Request, on_answered: "Callable[[Mirror], None]") -> None:
@@ -111,7 +116,7 @@ class Mirror:
         self._began = time.monotonic()
 
     def primary(self, event: Event) -> None:
-        """An event of the client's answer; `UsageEvent` is the last. Never waits."""
+        """Take an event of the client's answer. The last one is a `UsageEvent`. Never waits."""
         if isinstance(event, UsageEvent):
             self.elapsed_s = time.monotonic() - self._began
             self._on_answered(self)
@@ -120,7 +125,7 @@ class Mirror:
 
 
 class Lane:
-    """The copies of one model: their number, their queue and their results."""
+    """Limits, queues, runs and counts the copies of one model's requests."""
 
     def __init__(
         self,
@@ -170,7 +175,7 @@ class Lane:
         }
 
     def _refusal(self, request: Request) -> Outcome | None:
-        """Why no copy of a request is made, or None."""
+        """Why a request is not copied. None if it is copied."""
         backend = self._next_ready()
         if backend is None:
             return "unavailable"
@@ -213,7 +218,7 @@ class Lane:
 
     async def _run(self, mirror: Mirror) -> None:
         began = time.monotonic()
-        # if none is ready, the first one reports why
+        # If none is ready, ask the first one: its error says why.
         backend = self._next_ready() or self.route.replicas[0]
         answers, error = await _answer(backend, mirror.request)
         elapsed_s = time.monotonic() - began
@@ -237,7 +242,7 @@ class Lane:
     def _judge(
         self, mirror: Mirror, answers: Mapping[int, ComparedAnswer], error: str | None
     ) -> tuple[Outcome, int | None]:
-        """The result of a copy, and the index of the first token that differs."""
+        """The outcome of a copy, and the index of the first token that differs, if any."""
         if error is not None:
             return "error", None
         if not _is_greedy(mirror.request.context.params):
@@ -269,7 +274,7 @@ class Lane:
 async def _answer(
     backend: InferenceBackend, request: Request
 ) -> tuple[Mapping[int, ComparedAnswer], str | None]:
-    """The backend's answer to a copy, and the error that ended it, if any."""
+    """The backend's answer to a copy. If an error ended it, also the error's text."""
     answers = _answers(request)
     limit_s = min(request.context.timeout_s or MAX_SECONDS, MAX_SECONDS)
     try:
@@ -282,14 +287,16 @@ async def _answer(
     except EngineError as error:
         return answers, f"{error.error_code}: {error.message}"
     except Exception:
-        # A failing shadow must not affect requests, whatever it raises.
+        # Whatever a shadow backend raises, it must not affect the clients' requests.
         logger.exception("A shadow backend's stream failed without an EngineError.")
         return answers, "internal error, see the log"
     return answers, None
 
 
 def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> AsyncIterator[Event]:
-    """Send the copy under a new id: the same backend may be answering the original too."""
+    """Send the copy with a new request id. The same backend may also have answered the
+    original.
+    """
     context = msgspec.structs.replace(
         request.context, request_id=f"shadow-{request.context.request_id}", timeout_s=timeout_s
     )
@@ -306,7 +313,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 
 def _size(request: Request) -> int:
-    """Approximate characters that a request and its answer may take."""
+    """Approximate number of characters to keep for a request and its answer."""
     asked = (
         (request.prompt, request.suffix)
         if isinstance(request, CompletionRequest)

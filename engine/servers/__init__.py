@@ -1,7 +1,7 @@
 """The HTTP server.
 
-Most of FastAPI's import time goes into validators for its OpenAPI document. They are built when
-that document is first requested, so that the server starts sooner.
+Most of the time for importing FastAPI is spent on validators for its OpenAPI document. Here they
+are built when that document is first requested, so that the server starts sooner.
 """
 
 import pydantic

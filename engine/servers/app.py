@@ -1,8 +1,8 @@
 """The FastAPI application: routes, and the layers that every request passes.
 
-From the outside in: request id and log, browser guard, CORS if enabled, routing, authentication,
-the route. All layers are plain ASGI; Starlette's `BaseHTTPMiddleware` would hide a client's
-disconnect from the route.
+From the outside in, these are: request id and log, browser guard, CORS if enabled, routing,
+authentication, the route. All layers are plain ASGI. With Starlette's `BaseHTTPMiddleware`, a route
+would not learn that its client has disconnected.
 """
 
 import asyncio
@@ -56,14 +56,14 @@ class LateRoutes:
                 self._targets.pop(0)
 
     def may_want(self, scope: Scope) -> bool:
-        """Whether no registered route matches the request, so that a late one might."""
+        """Whether a late route may match the request, because no registered route does."""
         if not self._targets or scope["type"] != "http":
             return False
         return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
 
 
 class LateGate:
-    """Holds requests for late routes until those are added."""
+    """Lets requests for late routes wait until these routes are added."""
 
     def __init__(self, app: ASGIApp, late: LateRoutes) -> None:
         self._app = app
@@ -100,7 +100,8 @@ LATE = (
     "openai.openapi:add_openapi_routes",
 )
 
-# Response headers that SDKs read; browsers hide them from other origins unless they are exposed.
+# Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
+# exposes them.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-engine-warnings", "retry-after", "x-should-retry"),
     *("content-disposition", "x-engine-backend"),
@@ -120,8 +121,8 @@ def create_app(
 ) -> FastAPI:
     """Build the application over `backend`. The caller starts and stops the backend (see `run.py`).
 
-    `starts_soon`: add some routes only after startup, so that the server is ready sooner. `rebuild`
-    makes the backend again, for a reload; `reread` reads the settings again.
+    If `starts_soon`, some routes are only added after startup, so that the server is ready sooner.
+    `rebuild` makes the backend again after it was unloaded. `reread` reads the settings again.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
     metrics.watch_in_flight(lambda: len(lifecycle.pumps))
@@ -134,7 +135,7 @@ def create_app(
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:
-        # imported only if configured; few servers use it
+        # Imported late, because few servers use it.
         from engine.servers.ops.warming import WarmStart
 
         services.components.append(WarmStart(services, settings.cache.warm_file))

@@ -1,9 +1,9 @@
-"""Runs the application: binds the socket, then loads the model, and shuts down in order.
+"""Runs the application on a bound socket, loads the model, and shuts down.
 
-The port is bound before weights are read, so a conflict shows at once and probes are answered
-during loading. The first SIGTERM or SIGINT drains: `/readyz` returns 503, running requests finish,
-new ones are refused, and requests still running at the deadline are aborted. The second signal
-stops everything now.
+The socket is bound before weights are read. So a port conflict is found at once, and probes are
+answered while the model loads. The first SIGTERM or SIGINT drains the server: `/readyz` returns
+503, new requests are refused, and running requests may finish until a deadline. Then they are
+aborted. A second signal stops the server at once.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from engine.servers.serving.services import Services
 
 
 class ServiceManager:
-    """systemd's notify socket and watchdog. Without `socket_path` it does nothing."""
+    """Reports to systemd's notify socket and watchdog. Does nothing if `socket_path` is None."""
 
     def __init__(self, socket_path: str | None, watchdog_s: float | None = None) -> None:
         self._path = socket_path
@@ -39,7 +39,7 @@ class ServiceManager:
         return cls(path, int(limit) / 1e6 if limit.isdecimal() and watched else None)
 
     def tell(self, state: str) -> None:
-        """Send `state`. A manager that does not listen is ignored."""
+        """Send `state` to systemd. Errors are ignored."""
         if not self._path:
             return
         address = "\0" + self._path[1:] if self._path.startswith("@") else self._path
@@ -51,7 +51,7 @@ class ServiceManager:
                 return
 
     async def watch(self, is_well: Callable[[], bool]) -> None:
-        """Until cancelled, notify the watchdog twice per interval while `is_well`."""
+        """Until cancelled, notify the watchdog twice per interval, if `is_well` returns true."""
         while self._path and self._watchdog_s:
             if is_well():
                 self.tell("WATCHDOG=1")
@@ -60,11 +60,13 @@ class ServiceManager:
 
 logger = logging.getLogger(__name__)
 
-# After the drain, only sockets remain to be closed.
+# Time to close connections after the drain, when no requests are left.
 CLOSE_TIMEOUT_S = 5
-# Between two log lines while a model loads. Our own backend loads faster than this.
+# Seconds between two log lines while a model loads. Our own backend is usually ready before the
+# first.
 PROGRESS_INTERVAL_S = 5.0
-# Importing the late routes competes with requests that waited for the model, so it starts later.
+# Importing the late routes would slow down requests that waited for the model. So it starts this
+# many seconds later.
 LATE_ROUTES_AFTER_S = 0.5
 
 
@@ -95,7 +97,7 @@ class HttpServer:
         self._uvicorn = http_server(app, CLOSE_TIMEOUT_S)
 
     async def serve(self) -> None:
-        """Serve until told to stop. Raises the backend's start error."""
+        """Serve until told to stop. If the backend can't be started, raises its error."""
         for component in self._services.components:
             await component.start()
         loading = asyncio.create_task(self._load())
@@ -129,7 +131,7 @@ class HttpServer:
             self._uvicorn.should_exit = True
 
     def reload(self) -> None:
-        """Reload keys, limits and the log level. Invalid values change nothing."""
+        """Reload keys, limits and the log level. If a value is invalid, nothing changes."""
         self._reloading = asyncio.create_task(self._reload())
 
     async def _reload(self) -> None:

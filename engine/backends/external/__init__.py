@@ -1,1 +1,1 @@
-"""Other engines (vLLM, SGLang) as supervised child processes behind their OpenAI API."""
+"""Runs other engines (vLLM, SGLang) as supervised child processes and uses their OpenAI API."""

@@ -1,8 +1,8 @@
-"""A child's output: forwarded to our log under its name; the last lines are kept to explain a
-crash.
+"""The output of a child process. It is forwarded to our log under the child's name. The last lines
+are kept to explain a crash.
 
-A child may write very fast. Lines above the rate limit are counted and not logged, but still kept
-for the explanation.
+A child may write very fast. Lines above a rate limit are only counted, not logged. They are still
+kept to explain a crash.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ BURST_LINES = 400.0
 SHORT_LINE = 160
 
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-# What loggers put before their message: process name, level, time, code location.
+# Text that loggers write before a message: process name, level, time, code location.
 _PREFIX = re.compile(
     r"^(\([\w-]+ pid=\d+\) )?(\[[\d:. TP-]+[^]]*\] )?"
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+)?([\d:.-]+ [\d:.,]+ )?(\[[\w./]+:\d+\] )?"
@@ -31,7 +31,7 @@ _CAUSE = re.compile(r"(?:\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|\berror|\b
 
 
 class ChildLog:
-    """The output of all runs of one child. `begin` gives each run its pipe."""
+    """The output of all runs of one child. `begin` returns the receiver for another run."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -42,19 +42,19 @@ class ChildLog:
         self._num_left_out = 0
 
     def begin(self) -> "ChildOutput":
-        """Start another run and forget the last one's output."""
+        """Start another run. Drops the kept output of the last run."""
         self._kept.clear()
         return ChildOutput(self.take)
 
     @property
     def last_line(self) -> str:
-        """Its last line, shortened; empty if there is none."""
+        """The last line of output, shortened. Empty if there is none."""
         return _short(_PREFIX.sub("", self._kept[-1])) if self._kept else ""
 
     @property
     def cause(self) -> str:
-        """The line that best explains its end: the first error (later ones are consequences), else
-        the last line.
+        """The line that best explains why the child ended. This is the first error, because later
+        errors are usually consequences. If there is no error, it is the last line.
         """
         for line in self._kept:
             is_harmless = _level(line) in (logging.DEBUG, logging.INFO, logging.WARNING)
@@ -88,8 +88,8 @@ class ChildLog:
 
 
 class ChildOutput(asyncio.Protocol):
-    """One run's output, split into lines. `closed` resolves when no process can write to it any
-    more.
+    """Splits the output of one run into lines. `closed` is set when no process can write to the
+    output any more.
     """
 
     def __init__(self, take: Callable[[str], None]) -> None:
@@ -114,7 +114,7 @@ class ChildOutput(asyncio.Protocol):
 
 
 def _level(line: str) -> int | None:
-    """The level that its logger wrote; None if there is none."""
+    """The log level named in a line. None if there is none."""
     found = _LEVEL.search(line[:120])
     return logging.getLevelNamesMapping()[found[1]] if found else None
 

@@ -1,6 +1,6 @@
 """Converts typed options to another program's command line.
 
-A value is joined to its flag where possible (`--flag=value`), so it can't be mistaken for a flag.
+A single value is joined to its flag (`--flag=value`), so it can't be mistaken for a flag.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ from engine.core.errors import ConfigError
 _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
 # Programs accept abbreviated flags, so this prefix covers all forms of --trust-remote-code.
 _REMOTE_CODE = "trust"
-# A file with further options, which could include that one.
+# The option that names a file with further options, which could include trust-remote-code.
 _MORE_OPTIONS = "config"
-# Any user of this machine can read a command line.
+# Options that must not be on a command line, because any user of this machine can read it.
 _SECRETS = ("api-key", "hf-token", "admin-api-key")
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """`max_len=5` becomes `--max-len=5`, True the flag alone, False its `--no-` form. A list
-    becomes several words, a table JSON.
+    """The words of one option. `max_len=5` becomes `--max-len=5`. True becomes `--max-len`, False
+    becomes `--no-max-len`. Each item of a list becomes a word. A table becomes JSON.
     """
     dashed = name.replace("_", "-")
     if isinstance(value, bool):
@@ -37,8 +37,8 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def option_flags(config: Any, names: Iterable[str]) -> list[str]:
-    """Flags for these fields of a configuration. None is omitted, and so is False where it is the
-    default.
+    """Flags for these fields of a configuration. A field is omitted if it is None, or if it is
+    False and False is its default.
     """
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
     found: list[str] = []
@@ -50,8 +50,8 @@ def option_flags(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def free_flags(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Flags for `backend_args`, which only the program knows. `known` are options that have their
-    own fields or are set here.
+    """Flags for `backend_args`: options that only the program knows. `known` are options that must
+    not be among them, because they have their own fields or we set them.
     """
     found: list[str] = []
     taken = {name.replace("_", "-") for name in known}

@@ -1,4 +1,6 @@
-"""One run of an external program: its launcher, output, record and end."""
+"""One run of an external program: its launcher process, its output, the record of its processes,
+and its end.
+"""
 
 import asyncio
 import json
@@ -24,13 +26,15 @@ from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import start_child
 
 LAUNCHER = "engine.backends.external.launcher"
-# Time for a launcher beyond its program's grace period.
+# Extra time for the launcher to end, after the grace period of its program.
 LAUNCHER_GRACE_S = 2.0
 LAST_WORDS_S = 0.5
 
 
 class ExternalChild:
-    """Created by `start`. `ended` has the exit status once the program is gone."""
+    """A running program. Use `start` to create one. `ended` gets the exit status when the program
+    has ended.
+    """
 
     def __init__(
         self,
@@ -61,8 +65,8 @@ class ExternalChild:
         grace_s: float,
         folder: str = "",
     ) -> Self:
-        """Start the program. `folder` is deleted at the end. Raises `OSError` if there is no room
-        for it.
+        """Start the program. `folder` is deleted when the program has ended. Raises `OSError` if no
+        process can be started.
         """
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
@@ -98,14 +102,16 @@ class ExternalChild:
         return self._launcher.pid
 
     def note_processes(self) -> None:
-        """Record the current processes, so that they can be killed after a crash of ours."""
+        """Record the program's current processes, so that they can be killed if our process
+        crashes.
+        """
         self._record.update(family_of(self._record.processes[0]))
 
     def memory_bytes(self) -> int:
         return memory_of(family_of(self._record.processes[0]))
 
     async def stop(self) -> None:
-        """Terminate the program, and kill it if needed. No process of it remains."""
+        """Terminate the program and kill it if it does not end. None of its processes remains."""
         self.note_processes()
         if self._launcher.is_alive:
             self._launcher.send(signal.SIGTERM)
@@ -115,7 +121,7 @@ class ExternalChild:
         except TimeoutError:
             self._launcher.kill()
         finally:
-            # Also after a cancelled wait. Only blocks if a process can't be killed.
+            # This also runs if the wait was cancelled. It only blocks if a process can't be killed.
             self._launcher.kill()
             kill_marked(self._record.processes)
             self._close()
@@ -126,7 +132,7 @@ class ExternalChild:
 
     async def _report(self) -> None:
         status = await self._launcher.wait()
-        # Its last output explains its end.
+        # Wait for the last output, which may explain why the program ended.
         await asyncio.wait([self._logs[1].closed], timeout=LAST_WORDS_S)
         if not self.ended.done():
             self.ended.set_result(status)

@@ -1,12 +1,12 @@
 """Runs an external program and makes sure that none of its processes stays behind.
 
 `python -m engine.backends.external.launcher FD` runs in its own session. FD is a socket to the
-parent, over which one line of JSON says what to run (with its own environment, maybe for another
-interpreter). When the parent ends, however it ends, the socket closes. On this, and on SIGTERM, the
-program is terminated and given some time. Then it and every descendant are killed, also those in
-other sessions. The same happens when the program ends by itself. Then the launcher deletes the
-files that the parent would have deleted. The exit status is the program's, or 128 plus the signal
-that ended it.
+parent process. The parent sends one line of JSON that says what to run. When the parent ends for
+any reason, the socket closes. Then, or on SIGTERM, the launcher sends SIGTERM to the program and
+waits for some time. After that it kills the program and all descendants, also those in other
+sessions. Descendants are also killed when the program ends by itself. If the parent has ended, the
+launcher deletes the files that the parent would have deleted. The launcher's exit status is that of
+the program, or 128 plus the number of the signal that ended the program.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from engine.core.sandbox.processes import adopt_orphans, die_with_parent
 
 NOT_STARTED = 127
 KILL_INTERVAL_S = 0.02
-# Grace period after the parent's death, however long the configured one is.
+# Max grace period after the parent has ended, even if a longer one is configured.
 ORPHAN_GRACE_S = 1.5
-# Python starts this process beside programs that share memory. When they are gone, it removes
-# leftover shared memory and ends.
+# Python starts this process for programs that use shared memory. When these have ended, it removes
+# shared memory that they left, and ends. So it is not killed at once.
 TRACKER = "multiprocessing.resource_tracker"
 TRACKER_GRACE_S = 1.0
 
@@ -72,7 +72,7 @@ class Launcher:
             if left is not None and left <= 0:
                 return
             readable, _, _ = select.select(sources, [], [], left)
-            # the parent sends nothing more, so this means that it is gone
+            # The parent sends nothing more. So if the socket is readable, the parent has ended.
             if self._parent in readable:
                 sources.remove(self._parent)
                 self.is_orphaned = True
@@ -97,7 +97,7 @@ class Launcher:
 
 
 def kill_all(reap: Callable[[], None]) -> None:
-    """Kill every descendant, repeatedly, until no new one appears."""
+    """Kill all descendants. Repeat this until none is left, because they may start new ones."""
     deadline = time.monotonic() + TRACKER_GRACE_S
     while children := psutil.Process().children(recursive=True):
         for child in children:

@@ -1,11 +1,11 @@
 """Reserves an address for a child: a TCP port, or a Unix socket in a private folder.
 
-A port is bound here, without listening, for as long as the child may need it. So a conflict shows
-before anything slow starts, and no other process gets the port between two runs. Linux lets the
-child bind it too, because both set SO_REUSEADDR.
+We bind the port ourselves, without listening, as long as the child may need it. So a conflict is
+found before the child is started, and no other process can take the port between two runs. Linux
+lets the child bind the port too, because both set SO_REUSEADDR.
 
-Both kinds have a folder that only this user can read, for the socket and the child's temporary
-files. It is deleted at the end.
+With either kind of address, there is a folder that only this user can read. It is for the Unix
+socket and for the child's temporary files. It is deleted at the end.
 """
 
 import errno
@@ -21,7 +21,8 @@ from engine.core.errors import ConfigError
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 SOCKET_NAME = "http.sock"
-SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"  # shown before a folder has been made
+# Shown as the socket's path while the folder does not exist yet.
+SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"
 
 
 class _PrivateFolder:
@@ -30,14 +31,14 @@ class _PrivateFolder:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment for the child. PyTorch's compile cache stays at its usual place, for the next
-        run.
+        """Environment variables for the child. PyTorch's compile cache stays at its usual place, so
+        that the next run finds it.
         """
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
         return {"TMPDIR": self.folder, _COMPILED: os.environ.get(_COMPILED, str(compiled))}
 
     def prepare(self) -> None:
-        """Call before each run: removes what the last one left."""
+        """Call it before each run. Deletes files that the last run left."""
         shutil.rmtree(self.folder, ignore_errors=True)
         Path(self.folder).mkdir(mode=0o700)
 
@@ -46,8 +47,8 @@ class _PrivateFolder:
 
 
 class HeldPort(_PrivateFolder):
-    """`host` and `port` are the child's arguments; `url` is the address for clients on this
-    machine.
+    """A TCP port. `host` and `port` are arguments for the child. `url` is the child's address for
+    clients on this machine.
     """
 
     def __init__(self, host: str, port: int) -> None:

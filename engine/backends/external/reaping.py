@@ -1,7 +1,9 @@
-"""Identifies processes by pid and start time, so that only the intended one is ever killed.
+"""Finds and kills processes of children whose server has crashed. Processes are identified by pid
+and start time, so that a later process with the same pid is not killed.
 
-While a child runs, a file in a private folder lists its processes; its owner locks the file. If the
-owner crashes, the lock is released, and the next start of any child kills what is still running.
+While a child runs, a file in a private folder lists its processes. The server that started the
+child keeps the file locked. If that server crashes, the lock is released. Then the next start of
+any child kills the listed processes.
 """
 
 import contextlib
@@ -29,22 +31,22 @@ _SUFFIX = ".json"
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """One process; a later one with the same pid does not match."""
+    """Identifies a process. A later process with the same pid has another mark."""
 
     pid: int
     started: str
 
 
 class ChildRecord(msgspec.Struct, frozen=True):
-    """What to clean up if its owner crashes."""
+    """What to clean up if the server that started a child crashes."""
 
     name: str
     processes: tuple[ProcessMark, ...]
-    folder: str = ""  # folder of its socket and temporary files, made by us
+    folder: str = ""  # folder with the child's socket and temporary files
 
 
 def mark_of(pid: int) -> ProcessMark | None:
-    """None if there is no such process any more."""
+    """The mark of a running process. None if there is no such process."""
     started = _started(pid)
     return None if started is None else ProcessMark(pid, started)
 
@@ -71,8 +73,9 @@ def memory_of(marks: Iterable[ProcessMark]) -> int:
 
 
 def kill_marked(marks: Iterable[ProcessMark]) -> int:
-    """Kill those that still run, with all descendants. Returns their number once they are gone, or
-    after `GONE_WITHIN_S`: a process that waits for a device can't be killed.
+    """Kill these processes and all their descendants. Waits until they have ended, but at most
+    `GONE_WITHIN_S`, because a process that waits for a device can't be killed. Returns how many
+    were killed.
     """
     killed: set[ProcessMark] = set()
     deadline = time.monotonic() + GONE_WITHIN_S
@@ -90,12 +93,12 @@ def kill_marked(marks: Iterable[ProcessMark]) -> int:
 
 
 class RecordFile:
-    """The record of one running child, held until `remove`."""
+    """The file with the record of one running child. It stays locked until `remove`."""
 
     def __init__(self, record: ChildRecord, directory: Path | None = None) -> None:
         directory = directory or run_directory()
         self._record = record
-        # Locked before it is renamed to where other servers look for it.
+        # Lock the file first. Then rename it to a name that other servers look for.
         handle, name = tempfile.mkstemp("", ".", directory)
         self._file = os.fdopen(handle, "wb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -108,7 +111,9 @@ class RecordFile:
         return self._record.processes
 
     def update(self, processes: Iterable[ProcessMark]) -> None:
-        """Add processes. Ended ones stay: their descendants may still run."""
+        """Add processes to the record. Processes that have ended stay in it, because their
+        descendants may still run.
+        """
         known = tuple(dict.fromkeys((*self._record.processes, *processes)))
         if known != self._record.processes:
             self._record = msgspec.structs.replace(self._record, processes=known)
@@ -135,7 +140,7 @@ def run_directory() -> Path:
 
 
 def reap_stale(directory: Path | None = None) -> int:
-    """Kill processes whose owner is gone. Returns their number."""
+    """Kill all recorded processes whose server has ended. Returns how many were killed."""
     num_killed = 0
     for path in sorted((directory or run_directory()).glob(f"[!.]*{_SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):
@@ -151,7 +156,7 @@ def _reap(path: Path) -> int:
         return 0
     with file:
         if not _lock(file):
-            return 0  # its owner is alive
+            return 0  # the server that started the child still runs
         try:
             record = msgspec.json.decode(file.read(), type=ChildRecord)
         except msgspec.DecodeError:
@@ -183,7 +188,7 @@ def _started(pid: int) -> str | None:
     try:
         if sys.platform != "linux":
             return repr(psutil.Process(pid).create_time())
-        # Clock ticks since boot, so clock changes don't affect it.
+        # The start time in clock ticks since boot. Changes of the clock don't affect it.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return f"{_boot_id()}:{int(fields[19])}"
     except (OSError, psutil.NoSuchProcess, psutil.AccessDenied):
@@ -191,7 +196,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_dead(mark: ProcessMark) -> bool:
-    """Whether it is a zombie or gone."""
+    """Whether the process is a zombie or has ended."""
     try:
         return bool(psutil.Process(mark.pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

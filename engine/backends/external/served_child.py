@@ -34,7 +34,9 @@ PROBE_TIMEOUT_S = 10.0
 
 
 class ServerProbe:
-    """`url` is `http://...` or `unix:///path`. `key` is sent if there is one."""
+    """Checks whether a server is ready. `url` is `http://...` or `unix:///path`. `key` is the API
+    key.
+    """
 
     def __init__(self, url: str, model_id: str, key: str | None = None) -> None:
         path = url.removeprefix("unix://")
@@ -49,7 +51,7 @@ class ServerProbe:
         )
 
     async def problem(self) -> str | None:
-        """What is wrong; None if the server is ready."""
+        """Why the server is not ready. None if it is ready."""
         try:
             health = await self._client.get("/health")
             if health.status_code != 200:
@@ -78,11 +80,13 @@ RETRY_AFTER_S = 5.0
 
 
 class ServedBackend(InferenceBackend):
-    """One engine in one child. A subclass names the engine and chooses where it listens."""
+    """An engine in a child process. A subclass names the engine and chooses the address where it
+    listens.
+    """
 
     config_type: ClassVar[type[BackendConfig]]
-    dialect: ClassVar[DialectName]  # dialect of its API
-    module: ClassVar[str]  # Python module that must be installed
+    dialect: ClassVar[DialectName]  # dialect of the engine's API
+    module: ClassVar[str]  # Python module of the engine; must be installed
 
     def __init__(self, config: ServedConfig) -> None:
         assert isinstance(config, self.config_type)
@@ -95,15 +99,17 @@ class ServedBackend(InferenceBackend):
         self._looking: asyncio.Task[None] | None = None  # task that checks the engine's version
 
     def argv(self) -> list[str]:
-        """The command that starts the engine; its address may be a placeholder until then. Raises
-        `EngineError` if it can't be started.
+        """The command that starts the engine. Before `start`, the address in it may be a
+        placeholder. Raises `EngineError` if the configuration is invalid.
         """
         return self._config.argv(self._config.resolved_model(), self._place)
 
     async def start(self) -> str:
-        """Start the engine. Raises within `start_timeout_s`, with nothing left running."""
+        """Start the engine and wait until it is ready. If it is not ready within `start_timeout_s`,
+        end it and raise.
+        """
         config = self._config
-        # Refuse an invalid command line before anything is reserved.
+        # Raise for an invalid configuration before an address is reserved.
         self.argv()
         config.environment()
         await asyncio.to_thread(reap_stale)
@@ -166,7 +172,9 @@ class ServedBackend(InferenceBackend):
         return child.memory_bytes() if isinstance(child, ExternalChild) else 0
 
     def models(self) -> list[ModelCard]:
-        """The models, also during a restart: requests are then refused with a retry delay."""
+        """The models. They are also listed while the engine restarts; requests are then refused
+        with a retry delay.
+        """
         return self._endpoint.cards if self._endpoint is not None else []
 
     def stats(self) -> EngineStats | None:
@@ -236,7 +244,7 @@ class ServedBackend(InferenceBackend):
 
 
 class _ServedEndpoint:
-    """The server of a child's current run: has a client from readiness until it is down."""
+    """Connects to the server of a child. `client` is set while the server is ready."""
 
     def __init__(self, client_config: OpenAIConfig, config: ServedConfig) -> None:
         self._client_config = client_config

@@ -1,4 +1,4 @@
-"""Common configuration of all engines that run as our children, and its checks."""
+"""Configuration that is common to all engines that run as child processes."""
 
 import logging
 import os
@@ -21,17 +21,19 @@ from engine.core.store.model_store import resolve_model
 
 OUR_SETTINGS = "LLM_ENGINE_"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Variables of our interpreter; another one has its own paths.
+# Environment variables that are only valid for our own Python interpreter.
 _OUR_PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV"})
 
 
 @dataclass(frozen=True)
 class ServedConfig(BackendConfig, ABC):
-    """A subclass adds its engine's own options as fields, under the engine's names."""
+    """Configuration of an engine in a child process. Subclasses add the options of their engine as
+    fields with the engine's names.
+    """
 
     engine_name: ClassVar[str]
 
-    python: str = ""  # an interpreter that has the engine installed; "": ours
+    python: str = ""  # Python interpreter that has the engine installed; "" means our own
     env: dict[str, str] = field(default_factory=dict)  # variables added to our own environment
     served_model_name: str | None = None  # None: derived from model_name
     tool_call_parser: str | None = None  # without one the model can't call tools
@@ -42,15 +44,15 @@ class ServedConfig(BackendConfig, ABC):
 
     @abstractmethod
     def argv(self, model: str | None = None, place: Place | None = None) -> list[str]:
-        """The command line. Without `model` and `place`, the configured values are used."""
+        """The command line. If `model` or `place` is None, the configured value is used."""
 
     @property
     def api_key(self) -> str | None:
-        """The key that the child requires. Never part of its command line."""
+        """The API key that the child requires. It must not be on the command line."""
         return None
 
     def capabilities(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """The model's capabilities, out of `known`."""
+        """The model's capabilities with this configuration. `known` are those of the dialect."""
         found = [name for name in known if name != "tools" or self.tool_call_parser is not None]
         return (*found, "reasoning") if self.reasoning_parser is not None else tuple(found)
 
@@ -79,7 +81,9 @@ class ServedConfig(BackendConfig, ABC):
         return found
 
     def resolved_model(self) -> str:
-        """A path on this machine, or a name that the engine finds on the Hugging Face hub."""
+        """The path of the model on this machine, or its name on the Hugging Face hub, from where
+        the engine downloads it.
+        """
         name = self.model_name
         is_hub_name = bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
         if is_hub_name:
@@ -101,16 +105,18 @@ class ServedConfig(BackendConfig, ABC):
         return str(path)
 
     def environment(self) -> dict[str, str]:
-        """The child's environment, without our own settings, which may hold a key."""
+        """The child's environment. It does not have our own settings, because these may contain an
+        API key.
+        """
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(OUR_SETTINGS) and name not in _OUR_PYTHON
         }
-        # so that tools installed beside the interpreter are found
+        # The child may need tools that are installed in the interpreter's folder.
         folder = str(Path(self.interpreter()).parent)
         kept["PATH"] = os.pathsep.join([folder, kept.get("PATH", os.defpath)])
-        # Import modules only from where they were installed, never from our working directory.
+        # PYTHONSAFEPATH keeps the child from importing modules from our working directory.
         return kept | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | self.env
 
 
@@ -127,8 +133,8 @@ LOOK_UP_TIMEOUT_S = 20.0
 
 
 async def warn_if_old(package: str, interpreter: str, environment: Mapping[str, str]) -> None:
-    """Ask the interpreter for the package's version. If it is not installed, its own start reports
-    that.
+    """Warn if the version of the package in this interpreter is too old. If the package is not
+    installed, the start of the engine reports that.
     """
     found = await _installed(package, interpreter, environment)
     if found is not None and _parts(found) < _parts(MINIMUM[package]):
@@ -158,7 +164,7 @@ async def _installed(package: str, interpreter: str, environment: Mapping[str, s
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version; the rest is ignored."""
+    """The first three numbers of a version. The rest is ignored."""
     release = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in release[0].split(".")] if release else []
     return tuple((numbers + [0, 0, 0])[:3])

@@ -1,9 +1,10 @@
 """Keeps a child running: starts it, waits until it is ready, watches it, and restarts it after a
 crash.
 
-The first start either succeeds or raises. Later, a crash is followed by a restart after a growing
-delay. Too many crashes open the circuit: the child is not restarted for a while, then tried once
-more. A child that no longer answers is killed, and then treated like a crashed one.
+The first start either succeeds or raises. After a later crash, the child is restarted after a
+delay, which grows with the number of crashes. After too many crashes, the child is not restarted
+for `CIRCUIT_OPEN_S`, and then tried once more. A child that no longer answers is killed and
+restarted too.
 """
 
 import asyncio
@@ -20,10 +21,11 @@ from engine.core.errors import EngineError, ModelError
 
 log = logging.getLogger(__name__)
 
-# Crashes within this window count together: a large model takes minutes to load.
+# Crashes within this many seconds are counted together. It is long, because a large model takes
+# minutes to load.
 DEATHS_WITHIN_S = 900.0
 CIRCUIT_OPEN_S = 300.0
-# A live server answers a probe faster, even while it loads.
+# A working server answers a probe within this many seconds, even while it loads.
 SILENT_AFTER_S = 1.0
 
 
@@ -41,32 +43,31 @@ class ChildEndpoint(Protocol):
     """The child's service, as the supervisor sees it."""
 
     async def problem(self) -> str | None:
-        """What is wrong; None if it answers as a ready server. Never raises."""
+        """Why the child is not ready. None if it is ready. Never raises."""
         ...
 
     async def up(self) -> None:
-        """Called when the child is ready for the first time in this run. Raises if it can't
-        serve.
-        """
+        """Called once per run, when the child has become ready. Raises if it can't be used."""
         ...
 
     async def down(self) -> None:
-        """Called when the child stops serving; waiting requests must be failed."""
+        """Called when the child stops serving. Requests that wait for it must then fail."""
         ...
 
 
 @dataclass(frozen=True)
 class Patience:
     start_timeout_s: float
-    probe_interval_s: float = 0.25  # seconds between probes while it loads
-    watch_interval_s: float = 5.0  # seconds between probes once it is ready
-    # A busy server may take half a minute to answer a probe; a hung one never answers.
+    probe_interval_s: float = 0.25  # seconds between probes while the child loads
+    watch_interval_s: float = 5.0  # seconds between probes while the child is ready
+    # A child that has not answered for this long is killed. A busy server may take half a minute to
+    # answer a probe.
     hang_after_s: float = 120.0
     circuit_open_s: float = CIRCUIT_OPEN_S
 
 
 class Supervisor:
-    """`begin` starts one run. `name` is for logs and messages."""
+    """Keeps one child running. `begin` starts a run of it. `name` is used in logs and messages."""
 
     def __init__(
         self,
@@ -92,7 +93,9 @@ class Supervisor:
 
     @property
     def detail(self) -> str:
-        """The state in words; while it loads, also the elapsed time and its last output."""
+        """The child's state in words. While the child loads, also the elapsed time and the last
+        line of its output.
+        """
         if self._loading_since is None:
             return self._state
         seconds = time.monotonic() - self._loading_since
@@ -104,14 +107,12 @@ class Supervisor:
         return self._child
 
     async def start(self) -> None:
-        """Start the child and wait until it is ready. On failure raises, with nothing left
-        running.
-        """
+        """Start the child and wait until it is ready. If this fails, end the child and raise."""
         await self._bring_up()
         self._keeping = asyncio.create_task(self._keep_up())
 
     async def stop(self) -> None:
-        """Idempotent; may also be called during a start."""
+        """End the child. Idempotent; may also be called during a start."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -169,7 +170,7 @@ class Supervisor:
             return await working
         finally:
             working.cancel()
-            # ignore its error, which may come late
+            # Wait for the cancelled work and ignore its errors.
             await asyncio.gather(working, return_exceptions=True)
 
     async def _keep_up(self) -> None:
@@ -181,13 +182,13 @@ class Supervisor:
             await self._start_again()
 
     async def _until_down(self, child: Child) -> str:
-        """Wait until it stops serving. Returns why. The process may still run."""
+        """Wait until the child stops serving, and return why. Its process may still run."""
         answered_at = time.monotonic()
         while True:
             await asyncio.wait([child.ended], timeout=self._patience.watch_interval_s)
             if child.ended.done():
                 return ending(child.ended.result())
-            # slow: it reads every process of the machine
+            # This runs in a thread, because it is slow: it reads all processes of the machine.
             await asyncio.to_thread(child.note_processes)
             problem = await self._endpoint.problem()
             if problem is None:

@@ -1,5 +1,5 @@
-"""One request's events, read or pushed. Pushed events are delivered in the same call in which their
-bytes arrive.
+"""The events of one request to a server. They can be read with `async for`, or pushed to a
+function. Pushed events are delivered in the same call in which their bytes arrive.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 
 class EventLines:
-    """SSE parser. `push` returns the data of every event that is complete."""
+    """Parser of server-sent events. `push` returns the data of all events that became complete."""
 
     def __init__(self) -> None:
         self._rest = b""  # incomplete line
@@ -48,7 +48,7 @@ class EventLines:
         return events
 
     def _with_line_feeds(self, text: bytes) -> bytes:
-        """Convert line ends to LF. A trailing CR stays: it may be the first half of CR LF."""
+        """Convert line ends to LF. A CR at the end of the text stays, because an LF may follow."""
         ends_open = text.endswith(b"\r")
         body = text[:-1] if ends_open else text
         return body.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if ends_open else b"")
@@ -58,8 +58,8 @@ _DONE = b"[DONE]"
 
 
 class AnswerReceiver(Receiver[UsageEvent]):
-    """Converts an answer's bytes, streamed or whole, to events. `done` resolves when it is
-    complete.
+    """Converts the bytes of an answer to events. The answer may be a stream or one JSON object.
+    `done` gets the usage when the answer is complete.
     """
 
     def __init__(self, expected: Expected, sink: EventSink) -> None:
@@ -90,7 +90,7 @@ class AnswerReceiver(Receiver[UsageEvent]):
                 self._read(self._lines.push(data))
             else:
                 self._collect(data)
-        except Exception as error:  # must not break the connection: `done` raises it
+        except Exception as error:  # must not reach the connection; awaiting `done` raises it
             self.fail(error)
 
     def end(self) -> None:
@@ -107,8 +107,8 @@ class AnswerReceiver(Receiver[UsageEvent]):
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Note a broken connection. If every choice has ended already, the answer still counts as
-        complete.
+        """Handle an error. If the connection broke after all choices had ended, the answer still
+        counts as complete.
         """
         reader, is_lost = self._reader, isinstance(error, TransportError)
         if is_lost and reader is not None and reader.is_finished and not self.done.done():
@@ -138,7 +138,7 @@ class AnswerReceiver(Receiver[UsageEvent]):
 
 
 class PushedEvents(EventFeed):
-    """Adds reading to a stream that is made for pushing."""
+    """Base class of streams that push their events. Adds reading with `async for`."""
 
     def __init__(self) -> None:
         self._reading = self._read()
@@ -176,7 +176,9 @@ class PushedEvents(EventFeed):
 
 
 class RemoteAnswer(PushedEvents):
-    """`run` sends the request, pushes all events but the last, and returns that one."""
+    """The answer of another server. `run` sends the request, pushes all events except the usage,
+    and returns the usage.
+    """
 
     def __init__(self, run: Callable[[EventSink], Awaitable[UsageEvent]]) -> None:
         super().__init__()
@@ -189,7 +191,9 @@ class RemoteAnswer(PushedEvents):
 async def run_side_by_side(
     runs: Sequence[Callable[[EventSink], Awaitable[UsageEvent]]], sink: EventSink
 ) -> UsageEvent:
-    """Run several choices as separate requests. They share one prompt, which is counted once."""
+    """Generate several choices as separate requests. The tokens of their common prompt are counted
+    once.
+    """
 
     def push(choice: int) -> EventSink:
         return lambda event: sink(

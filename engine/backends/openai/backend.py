@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server as a backend.
 
-Its streams are parsed into typed events, never passed on as bytes, so clients see the same format
-for every backend. See `dialects.py` for the differences between servers.
+The server's streams are parsed into typed events and formatted again, so clients see the same
+format for every backend. See `dialects.py` for the differences between servers.
 """
 
 import logging
@@ -72,7 +72,7 @@ class OpenAIBackend(InferenceBackend):
         return Health(ready=watch.is_ready, detail=watch.detail)
 
     def memory_bytes(self) -> int:
-        """0: the memory belongs to another process, perhaps on another machine."""
+        """0, because the memory belongs to another process, perhaps on another machine."""
         return 0
 
     def models(self) -> list[ModelCard]:

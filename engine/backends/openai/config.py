@@ -1,6 +1,6 @@
 """Configuration of `OpenAIBackend`: the server's address, its dialect and its key.
 
-A key is named by an environment variable or a file, never written down. So a configuration has no
+The configuration names an environment variable or a file that has the key. So it contains no
 secrets.
 """
 
@@ -22,7 +22,7 @@ AUTO_MODEL = "auto"
 _UNIX = "unix://"
 _AUTHORIZATION = "authorization"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# Printable ASCII: a line break would allow header injection.
+# Only printable ASCII is accepted. A line break would allow header injection.
 _HEADER_VALUE = re.compile(r"[ -~]*")
 _SECRET_HEADERS = frozenset(
     {_AUTHORIZATION, "proxy-authorization", "api-key", "x-api-key", "x-goog-api-key", "cookie"}
@@ -35,8 +35,8 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class OpenAIConfig(BackendConfig):
-    """`host` and `port` are not used. `backend_args` are server-specific fields added to the body
-    of every generation request.
+    """Configuration of an OpenAI-compatible server. `host` and `port` are not used. `backend_args`
+    are fields of this server's API, which are added to the body of every generation request.
     """
 
     model_name: str = AUTO_MODEL  # "auto" or "": the first model that the server lists
@@ -44,17 +44,18 @@ class OpenAIConfig(BackendConfig):
     dialect: DialectName = "auto"
     api_key_env: str | None = None  # name of the variable with the key
     api_key_file: str | None = None
-    api_key_header: str = _AUTHORIZATION  # any other header gets the key without "Bearer"
+    # Header for the key. Only in `Authorization`, "Bearer" precedes the key.
+    api_key_header: str = _AUTHORIZATION
     headers: dict[str, str] = field(default_factory=dict)  # sent with every request
     connect_timeout_s: float = 5.0
-    idle_timeout_s: float = 300.0  # max silence, also before the first byte
-    start_timeout_s: float = 10.0  # wait for a server that is still starting
+    idle_timeout_s: float = 300.0  # max time without a byte of the response
+    start_timeout_s: float = 10.0  # max wait for a server that is still starting
     probe_interval_s: float | None = None  # None: the dialect's default
-    # Overrides of what the server reports wrongly or not at all.
+    # The following fields correct what the server reports wrongly or not at all.
     max_model_len: int | None = None
     capabilities: tuple[str, ...] | None = None
-    lacks: tuple[str, ...] = ()  # unsupported parameters, besides those of its dialect
-    template_options: tuple[str, ...] = ()  # chat_template_kwargs that its template reads
+    lacks: tuple[str, ...] = ()  # unsupported parameters, in addition to those of the dialect
+    template_options: tuple[str, ...] = ()  # `chat_template_kwargs` that the model's template reads
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Endpoint:
 
     @property
     def root(self) -> str:
-        """The base path of routes outside the API."""
+        """The base path of routes that are not below `/v1`, such as `/health`."""
         return self.prefix.removesuffix("/v1")
 
     @property
@@ -83,12 +84,12 @@ class Endpoint:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether traffic could be read by others: plain HTTP to another machine."""
+        """Whether others could read the traffic, because it is plain HTTP to another machine."""
         return self.tls is None and self.unix_path is None and self.host not in _LOOPBACK
 
 
 def parse_endpoint(base_url: str) -> Endpoint:
-    """Parse an address. Raises `ConfigError` that explains the format."""
+    """Parse an address. If it is invalid, raises a `ConfigError` that explains the format."""
     if base_url.startswith(_UNIX):
         path = base_url.removeprefix(_UNIX)
         if not path.startswith("/") or "\0" in path:
@@ -119,7 +120,7 @@ def parse_endpoint(base_url: str) -> Endpoint:
 
 
 def request_headers(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Header lines of every request. They include the key, so never log them."""
+    """Header lines for every request. They include the key, so they must not be logged."""
     lines = [f"User-Agent: engine/{__version__}"]
     for name, value in config.headers.items():
         if name.lower() in _SECRET_HEADERS:
@@ -171,5 +172,5 @@ def read_key(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> s
 
 
 def _bad_url(why: str) -> ConfigError:
-    # Without the address, which may contain a key.
+    # The message does not have the address, because that may contain a key.
     return ConfigError(f"base_url: {why}.", param="base_url")

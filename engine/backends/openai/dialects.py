@@ -1,8 +1,9 @@
-"""Differences between OpenAI-compatible servers: features they have, lack, or name differently. All
-of it is data; a new server is a new entry.
+"""Differences between OpenAI-compatible servers: features that they have, lack, or name
+differently. To support another server, add a `Dialect`.
 
-Verified against running servers: engine, llama-server (llama.cpp 0.5.0-dev), vLLM 0.32. Taken from
-published sources and documents: SGLang, Ollama, TGI, OpenAI.
+The entries of engine, llama-server (llama.cpp 0.5.0-dev) and vLLM 0.32 were verified with running
+servers. Those of SGLang, Ollama, TGI and OpenAI follow their documentation and published source
+code.
 """
 
 from collections.abc import Mapping
@@ -50,34 +51,36 @@ _ALL_STRUCTURED: Grammars = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenApi:
-    """A server's tokenization API: field names and paths, relative to its root."""
+    """Field names of a server's tokenization API."""
 
     text: str  # field with the text
-    special: str | None  # field that asks for special tokens
+    special: str | None  # field that says whether to add special tokens such as BOS
     decoded: str  # field with the detokenized text
-    # sent as messages, or rendered by another call
+    # How conversations are tokenized: "messages" sends them to the tokenization API; "template"
+    # asks the server to render them first; None means not at all.
     chats: Literal["messages", "template"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     name: str
-    # (path, key): the server has this dialect if the JSON object at `path`, relative to its root,
-    # has `key`.
+    # (path, key). A server has this dialect if the JSON object at `path`, relative to the server's
+    # root, has `key`.
     signature: tuple[str, str] | None = None
-    health_path: str | None = None  # relative to the root; None: the list of models
+    health_path: str | None = None  # relative to the root; None: poll the list of models
     probe_interval_s: float = 5.0
     lacks: frozenset[str] = frozenset()  # unsupported fields of `SamplingParams`
     emulated: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict)  # our field name -> the server's
-    # Whether to send default values: a server may take other defaults from the model's files.
+    # Whether to send parameters that have our default value. Needed if the server may take other
+    # defaults from the model's files.
     says_defaults: bool = True
     max_stops: int | None = None
-    # fields that make the server report the stop string
+    # fields that make the server report which stop string ended the text
     asks_for_stop: Mapping[str, bool] = field(default_factory=dict)
-    strict_tools: bool = False  # arguments follow their schema only if the tool is strict
+    strict_tools: bool = False  # the server enforces a tool's schema only if the tool is strict
     max_seed: int = 2**63 - 1
-    min_top_logprobs: int = 0  # with fewer it returns no logprobs at all
+    min_top_logprobs: int = 0  # if fewer are requested, the server returns no logprobs at all
     chat_limit_name: str = "max_tokens"
     features: frozenset[Feature] = frozenset()
     option_fields: frozenset[str] = frozenset()  # template options that are separate fields
@@ -85,13 +88,13 @@ class Dialect:
     completion_grammars: Grammars = field(default_factory=dict)
     tokens: TokenApi | None = None
     capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
-    probes_embeddings: bool = False  # test for embeddings with a request at start
-    # Field for how far back penalties look, if the server limits it. Other servers use the whole
-    # text.
+    probes_embeddings: bool = False  # send a test request at start to see if it has embeddings
+    # Name of the field that sets how many tokens penalties look back, if the server limits this.
+    # Other servers use the whole text.
     penalty_window: str | None = None
 
 
-# Parameters that OpenAI's own API lacks; most are vLLM's.
+# Parameters that OpenAI's own API does not have. Most of them are vLLM's.
 _ADDITIONS = frozenset(
     {
         "min_p",
@@ -198,7 +201,8 @@ OLLAMA = Dialect(
     features=frozenset({"suffix", "reasoning_content", "base64"}),
     option_fields=frozenset({"reasoning_effort"}),
     chat_grammars=_JSON,
-    capabilities=("completions", "chat", "json_schema"),  # plus what it reports about the model
+    # Others are added if Ollama reports them for the model.
+    capabilities=("completions", "chat", "json_schema"),
 )
 TGI = Dialect(
     name="tgi",
@@ -225,8 +229,8 @@ OPENAI = Dialect(
     chat_grammars=_JSON,
 )
 
-# In detection order: llama-server and SGLang also answer Ollama's paths, and our server answers
-# vLLM's.
+# The order matters for detection. llama-server and SGLang also answer Ollama's paths, and our
+# server answers vLLM's.
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {each.name: each for each in (ENGINE, SGLANG, LLAMA_SERVER, TGI, OLLAMA, VLLM, OPENAI)}
 )

@@ -1,4 +1,4 @@
-"""Discovery at start: which dialect a server speaks, which model is meant, and what that model
+"""Finds out at start which dialect a server has, which of its models to use, and what this model
 supports.
 """
 
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
 RETRY_S = 0.25
-# Used if the server does not report it. The server itself refuses longer prompts.
+# Context length (tokens) if the server does not report it. The server then refuses prompts that are
+# too long.
 UNKNOWN_CONTEXT = 2**20
 _MAX_NAMED_MODELS = 20
 # Parameters that can be emulated on any server.
@@ -38,7 +39,7 @@ _CAN_EMULATE = frozenset({"n", "top_k"})
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server reports about a model besides its list entry."""
+    """What a server reports about a model outside its list of models."""
 
     max_model_len: int | None = None
     capabilities: tuple[str, ...] | None = None
@@ -55,7 +56,9 @@ class Found:
 
 
 class Discovery:
-    """`prefix` is the base path of the API, `root` of all other routes."""
+    """Discovery of one server. `prefix` is the base path of the API, such as /v1. `root` is the
+    base path of other routes.
+    """
 
     def __init__(self, client: HttpClient, config: OpenAIConfig, prefix: str, root: str) -> None:
         self._client = client
@@ -64,8 +67,8 @@ class Discovery:
         self._root = root
 
     async def run(self) -> Found:
-        """Raises `ConfigError` if the configuration must change, `ModelError` if the server does
-        not answer.
+        """Find dialect and model. Raises `ConfigError` if the configuration must be changed, and
+        `ModelError` if the server does not answer.
         """
         listed = await self._listed()
         dialect = await self._dialect()
@@ -81,7 +84,7 @@ class Discovery:
         return Found(dialect, self._card(dialect, model, facts), vocab_size)
 
     async def _listed(self) -> list[WireModel] | None:
-        """The server's models; None if it has no such list."""
+        """The models that the server lists. None if it has no route for that."""
         response = await self._answering(f"{self._prefix}/models")
         if response.status in (404, 405, 501):
             return None
@@ -203,8 +206,8 @@ class Discovery:
         return Facts(capabilities=capabilities, template_options=options)
 
     async def _with_embeddings(self, facts: Facts, model: str) -> Facts:
-        """Add embeddings if a test request returns a vector. A server started only for embeddings
-        generates no text.
+        """Send a test request for embeddings. If it returns a vector, the model is taken as one
+        that only embeds: such servers generate no text.
         """
         body = {"model": model, "input": "a", "encoding_format": "float"}
         with contextlib.suppress(TransportError, msgspec.DecodeError, UnicodeDecodeError):
@@ -248,7 +251,8 @@ class Discovery:
 
 
 def _llama_facts(facts: Facts, props: Mapping[str, Any]) -> Facts:
-    from engine.core.text.chat_template import template_options  # imported late: it needs jinja
+    # Imported late, because few servers need it.
+    from engine.core.text.chat_template import template_options
 
     settings = props.get("default_generation_settings") or {}
     can = props.get("chat_template_caps") or {}
@@ -283,7 +287,9 @@ def _check_names(config: OpenAIConfig, capabilities: tuple[str, ...]) -> None:
 
 
 def check_lacks(config: OpenAIConfig, known: tuple[str, ...]) -> None:
-    """Check the configured `lacks` against `known`, the names of all parameters."""
+    """Raise `ConfigError` if the configured `lacks` has a name that is not in `known`, the names of
+    all parameters.
+    """
     for name in config.lacks:
         if name not in known:
             raise ConfigError(

@@ -1,8 +1,7 @@
-"""Converts other servers' errors to ours.
+"""Converts errors of other servers to ours.
 
-A client's mistake keeps the server's own message, and so does a rate limit. A failure between the
-two servers is ours: the client only learns that the model is unavailable, and the log has the
-reason.
+Errors caused by the client's request and rate limits keep the other server's message. For all other
+failures, the client only gets the message that the model is not available. The reason is logged.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from engine.core.errors import (
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 2_000
-# Suggested retry delay after a server failure.
+# Retry delay (seconds) suggested to clients after a failure of the server.
 RETRY_S = 2.0
 MAX_RETRY_S = 3600.0
 _KINDS: dict[int, type[EngineError]] = {
@@ -54,14 +53,14 @@ _CONTEXT_WORDS = ("maximum context length", "context size", "context length")
 
 
 class KeyRefusedError(UnavailableError):
-    """The server refused our own key, not the client's."""
+    """The other server refused our server's key. The client's key is not involved."""
 
 
 def error_of(
     status: int, headers: Mapping[bytes, bytes], body: bytes, grammar_param: str | None = None
 ) -> EngineError:
-    """Convert an unsuccessful response. `grammar_param` is the client's name for the output
-    constraint, which may have been sent under another name.
+    """Convert an unsuccessful response. `grammar_param` is the client's parameter for the output
+    constraint. We may have sent it under another name, which is replaced in the error.
     """
     decoded: Any = None
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -116,7 +115,9 @@ def _build(
 
 
 def _fields(body: Any) -> dict[str, Any]:
-    """The error object: under `error`, the whole body, or a plain text."""
+    """The fields of an error. Servers send them under `error`, as the whole body, or send only a
+    text.
+    """
     if isinstance(body, dict) and body.get("error"):
         inner = body["error"]
         return inner if isinstance(inner, dict) else body | {"message": inner}
@@ -148,7 +149,9 @@ def _is_grammar(param: str) -> bool:
 
 
 def _retry_after(headers: Mapping[bytes, bytes]) -> float | None:
-    """Seconds from the header. Its date form is not used by such servers."""
+    """Seconds from the `retry-after` header. Its form with a date is not read, because inference
+    servers don't use it.
+    """
     for name, scale in ((b"retry-after-ms", 1e-3), (b"retry-after", 1.0)):
         with contextlib.suppress(KeyError, ValueError):
             seconds = float(headers[name]) * scale

@@ -1,8 +1,8 @@
-"""HTTP/1.1 client for one server: keep-alive connections, one request at a time on each.
+"""HTTP/1.1 client for one server. Connections are kept alive. Each has one request at a time.
 
 Response bytes are processed in the same call in which the event loop delivers them, so no task is
-woken per chunk. This is why we don't use httpx here: it takes about five times the CPU time per
-chunk (90 instead of 17 microseconds), too much for many streams.
+woken per chunk. httpx would take about five times the CPU time per chunk (90 instead of 17
+microseconds), which is too much for many streams.
 """
 
 import asyncio
@@ -15,13 +15,14 @@ import msgspec
 
 from engine.backends.openai.config import Endpoint
 
-# The server has probably closed a connection that was idle for this long.
+# A connection that was idle for longer is not reused, because the server may be about to close it.
 MAX_IDLE_S = 30.0
 MAX_IDLE_CONNECTIONS = 128
 MAX_HEAD_BYTES = 65_536
 MAX_BODY_BYTES = 256 * 2**20
 T = TypeVar("T")
-# How long the rest of a response may take once its answer is complete.
+# How long the last bytes of a response may take after its answer is complete. Then the connection
+# is closed.
 DRAIN_S = 1.0
 
 
@@ -34,15 +35,17 @@ class ConnectFailed(TransportError):
 
 
 class StaleConnection(TransportError):
-    """A kept-alive connection closed before it answered. Retry on a new one."""
+    """The server closed a reused connection before it answered. The request is sent again on a new
+    one.
+    """
 
 
 class Receiver(Generic[T]):
-    """Receives a response. `done` gets the result. Its methods must not raise."""
+    """Receives a response and sets the result of `done`. Its methods must not raise."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.is_cut = False  # done, although more bytes would follow
+        self.is_cut = False  # `done` has its result, but the server would send more
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """The response's status and headers."""
@@ -64,14 +67,14 @@ class Receiver(Generic[T]):
 
 
 class _Nobody(Receiver[None]):
-    """Ignores the rest of a response whose answer is complete."""
+    """Receives and ignores the last bytes of a response whose answer is complete."""
 
     def fail(self, error: Exception) -> None:
         """Ignored: the answer is already complete."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection. `on_free` gets it back when it can be reused, `on_closed` when it is
+    """One connection. It calls `on_free` when it can be reused, and `on_closed` when it is
     closed.
     """
 
@@ -92,8 +95,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_headed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._asked_at = 0.0  # event-loop clock, as is the next
-        self.heard_at = 0.0
+        self._asked_at = 0.0  # time of the last request, event-loop clock
+        self.heard_at = 0.0  # time of the last received byte, event-loop clock
         self.is_open = True
         self.is_fresh = True  # no request has been sent yet
         self.free_since = 0.0  # time.monotonic()
@@ -108,7 +111,9 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
 
     def release(self, receiver: Receiver[Any]) -> None:
-        """Stop waiting for the response. Closes the connection unless the response is complete."""
+        """Stop waiting for the response. Closes the connection, unless the answer is complete. Then
+        the last bytes of the response may still arrive.
+        """
         if self._receiver is not receiver:
             return
         if receiver.is_cut or not receiver.went_well:
@@ -242,7 +247,7 @@ class _Whole(Receiver[Response]):
 
 
 class HttpClient:
-    """Requests to one server. Closing the client ends all open ones."""
+    """Sends requests to one server. `close` fails all open requests."""
 
     def __init__(
         self,
@@ -356,7 +361,7 @@ class HttpClient:
 
 
 def _why(error: OSError) -> str:
-    """The error as text, without the address that asyncio's messages have."""
+    """The error as text. asyncio's messages contain the address, which clients must not see."""
     if isinstance(error, ConnectionRefusedError):
         return "it refused the connection"
     return (error.strerror or "it can't be reached").lower()

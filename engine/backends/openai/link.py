@@ -1,4 +1,4 @@
-"""Sends requests to a discovered server, and polls its health and figures."""
+"""Sends requests to another server and polls its health."""
 
 import asyncio
 import base64
@@ -43,21 +43,22 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
-# After this many inconclusive probe failures in a row, the server counts as unready.
+# If a probe fails and it is not certain that the server is down, the server stays ready until this
+# many probes have failed in a row.
 MAX_DOUBTS = 2
 
 
 @dataclass(frozen=True)
 class Problem:
     why: str
-    is_certain: bool  # the server is surely down: no request can succeed
+    is_certain: bool  # whether it is certain that no request can succeed
 
 
 Probe = Callable[[], Awaitable[Problem | None]]
 
 
 class Watch:
-    """`is_ready` and `detail` can be read at any time."""
+    """Polls whether the server is ready. `is_ready` and `detail` have the latest result."""
 
     def __init__(self, probe: Probe, interval_s: float) -> None:
         self._probe = probe
@@ -85,7 +86,7 @@ class Watch:
             self._set(None)
 
     def failed(self, problem: Problem) -> None:
-        """A request failed by the server's fault."""
+        """A request failed, and the server was the cause. Probe again soon."""
         if problem.is_certain:
             self._set(problem.why)
         self._hurry.set()
@@ -203,7 +204,9 @@ class ServerLink:
         self._client.close()
 
     async def answer(self, request: Asked, sink: EventSink) -> UsageEvent:
-        """Push all events but the last, which is returned. Raises an `EngineError`."""
+        """Push all events of the answer except the usage, and return the usage. Raises
+        `EngineError` on failure.
+        """
         if request.context.params.n > 1 and "n" in self._dialect.emulated:
             runs = [functools.partial(self._answer_one, each) for each in _one_by_one(request)]
             return await run_side_by_side(runs, sink)
@@ -226,7 +229,7 @@ class ServerLink:
             if api.chats == "template":
                 rendered = await self._post(f"{self._root}/apply-template", body)
                 text = read_text(rendered, "prompt")
-                # Control tokens here come from the template.
+                # The server has rendered its chat template, so its control tokens must be parsed.
                 body = text_body(api, model, text, True) | {"parse_special": True}
         return read_ids(await self._post(f"{self._root}/tokenize", body))
 
@@ -275,8 +278,8 @@ class ServerLink:
         )
 
     async def _room(self, request: CompletionRequest) -> int:
-        """Tokens left in the context after the prompt. Servers would otherwise default to short
-        completions.
+        """Number of tokens that fit in the context after the prompt. It is sent as `max_tokens`,
+        because the servers' default is short.
         """
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -333,7 +336,7 @@ class ServerLink:
             response = await self._client.request("GET", path, timeout_s=PROBE_TIMEOUT_S)
         except TransportError as error:
             if self._client.has_heard_since(began_at):
-                return None  # a busy server works
+                return None  # the server is busy, but answers other requests
             return Problem(str(error), isinstance(error, ConnectFailed))
         self._is_key_refused = response.status in (401, 403)
         if self._is_key_refused:

@@ -1,7 +1,7 @@
-"""Converts another server's response chunks to typed events.
+"""Converts the chunks of another server's answer to typed events.
 
-Each choice gets exactly one finish event, then one `UsageEvent` follows. A response that ends
-earlier is treated as broken off.
+Each choice gets one finish event. After all of them follows one `UsageEvent`. If the answer ends
+before all choices have finished, it has failed.
 """
 
 import math
@@ -43,11 +43,12 @@ _UNKNOWN_LOGPROB = -9999.0
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The parts of the request that affect how its answer is read."""
+    """The parts of a request that are needed to read its answer."""
 
     params: SamplingParams
-    own_stops: tuple[str, ...] = ()  # stop strings that the server does not know
-    echo: str | None = None  # the prompt's text, to be emitted first
+    # Stop strings that we match ourselves, because the server does not accept that many.
+    own_stops: tuple[str, ...] = ()
+    echo: str | None = None  # the prompt's text, if it must be sent as the first event
     scores_prompt: bool = False  # the answer starts with the prompt and its logprobs
     num_prompt: int | None = None  # prompt tokens, if known in advance
     grammar_param: str | None = None
@@ -63,9 +64,9 @@ class _Choice:
         self.is_open = True
 
     def call_index(self, call: WireCall) -> tuple[int, bool]:
-        """Our index of the call that a piece belongs to, and whether it is its first piece.
+        """Our index of a tool call, and whether `call` is its first part.
 
-        Some servers send no index, or the same one for all calls. Then a new id means a new call.
+        Some servers send no index, or the same index for all calls. Then a new id means a new call.
         """
         theirs = 0 if call.index is None else call.index
         known = self.indexes.get(theirs)
@@ -98,12 +99,14 @@ class AnswerReader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended; the usage may still follow."""
+        """Whether all choices have ended. The usage may still follow."""
         return self._num_open == 0
 
     @property
     def was_cut(self) -> bool:
-        """Whether we ended it ourselves, at a stop string, so nothing more is awaited."""
+        """Whether all choices have ended, at least one of them because we found a stop string that
+        the server does not know. Then the rest of the answer is not needed.
+        """
         return self.is_finished and any(
             each.stops is not None and each.stops.stopped is not None for each in self._choices
         )
@@ -149,7 +152,7 @@ class AnswerReader:
 
     def _take(self, wire: WireChoice, choice: _Choice) -> None:
         if not choice.is_open:
-            return  # we cut it at a stop string, which the server does not know
+            return  # we ended this choice at a stop string that the server does not know
         delta = wire.delta or wire.message
         text = wire.text
         logprobs = wire.logprobs
@@ -182,8 +185,8 @@ class AnswerReader:
     def _text(
         self, wire: WireChoice, choice: _Choice, text: str, wire_logprobs: WireLogprobs | None
     ) -> None:
-        """Emit text. Without logprobs and ids a chunk counts as one token; the final usage corrects
-        it.
+        """Send a text event. A chunk without logprobs and token ids counts as one token; the usage
+        at the end has the correct number.
         """
         logprobs: tuple[TokenText, ...] | None = None
         if self._params.logprobs is not None:
@@ -241,7 +244,9 @@ class AnswerReader:
             self._close(choice, FinishEvent(wire.index, "stop", self._stop_reason(wire)))
 
     def _stop_reason(self, wire: WireChoice) -> str | int | None:
-        """The stop string or id, only if the client named it: some servers report the EOS id."""
+        """The stop string or stop token id that the server reports. None if the client did not set
+        it: some servers report the EOS id.
+        """
         told = wire.stop_reason if wire.stop_reason is not None else wire.matched_stop
         is_named = told in (self._params.stop if isinstance(told, str) else ())
         return told if is_named or told in self._params.stop_token_ids else None
@@ -252,7 +257,9 @@ class AnswerReader:
         self._sink(event)
 
     def _echoed(self, wire: WireChoice) -> tuple[str, WireLogprobs | None]:
-        """Emit the scored prompt at the start of a whole answer. Returns the rest."""
+        """Send the prompt, which the answer starts with, and its logprobs as an event. Returns the
+        generated text and its logprobs.
+        """
         text, logprobs = wire.text or "", wire.logprobs
         tokens = logprobs.tokens if logprobs is not None else None
         num_prompt = self._usage.prompt_tokens if self._usage is not None else None
@@ -275,7 +282,9 @@ class AnswerReader:
 
 
 def token_texts(logprobs: WireLogprobs, num_top: int) -> tuple[TokenText, ...]:
-    """Tokens with logprobs, from either format. A missing logprob marks a prompt's first token."""
+    """Tokens with logprobs, from the format of chats or of completions. The first token of a prompt
+    has no logprob and gets NaN.
+    """
     if logprobs.content is not None:
         return tuple(_chat_token(each, num_top) for each in logprobs.content)
     tokens = logprobs.tokens or []
@@ -293,7 +302,7 @@ def token_texts(logprobs: WireLogprobs, num_top: int) -> tuple[TokenText, ...]:
 
 
 def _ids_of(logprobs: WireLogprobs | None) -> list[int]:
-    """All token ids, or none."""
+    """The token ids. Empty if the server does not send the ids of all tokens."""
     tokens = [] if logprobs is None else logprobs.content or []
     ids = [each.id for each in tokens if each.id is not None]
     return ids if len(ids) == len(tokens) else []

@@ -1,5 +1,5 @@
-"""Builds request bodies in a server's dialect. Nothing is dropped silently: a parameter is sent,
-emulated, or refused by name.
+"""Builds request bodies in a server's dialect. No parameter is dropped silently: each is sent,
+emulated, or refused with an error that names it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import SamplingParams
 
-# Characters that are special in a regular expression, in any of the servers' engines.
+# Characters with a special meaning in the regular expressions of some server.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()-/")
 
 
@@ -130,8 +130,8 @@ class BodyBuilder:
         return body | self._end_of_prompt(request) | self._options(request)
 
     def completion(self, request: CompletionRequest) -> dict[str, Any]:
-        """The body of a completion. `echo` is only sent to score the prompt's tokens; the text
-        itself is known here.
+        """The body of a completion. `echo` is only sent if the logprobs of the prompt's tokens are
+        needed. Otherwise we add the prompt's text ourselves.
         """
         dialect, params = self._dialect, request.context.params
         body = self._common(request.context)
@@ -252,7 +252,9 @@ class BodyBuilder:
         return body
 
     def _offered(self, request: ChatRequest) -> list[dict[str, Any]]:
-        """The tools, made strict if the server needs that to enforce the arguments' schema."""
+        """The tools. They are made strict if the server only enforces the schemas of strict
+        tools.
+        """
         if not self._dialect.strict_tools or request.tool_choice.mode == "none":
             return list(request.tools)
         return [_strict(tool) for tool in request.tools]
@@ -293,8 +295,8 @@ class BodyBuilder:
 
 
 def _greedy_if_one(params: SamplingParams, dialect: Dialect) -> SamplingParams:
-    """Emulate top_k for servers without it. top_k 1 equals temperature 0, and at temperature 0 any
-    top_k is equivalent.
+    """Emulate `top_k` for servers that don't have it. A `top_k` of 1 is the same as temperature 0.
+    At temperature 0, `top_k` has no effect. Other uses are refused.
     """
     if "top_k" not in dialect.emulated or not params.top_k:
         return params
@@ -309,8 +311,9 @@ def _greedy_if_one(params: SamplingParams, dialect: Dialect) -> SamplingParams:
 
 
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """A strict tool. A schema that only `{}` matches becomes that constant: inside the braces vLLM
-    allows unlimited whitespace, and a small model might never stop writing it.
+    """Make a tool strict. If only `{}` matches its schema, the schema becomes this constant.
+    Otherwise vLLM would allow any amount of whitespace inside the braces, and a small model might
+    never stop writing it.
     """
     function = tool["function"] | {"strict": True}
     schema = function.get("parameters") or {}

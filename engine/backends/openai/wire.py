@@ -1,7 +1,8 @@
 """Decodes the parts of a server's responses that we use.
 
-Chunks and whole answers differ in one name (`delta`, `message`), chats and completions in another
-(`text`), so one type serves all. Unknown fields are skipped; every field may be missing or null.
+The same types are used for streams and complete answers, and for chats and completions, because
+these differ only in a few names: `delta`, `message` and `text`. Unknown fields are skipped. Almost
+all fields may be missing or null.
 """
 
 from typing import Any
@@ -24,7 +25,9 @@ class WireToken(msgspec.Struct):
 
 
 class WireLogprobs(msgspec.Struct):
-    """A chat's logprobs, or a completion's in four parallel lists."""
+    """Logprobs of a chat (`content`), or of a completion (the other fields, which are parallel
+    lists).
+    """
 
     content: list[WireToken] | None = None
     tokens: list[str] | None = None
@@ -105,7 +108,7 @@ class WireEmbeddings(msgspec.Struct):
 
 
 class ModelMeta(msgspec.Struct):
-    """llama-server's and our own metadata."""
+    """Model metadata that llama-server and our own server send."""
 
     n_ctx_train: int | None = None
     n_vocab: int | None = None

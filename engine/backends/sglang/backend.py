@@ -9,7 +9,9 @@ from engine.backends.sglang.config import SGLangConfig
 
 
 class SGLangBackend(ServedBackend):
-    """SGLang's server as a child. It has no Unix socket, so it always uses a port."""
+    """SGLang's server as a child process. It can't listen on a Unix socket, so it always uses a
+    port.
+    """
 
     config_type: ClassVar[type[BackendConfig]] = SGLangConfig
     dialect = "sglang"

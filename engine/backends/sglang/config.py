@@ -22,7 +22,9 @@ _DECIDED_HERE = (
 
 @dataclass(frozen=True)
 class SGLangConfig(ServedConfig):
-    """None leaves a choice to SGLang. `backend_args` are any other options of its launcher."""
+    """Options of SGLang. None means SGLang's default. `backend_args` are other options of SGLang's
+    launcher.
+    """
 
     engine_name: ClassVar[str] = "SGLang"
 
@@ -53,7 +55,7 @@ class SGLangConfig(ServedConfig):
         command = [self.interpreter(), "-m", "sglang.launch_server"]
         command.append(f"--model-path={model or self.model_name}")
         flags = [f"--served-model-name={self.model_id}", *option_flags(self, _OPTIONS)]
-        # Report cached tokens; skip its request log, because ours has each request.
+        # SGLang shall report cached tokens. It shall not log requests, because our log has them.
         flags += ["--enable-cache-report", "--log-level-http=warning"]
         flags += free_flags(self.backend_args, (*_OPTIONS, *_DECIDED_HERE))
         return [*command, *port_flags(self, place), *flags]

@@ -1,4 +1,6 @@
-"""Hugging Face Transformers as a backend: any architecture it supports, with our frontend."""
+"""A backend that computes with Hugging Face Transformers. It supports all causal language models of
+Transformers.
+"""
 
 from engine.backends.transformers.backend import TransformersBackend, TransformersConfig
 

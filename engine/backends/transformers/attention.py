@@ -1,9 +1,9 @@
-"""Attention over the paged cache for any Transformers model whose attention can be replaced.
+"""Attention over the paged KV cache for any Transformers model whose attention can be replaced.
 
-Transformers lets us register a function as an attention implementation. The model calls it with
-each layer's queries, keys and values; the step is passed through the forward pass as a keyword
-argument. Tokens of all rows are concatenated to one sequence of batch size 1, so only attention
-knows about the batch.
+We register a function as an attention implementation of Transformers. The model calls it with the
+queries, keys and values of each layer. The step (`AttentionStep`) is passed to it as a keyword
+argument of the forward pass. The tokens of all sequences are concatenated to one batch row. Only
+the attention knows which tokens belong to which sequence.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
 from engine.backends.custom.frameworks.torch.kernels.attention import AttentionPlan
 
 NAME = "engine_paged"
-# Keyword arguments that models pass to every attention and that don't change the result.
+# Keyword arguments that models pass to attention functions, but that don't change the result.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"}
 )
@@ -39,8 +39,8 @@ class AttentionStep(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, others: frozenset[str]
     ) -> Tensor:
-        """q (T, N, H), k (T, K, H), v (T, K, G) of the step's tokens; returns (T, N, G). `others`
-        names further arguments that this layer passes.
+        """Attention of one layer. q (T, N, H), k (T, K, H) and v (T, K, G) are those of the step's
+        tokens. Returns (T, N, G). `others` has the names of arguments that are not supported.
         """
         ...
 
@@ -59,8 +59,8 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered in Transformers. query (1, N, T, H), key and value (1, K, T, H or
-    G).
+    """The attention function that is registered in Transformers. query (1, N, T, H), key
+    (1, K, T, H), value (1, K, T, G).
     """
     others = {name for name, given in kwargs.items() if given is not None and given is not False}
     if attention_mask is not None:
@@ -88,7 +88,7 @@ class LayerFacts:
 
 @dataclass(slots=True)
 class Recording:
-    """A step over one sequence from its start that records each layer's parameters."""
+    """A step over one whole sequence. It records the parameters of each layer's attention."""
 
     calls: list[tuple[int, LayerFacts]] = field(default_factory=list)
 
@@ -106,10 +106,10 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A step over rows of any sequences, in the paged cache."""
+    """A step over tokens of several sequences, with the paged KV cache."""
 
     write_slots: Tensor  # (T,) int64
-    # by scoring and number of heads; made once for each
+    # Makes the plan for a scoring and a number of heads.
     plan: Callable[[Scoring, int], AttentionPlan]
     cache: PagedCache
     plans: dict[Scoring, AttentionPlan] = field(default_factory=dict)
@@ -121,7 +121,8 @@ class PackedStep:
         if plan is None:
             plan = self.plans[scoring] = self.plan(scoring, q.shape[1])
         value_dim, narrower = v.shape[2], k.shape[2] - v.shape[2]
-        if narrower:  # values are narrower than keys; the cache has one size for both
+        # Pad values that are smaller than keys. The cache has the same head size for both.
+        if narrower:
             v = F.pad(v, (0, narrower))
         self.cache.write(layer, self.write_slots, k, v)
         out = plan.attend(q.contiguous(), k, v, self.cache.layers[layer])
@@ -130,8 +131,8 @@ class PackedStep:
 
 @torch.inference_mode()
 def record(model: Any, token_ids: Tensor) -> Recording:
-    """Record what the layers do with one sequence (T,). The model must already use this
-    attention.
+    """Record the attention parameters of all layers for one sequence (T,). The model must already
+    use this module's attention.
     """
     recording = Recording()
     positions = torch.arange(len(token_ids), device=token_ids.device)

@@ -1,7 +1,7 @@
 """`TransformersBackend`: a Hugging Face Transformers model behind our frontend and engine loop.
 
-Nothing here imports Transformers or PyTorch. The engine process loads them, or its thread when it
-runs in this process.
+This module does not import Transformers or PyTorch. The engine process imports them, or the
+engine's thread if the engine runs in this process.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,13 @@ FRAMEWORK = "transformers"
 
 @dataclass(frozen=True)
 class TransformersConfig(BackendConfig):
-    """`model_name` is a folder with safetensors, or a GGUF file. `attention` "own" computes each
-    sequence alone with the model's own cache; "paged" requires batched attention; "auto" uses it if
-    the model allows. `in_process` runs the engine in a thread here, instead of a child process that
-    can crash safely. `backend_args` are the remaining `EngineOptions` by name.
+    """Configuration of the Transformers backend.
+
+    `model_name` is a folder with safetensors, or a GGUF file. `attention` is "own", "paged" or
+    "auto". "own" computes each sequence alone, with the model's own cache. "paged" computes
+    sequences in batches, with a paged KV cache. "auto" means "paged" if the model allows it, else
+    "own". `in_process` runs the engine in a thread of this process. Otherwise it runs in a child
+    process, whose crash does not end the server. `backend_args` are other `EngineOptions`.
     """
 
     device: str = "auto"  # cpu, cuda, cuda:1
@@ -56,7 +59,7 @@ class TransformersBackend(CustomBackend):
         process: EngineProcess | None = None,
     ) -> None:
         if process is not None:
-            process.discard()  # it is a prestarted worker of our own frameworks
+            process.discard()  # this process was started early for our own frameworks
         config = model if isinstance(model, BackendConfig) else TransformersConfig(model)
         if isinstance(config, TransformersConfig):
             options = options or _options(config)

@@ -1,7 +1,7 @@
-"""Reads what is known about a checkpoint without loading it: files, sizes, tokenizer, template.
+"""Reads facts about a checkpoint without loading its weights: sizes, tokenizer, chat template.
 
-Weights are safetensors or GGUF, which can't carry code. A checkpoint's references to its own code
-(`auto_map`) are ignored.
+Weights are safetensors or GGUF files, which can't contain code. `auto_map` in a checkpoint, which
+refers to Python code of the checkpoint, is ignored.
 """
 
 import math
@@ -32,13 +32,14 @@ _CONTEXT_KEYS = (
     "max_seq_len",
     "seq_length",
 )
-# For a model that states none: it has no positions, or a state that does not grow.
+# Max sequence length of a model that does not state one. Such models have no position embeddings,
+# or a recurrent state.
 UNSTATED_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class HfShape:
-    """Facts about a model that a frontend reports and checks requests against."""
+    """Facts about a model. A frontend reports them and needs them to check requests."""
 
     vocab_size: int
     hidden_size: int
@@ -50,8 +51,8 @@ class HfShape:
 
 @dataclass(frozen=True, slots=True)
 class HfCheckpoint:
-    """`folder` holds config.json and safetensors, or the GGUF file named `gguf`. `metadata` is the
-    content of config.json, or the GGUF metadata.
+    """A checkpoint on disk. `folder` contains config.json and safetensors, or the GGUF file named
+    `gguf`. `metadata` is the content of config.json, or the metadata of the GGUF file.
     """
 
     folder: Path
@@ -68,14 +69,14 @@ class HfCheckpoint:
 
 
 def read_text(path: Path) -> TextModel:
-    """The frontend's part of the model at `path`: tokenizer and template."""
+    """Read what a frontend needs of the model at `path`: tokenizer and chat template."""
     checkpoint = open_checkpoint(path)
     tokenizer = checkpoint.tokenizer()
     return text_model(checkpoint.shape, tokenizer, checkpoint.quantization, checkpoint.size_bytes)
 
 
 def examine_checkpoint(path: Path) -> None:
-    """Parse all that a server parses. Raises what is wrong with it."""
+    """Parse everything that a server parses of a checkpoint. Raises if something is invalid."""
     read_text(path)
 
 

@@ -1,8 +1,8 @@
-"""Chooses, by trial, how to compute a loaded model: batched in one pass over the paged cache, each
-sequence alone with the model's own cache, or without any cache.
+"""Chooses how to compute a loaded model. There are three ways: sequences in batches with the paged
+KV cache; each sequence alone with the model's own cache; or without any cache.
 
-The configuration rules some ways out. A remaining one must compute two sequences in several steps
-and match the model's own forward pass over each.
+The model's configuration rules some ways out. A way is tried by computing two sequences in several
+steps. It is used if the logits match those of the model's own forward pass.
 """
 
 import logging
@@ -31,7 +31,8 @@ from engine.backends.transformers.slot_runner import SlotRunner, find_cache
 from engine.backends.transformers.states import FinalStates
 from engine.core.errors import ConfigError, ModelError
 
-# Relative L2 error of the logits. 16-bit types round differently by shape.
+# Max relative L2 error of the logits. With 16-bit types, rounding depends on the shapes, so their
+# errors are larger.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 
 
@@ -46,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The prompts, and the logits of the model's own forward pass."""
+    """Two random prompts, and their logits from the model's own forward pass."""
 
     prompts: tuple[Tensor, ...]  # (P,) each
     logits: tuple[Tensor, ...]  # (P, V) float32 each
@@ -74,8 +75,8 @@ class Trial:
         return (sizes[1] - sizes[0]) // max(1, len(prompt) - 1)
 
     def error(self, runner: ModelRunner) -> float:
-        """A runner's error against these logits: one prompt in three chunks, the other in two
-        beside it.
+        """The largest error of a runner's logits. The runner computes one prompt in three chunks,
+        and in the same steps the other prompt in two chunks.
         """
         last = len(self.prompts[0]) - 1
         half = last // 2
@@ -95,8 +96,8 @@ class Trial:
         return float(np.max(errors))  # NaN if any is NaN
 
     def _inputs(self, parts: list[Part], block_size: int) -> BatchInputs:
-        """A step whose rows each request the logits of their last token. Prompts are laid out
-        consecutively from block 1.
+        """Inputs of a step that computes the logits of each part's last token. The prompts use
+        consecutive cache blocks, starting with block 1.
         """
         width = -(-len(self.prompts[0]) // block_size)
         tables = 1 + np.arange(len(self.prompts) * width, dtype=np.int32).reshape(-1, width)
@@ -124,7 +125,7 @@ class Trial:
 
 
 def _num_bytes(cache: Any, seen: frozenset[int] = frozenset()) -> int:
-    """Bytes of the tensors in a cache of any class."""
+    """Bytes of all tensors in a cache, whatever its class."""
     if isinstance(cache, Tensor):
         return cache.nbytes
     if isinstance(cache, dict):
@@ -139,9 +140,11 @@ def _num_bytes(cache: Any, seen: frozenset[int] = frozenset()) -> int:
     return sum(_num_bytes(part, inner) for part in parts)
 
 
-# Rotations that depend on the longest sequence of a pass; a row would depend on its neighbours.
+# RoPE types that depend on the longest sequence in a forward pass. In a batch, a sequence would
+# depend on the others.
 _CHANGING_ROPES = frozenset({"dynamic", "longrope"})
-# Configuration keys that are harmless: layer types and windows cover them.
+# Configuration keys that don't prevent paged attention. Layer types and windows already account for
+# them.
 _KNOWN_LIMITS = frozenset(
     {
         "sliding_window",
@@ -151,12 +154,14 @@ _KNOWN_LIMITS = frozenset(
         "chunk_size_feed_forward",
     }
 )
-# What a model raises for arguments that it does not know.
+# Errors that a model's forward pass may raise if it does not support our arguments.
 FORWARD_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 
 
 def kv_shape(model: Any, prompt: Tensor) -> KVShape | str:
-    """The KV shape of each layer, or why our attention can't be used. It is active afterwards."""
+    """Make the model use our attention. Returns the KV shape of its layers, or why our attention
+    can't be used.
+    """
     config = model.config.get_text_config()
     reason = _ruled_out(model, config)
     if reason is not None:
@@ -207,7 +212,7 @@ def _ruled_out(model: Any, config: Any) -> str | None:
 
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:
-    """Each layer's sliding window in the configuration."""
+    """The sliding window of each layer, according to the configuration. None: no window."""
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return [None] * num_layers
@@ -221,15 +226,16 @@ log = logging.getLogger(__name__)
 
 WAYS = ("auto", "paged", "own")
 TRIAL_TOKENS = 24  # more than one block, so that block boundaries are tested
-# Default pool on a CPU: enough for most uses, and usually available.
+# Default size of the KV pool on a CPU. It is enough for most uses, and most machines have it.
 USUAL_POOL_BYTES = 2**30
-# Share of a GPU's free memory. The rest is for attention, which gathers a layer's keys and values.
+# Share of a GPU's free memory for the KV pool. The rest is for attention, which copies the keys and
+# values of one layer.
 POOL_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with its weights in memory. `device` knows what was free before loading."""
+    """A model with its weights in memory. `device` has the memory that was free before loading."""
 
     model: Any
     shape: HfShape
@@ -237,7 +243,7 @@ class Loaded:
     device: DeviceInfo
 
     def plan(self, bytes_per_token: int) -> tuple[RunnerConfig, MemoryPlan]:
-        """Divide the memory that the weights leave."""
+        """Plan the use of the memory that is left besides the weights."""
         model, options, device = self.model, self.options, self.device
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
         needs = MemoryNeeds(weights, bytes_per_token, USUAL_POOL_BYTES)
@@ -252,8 +258,8 @@ class Loaded:
         return runner_config(options, device, plan), plan
 
     def _activation_bytes(self) -> int:
-        """Rough size of the largest step's activations: an MLP is a few times as wide as the hidden
-        state.
+        """Estimated bytes of the activations in the largest step. An MLP is some times as wide as
+        the hidden state, so 40 values per hidden unit are assumed.
         """
         states = 40 * self.options.max_batch_tokens * self.shape.hidden_size
         logits = 4 * self.options.max_slots * self.shape.vocab_size
@@ -262,7 +268,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The chosen runner. `shares`: whether sequences can share cached prefixes."""
+    """The chosen runner. `shares` says whether sequences can share cached prefixes."""
 
     runner: ModelRunner
     config: RunnerConfig
@@ -271,7 +277,7 @@ class Fitted:
 
 
 def fit(loaded: Loaded) -> Fitted:
-    """Choose how to compute, and plan the memory."""
+    """Choose how to compute the model, and plan its memory."""
     model, way = loaded.model, loaded.options.attention
     if way not in WAYS:
         raise ConfigError(
@@ -299,14 +305,14 @@ def _trial(loaded: Loaded) -> Trial:
     most = loaded.options.max_seq_len or loaded.shape.max_position
     try:
         return Trial.of(loaded.model, min(TRIAL_TOKENS, most, loaded.shape.max_position))
-    except Exception as error:  # any error counts: a model that can't compute is useless
+    except Exception as error:  # after any error, the model can't be used
         log.exception("the model's own forward pass failed")
         kind = type(loaded.model).__name__
         raise ModelError(f"this {kind} cannot compute: {one_line(error)}") from error
 
 
 def _packed(loaded: Loaded, states: FinalStates, trial: Trial) -> Fitted | str:
-    """Batched computation in one pass, or why it is impossible."""
+    """A runner that computes sequences in batches, or why the model does not allow it."""
     kv = kv_shape(loaded.model, trial.prompts[0])
     if isinstance(kv, str):
         return kv

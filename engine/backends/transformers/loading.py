@@ -1,7 +1,7 @@
 """Loads a Transformers model from a local checkpoint, without running the checkpoint's own code.
 
-Classes are looked up by model type in the installed Transformers. The "Auto" classes are avoided,
-because they can fetch and run a checkpoint's code.
+Model classes are looked up by model type in the installed Transformers. The "Auto" classes are not
+used, because they can download and run code of a checkpoint.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""`PackedRunner`: rows of all sequences in one forward pass of a Transformers model.
+"""`PackedRunner`: computes tokens of all sequences in one forward pass of a Transformers model.
 
-The cache is that of our own runners, and so are prefix sharing, preemption and chunked prefill. The
-model only sees tokens with positions, and calls our attention.
+It uses the paged KV cache of our own runners. So prefix sharing, preemption and chunked prefill
+work as with them. The model only gets tokens with their positions, and calls our attention.
 """
 
 import inspect
@@ -43,7 +43,7 @@ class Heads:
 
 
 class Attentions:
-    """Attention kernels by scoring, kept across steps."""
+    """Attention backends for each scoring and number of heads. They are kept for all steps."""
 
     def __init__(
         self, shape: KVShape, block_size: int, dtype: torch.dtype, device: torch.device
@@ -54,8 +54,8 @@ class Attentions:
         self._device = device
         self._made: dict[tuple[Scoring, int], AttentionBackend] = {}
         if device.type == "cuda":
-            # cuDNN plans for each new shape, which takes longer than many steps, and every step
-            # here has another shape.
+            # cuDNN makes a plan for each new shape, which takes longer than many steps. Here, every
+            # step has another shape.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def get(self, scoring: Scoring, num_heads: int) -> AttentionBackend:
@@ -76,7 +76,7 @@ class Attentions:
 
 
 class PackedRunner(SamplingRunner):
-    """The model must already use the attention of `attention.py`."""
+    """Runs a model that already uses the attention of `attention.py`."""
 
     def __init__(
         self, model: Any, states: FinalStates, vocab_size: int, config: RunnerConfig, shape: KVShape

@@ -1,8 +1,8 @@
 """`SlotRunner`: computes each sequence alone, with the cache that the model makes for it.
 
-For models whose attention can't be replaced, or that keep a recurrent state instead of keys and
-values. A prompt is prefilled whole when its last chunk arrives, because not every state can be
-extended by several tokens. Missing cache is recomputed from the sequence's ids.
+It is used for models whose attention can't be replaced, or that have a recurrent state instead of
+keys and values. A prompt is computed at once when its last chunk arrives, because some states can't
+be extended by several tokens. If a sequence has no cache, all its tokens are computed again.
 """
 
 import inspect
@@ -25,13 +25,16 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.transformers.states import FinalStates
 
-# Families' names for the cache that a forward pass returns and the next one takes.
+# Names that model families use for the cache. A forward pass returns it, and the next one takes it
+# as an argument of the same name.
 _CACHES = ("past_key_values", "cache_params", "state", "rnn_state", "mems")
 
 
 @dataclass(slots=True)
 class Slot:
-    """A sequence's ids so far, and the cache of the first `num_computed` of them."""
+    """The token ids of a sequence so far, and the model's cache for the first `num_computed` of
+    them.
+    """
 
     ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -41,7 +44,9 @@ class Slot:
         self.num_computed, self.cache = 0, None
 
     def extend(self, start: int, ids: list[int]) -> None:
-        """Set the ids from `start` on. After a failed step, `start` may be before the end."""
+        """Set the ids from position `start` on. After a failed step, `start` may be less than the
+        number of ids.
+        """
         assert start <= len(self.ids), (start, len(self.ids))
         self.ids[start:] = ids
         if self.num_computed > start:
@@ -49,8 +54,8 @@ class Slot:
 
 
 class SlotRunner(SamplingRunner):
-    """`keeps_state` False: the model's cache can't be used, so every step recomputes the whole
-    sequence.
+    """Computes each sequence alone. If `keeps_state` is false, the model's cache can't be used, so
+    every step computes the whole sequence again.
     """
 
     def __init__(
@@ -100,8 +105,8 @@ class SlotRunner(SamplingRunner):
         super().close()
 
     def _rows(self, inputs: BatchInputs) -> list[Slot]:
-        """Each row's slot. A row that writes to the null block is padding, whatever its slot
-        number.
+        """The slot of each row. A row that writes to the null block is padding and gets an empty
+        slot, whatever its slot number is.
         """
         firsts = inputs.write_slots[inputs.query_start[:-1]] // self._spec.block_size
         return [
@@ -110,15 +115,17 @@ class SlotRunner(SamplingRunner):
         ]
 
     def _free_all_but(self, inputs: BatchInputs) -> None:
-        """Free the slots without a row: their sequences ended, or can be recomputed."""
+        """Free the caches of slots that are not in this step. Their sequences have ended, or can be
+        computed again.
+        """
         present = set(inputs.slots.tolist())
         for number, slot in enumerate(self._slots):
             if number not in present:
                 slot.forget()
 
     def _compute(self, slot: Slot, num_logits: int) -> tuple[Tensor, Tensor]:
-        """Run the slot's ids. Returns logits of at least the last `num_logits`, (P, V), and hidden
-        states of all that were not computed yet, (P, D).
+        """Compute all ids of a slot that are not in its cache. Returns the logits (P, V) of at
+        least the last `num_logits` of them, and the hidden states (P, D) of all of them.
         """
         if not self._keeps_state or len(slot.ids) - slot.num_computed > 1:
             slot.forget()
@@ -135,7 +142,9 @@ class SlotRunner(SamplingRunner):
 
 
 def find_cache(output: Any) -> tuple[str, Any]:
-    """The cache in a forward pass's output, with the argument name for the next pass."""
+    """The cache in the output of a forward pass, and the name of the argument that takes it in the
+    next pass.
+    """
     for name in _CACHES:
         cache = output.get(name)
         if cache is not None:

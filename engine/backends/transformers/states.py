@@ -1,4 +1,6 @@
-"""Captures the hidden states that a model's head reads, which its output does not include."""
+"""Captures the hidden states that a model's LM head reads. The model's output does not include
+them.
+"""
 
 from typing import Any
 
@@ -6,16 +8,19 @@ from torch import Tensor, nn
 
 
 class FinalStates:
-    """Keeps the base model's output of the last forward pass."""
+    """Keeps the hidden states of the last forward pass."""
 
     def __init__(self, model: Any) -> None:
         self._states: Tensor | None = None
-        # Some heads call the inner decoder directly. If both are called, the outer one is later.
+        # Some models call the inner decoder directly, others call the base model. If both are
+        # called, the base model ends last, so its output is kept.
         for module in {model.base_model, model.get_decoder()} - {model}:
             module.register_forward_hook(self._keep)
 
     def take(self) -> Tensor:
-        """(batch, tokens, D), after the final norm. Call once per forward pass."""
+        """The hidden states after the final norm, (batch, tokens, D). Call it once per forward
+        pass.
+        """
         states, self._states = self._states, None
         assert states is not None, "the model below the head was not asked"
         return states

@@ -23,7 +23,9 @@ def run_engine(
     pulse: Pulse,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load, announce, serve. Returns when told to stop; raises a fatal error."""
+    """Load the model, report that it is ready, and serve requests. Returns when told to stop.
+    Raises fatal errors.
+    """
     started_at = time.monotonic()
     path = Path(options.model_path)
     checkpoint = open_checkpoint(path)
@@ -70,7 +72,7 @@ def _refuse(options: EngineOptions) -> None:
 
 
 def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
-    # All files are local: forbid downloads, and progress bars.
+    # All files are local, so forbid downloads. Also switch off progress bars.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -80,5 +82,6 @@ def main(socket_fd: int, heartbeat_fd: int, parent_pid: int) -> int:
 if __name__ == "__main__":
     status = main(*map(int, sys.argv[1:4]))
     logging.shutdown()
-    # Normal teardown would only make libraries complain about live objects.
+    # Exit without Python's normal teardown. It would only make libraries print warnings about
+    # objects that still exist.
     os._exit(status)

@@ -11,8 +11,8 @@ from engine.backends.vllm.config import VLLMConfig
 
 
 class VLLMBackend(ServedBackend):
-    """A `vllm serve` child. With port 0 it listens on a Unix socket that only this user can
-    reach.
+    """`vllm serve` as a child process. If the port is 0, it listens on a Unix socket that only this
+    user can reach.
     """
 
     config_type: ClassVar[type[BackendConfig]] = VLLMConfig

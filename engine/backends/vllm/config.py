@@ -23,7 +23,9 @@ _DECIDED_HERE = (
 
 @dataclass(frozen=True)
 class VLLMConfig(ServedConfig):
-    """None leaves a choice to vLLM. `backend_args` are any other options of `vllm serve`."""
+    """Options of vLLM. None means vLLM's default. `backend_args` are other options of
+    `vllm serve`.
+    """
 
     engine_name: ClassVar[str] = "vLLM"
 
@@ -44,7 +46,8 @@ class VLLMConfig(ServedConfig):
     enable_prefix_caching: bool | None = None
     enforce_eager: bool = False
     chat_template: str | None = None
-    # Where the server's key is stored. Every client of a server on a TCP port needs it.
+    # Environment variable or file with the API key of the vLLM server. If the server listens on a
+    # TCP port, its clients must send this key.
     api_key_env: str | None = None
     api_key_file: str | None = None
 
@@ -54,7 +57,7 @@ class VLLMConfig(ServedConfig):
 
     @property
     def takes_gguf(self) -> bool:
-        """Whether GGUF was requested by name; only some versions still have a loader."""
+        """Whether `load_format` is "gguf". Only some versions of vLLM can load GGUF files."""
         return self.load_format == "gguf"
 
     def argv(self, model: str | None = None, place: Place | None = None) -> list[str]:
@@ -62,7 +65,7 @@ class VLLMConfig(ServedConfig):
         flags = [f"--served-model-name={self.model_id}", *option_flags(self, _OPTIONS)]
         if self.tool_call_parser is not None:
             flags.append("--enable-auto-tool-choice")
-        # Report cached tokens; skip its request log, because ours has each request.
+        # vLLM shall report cached tokens. It shall not log requests, because our log has them.
         flags += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         flags += free_flags(self.backend_args, (*_OPTIONS, *_DECIDED_HERE))
         if self.port == 0:

@@ -1,9 +1,9 @@
 """Test-compiles grammars in a limited child process.
 
-One child serves all checks in order. A grammar that exceeds the time or memory limit is refused,
-and a new child is started for the next one. If the child was killed for another reason, such as the
-OOM killer, the grammar is tried once more and not blamed. A check continues when its caller is
-cancelled, so clients that disconnect can't keep the child from finishing.
+One child process compiles one grammar after the other. A grammar that exceeds the time or memory
+limit is refused, and a new child is started for the next grammar. If the child was killed for
+another reason, for example by the OOM killer, the grammar is tried once more. A check continues
+when its caller is cancelled, so its result is kept even if the client disconnects.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableE
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
 
 COMPILE_TIMEOUT_S = 1.0  # wall-clock limit; the child's CPU limit is lower
-START_TIMEOUT_S = 30.0  # for Python and the library, on a busy machine
+START_TIMEOUT_S = 30.0  # for starting Python and importing llguidance on a busy machine
 MAX_VERDICTS = 1024
 MAX_WAITING = 64
 MAX_ANSWER_BYTES = 1 << 16
@@ -30,11 +30,13 @@ TOO_LARGE = "needs too much memory or nesting to compile; simplify it"
 
 
 class _Stopped(Exception):
-    """The child ended without an answer, and not because of the grammar."""
+    """The child ended without an answer. The grammar may not be the cause."""
 
 
 class GrammarChecker:
-    """Answers from a bounded cache, or asks the child, which is started on first use."""
+    """Checks whether grammars compile. It keeps the last results. For other grammars it asks the
+    child process, which is started on first use.
+    """
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
@@ -120,7 +122,7 @@ class GrammarChecker:
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(
                 TimeoutError
-            ):  # wait for its own exit status, before we kill it
+            ):  # the exit status tells which limit the child exceeded
                 await asyncio.wait_for(child.wait(), COMPILE_TIMEOUT_S)
             await self._end_child()
             if child.returncode == -signal.SIGKILL:
@@ -132,7 +134,7 @@ class GrammarChecker:
         return None if answer.problem is None else f"cannot be used: {answer.problem}"
 
     async def _get_ready(self) -> None:
-        """Start a child for the next check, so that no request waits for it."""
+        """Start a child for the next check, so that the check does not wait for the start."""
         async with self._turn:
             with contextlib.suppress(UnavailableError):  # the next check reports it
                 await self._running_child()

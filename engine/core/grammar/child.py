@@ -1,7 +1,8 @@
 """The child process that compiles clients' grammars, isolated from the server.
 
-It keeps no state between grammars. Its memory, stack and CPU time are limited; if it dies of a
-limit, `GrammarChecker` starts another. Run as a module with the parent's process id.
+It keeps no state between grammars. Its memory, stack and CPU time are limited. A grammar that
+exceeds a limit ends the process, and `GrammarChecker` starts another one. The module is run with
+the parent's process id as its argument.
 """
 
 import os
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_MEMORY_BYTES = 1 << 30
-# Less than any engine thread has, so a grammar that fits here can't overflow there.
+# Smaller than the stack of any engine thread. So a grammar that compiles here can't overflow the
+# stack in the engine.
 MAX_STACK_BYTES = 2 << 20
-# For one grammar. The engine compiles it again; both together should take less than 1 s.
+# CPU time for one grammar. The engine compiles the grammar again; both together should take less
+# than 1 s.
 MAX_CPU_S = 0.3
 MAX_PROBLEM_CHARS = 300
 END_OF_TEXT = 256
@@ -31,7 +34,9 @@ EMPTY = "it admits no text at all"
 
 
 class _Bytes:
-    """A vocabulary of single bytes in llguidance's form, enough for compiling."""
+    """A tokenizer with one token per byte, in the form that llguidance takes. It is sufficient for
+    compiling grammars.
+    """
 
     eos_token_id = END_OF_TEXT
     bos_token_id = None
@@ -49,7 +54,7 @@ def byte_tokenizer() -> "LLTokenizer":
 
 
 def problem_of(grammar: str, tokenizer: "LLTokenizer") -> str | None:
-    """One line about what is wrong with a grammar; None if it compiles and admits some text."""
+    """What is wrong with a grammar, in one line. None if it compiles and some text matches it."""
     from llguidance import LLMatcher
 
     limits = parser_limits()

@@ -1,9 +1,9 @@
 """Converts GBNF, llama.cpp's grammar language, to Lark for llguidance.
 
-A rule without recursion, and every part of a rule without recursion, becomes one terminal. The
-lexer then does the work, and token masks stay cheap. As always in llguidance's Lark, a terminal
-matches as much text as it can. So a recursive rule should not start with text that could continue
-the terminal before it.
+Each rule that is not recursive becomes one terminal, and so does each non-recursive part of a
+recursive rule. The lexer matches terminals, which makes token masks cheap to compute. In
+llguidance, a terminal matches as much text as it can. So a recursive rule should not start with
+text that could continue the terminal before it.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ _REPEATS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class GbnfError(ValueError):
-    """A sentence about what is wrong with a grammar, with the line number."""
+    """A grammar is invalid. The message says why, and in which line."""
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether a line starts with `root ::=`, which Lark does not have."""
+    """Whether a grammar is GBNF and not Lark: some line starts with `root ::=`."""
     lines = (line.lstrip() for line in source.splitlines())
     return any(
         line.startswith(ROOT) and line[len(ROOT) :].lstrip().startswith("::=") for line in lines
@@ -39,7 +39,7 @@ def gbnf_to_lark(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Literal text, or a character class, as a regular expression."""
+    """A regular expression for literal text or for a character class."""
 
     expression: str
 
@@ -70,7 +70,7 @@ _Expression = _Text | _Name | _Repeat | _Sequence | _Choice
 
 
 class _Parser:
-    """Recursive descent parser. Only groups recurse, and their depth is limited."""
+    """Recursive descent parser. Only groups in parentheses recurse, and their depth is limited."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -223,7 +223,9 @@ class _Parser:
 
 
 class _Writer:
-    """Writes rules as Lark: `t0` and so on for recursive ones, `T0` for the others."""
+    """Writes rules as Lark. Recursive rules are named `t0`, `t1` and so on. The others are
+    terminals, named `T0`, `T1` and so on.
+    """
 
     def __init__(self, rules: dict[str, _Expression]) -> None:
         self._rules = rules
@@ -242,7 +244,7 @@ class _Writer:
         return [f"start: {self._symbol(ROOT)}", *self._lines]
 
     def _find_terminals(self) -> set[str]:
-        """Rules that neither recurse nor use a rule that does."""
+        """Names of rules that are not recursive and use no recursive rule."""
         waits_for: dict[str, set[str]] = {}
         users: dict[str, list[str]] = {name: [] for name in self._rules}
         for name, rule in self._rules.items():
@@ -275,7 +277,8 @@ class _Writer:
             case _Repeat(inner):
                 result = self._classify(inner)
             case _Sequence(nodes) | _Choice(nodes):
-                # a list, not a generator: all must be classified
+                # A list, not a generator: `all` would stop at the first False and leave the other
+                # nodes unclassified.
                 classified = [self._classify(each) for each in nodes]
                 result = all(classified)
         self._is_terminal[id(node)] = result
@@ -295,7 +298,9 @@ class _Writer:
                 return "(" + " | ".join(map(self._terminal, nodes)) + ")"
 
     def _rule(self, node: _Expression) -> str:
-        """An expression that contains recursion; parts without it become terminals."""
+        """Lark text of an expression in a recursive rule. Its non-recursive parts become
+        terminals.
+        """
         if self._is_terminal[id(node)]:
             return self._part([node])
         match node:

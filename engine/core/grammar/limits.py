@@ -14,7 +14,7 @@ MAX_GRAMMAR_SIZE = 200_000  # grammar symbols
 
 
 def parser_limits() -> "LLParserLimits":
-    """Fuel and items per step are the library's defaults; memory and size are tighter."""
+    """llguidance's default limits, but fewer lexer states and smaller grammars."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -1,16 +1,18 @@
-r"""Translates clients' regular expressions, as both ECMAScript and Python read them.
+r"""Translates clients' regular expressions to the syntax of llguidance, whose automaton matches
+them.
 
-A pattern is parsed here in linear time, without Python's `re`, and rewritten in the automaton's
-syntax. Where dialects disagree (`\w`, `\s`, `.`), the automaton gets the subset on which all agree,
-so its output matches for every reader. Features that only some dialects have (lookaround,
-backreferences, flags) are refused.
+A pattern is parsed in linear time, without Python's `re`. ECMAScript and Python disagree on some
+sets, such as `\w`, `\s` and `.`. Such a set is replaced by the characters that are in it in both
+dialects, so the output matches the pattern in both. Lookaround, backreferences and flags are
+refused.
 """
 
 MAX_NESTING = 100
 MAX_REPEAT = 100_000
 MAX_BOUNDS_CHARS = 64  # length of {n,m}, braces included
 
-# Class bodies for each set: characters that are surely in it, and characters that may be.
+# Set -> two bodies of a character class: characters that are in the set in all dialects, and
+# characters that are in it in some dialect. The second is used in negated classes.
 _WORDS = r"\p{L}\p{N}\p{M}\p{Pc}"
 _SPACES = r" \t\n\r\f\x0B\p{Zs}"
 _MAYBE_SPACES = r"\s\x1C-\x1F\x{85}\x{FEFF}\x{2028}\x{2029}"
@@ -24,33 +26,34 @@ _SETS = {
 }
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _NOT_LINE_ENDS = r"\n\r\x{2028}\x{2029}"
-# Characters that JSON can only write as \uXXXX, which our grammar never does (and DEL).
+# Characters that JSON can only write as \uXXXX, and DEL. Our grammars admit none of them.
 UNWRITABLE = r"\x00-\x07\x0B\x0E-\x1F\x7F"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _DIGITS = frozenset("0123456789")
 
 
 class RegexError(ValueError):
-    """A sentence about the unsupported part of a regular expression."""
+    """A regular expression is invalid or not supported. The message says why."""
 
 
 def literal(char: str) -> str:
-    """The automaton's expression for `char` itself."""
+    """An expression that matches only `char`."""
     if char.isascii() and (char.isalnum() or char in " _"):
         return char
     return f"\\x{{{ord(char):X}}}"
 
 
 def translate(pattern: str, *, in_json: bool) -> str:
-    """Translate `pattern` for the automaton. With `in_json` it describes the value of a JSON
-    string.
+    """Translate `pattern` to llguidance's syntax. With `in_json`, the pattern is for the value of a
+    JSON string.
     """
     return _Translation(pattern, in_json).run()
 
 
 def admits_long_text(expression: str) -> bool:
-    """Whether a translated expression surely matches texts of any length."""
-    bare = expression.replace("[^", "[")  # any sign that is left is an operator
+    """Whether a translated expression certainly matches texts longer than any limit."""
+    # After this, each "^" is an anchor. Literal signs are hexadecimal escapes.
+    bare = expression.replace("[^", "[")
     is_repeating = any(sign in bare for sign in ("*", "+", ",}"))
     return is_repeating or "^" not in bare or "$" not in bare
 
@@ -134,7 +137,9 @@ class _Translation:
             raise RegexError("a repetition cannot be repeated; put a group around it")
 
     def _at_bounds(self) -> bool:
-        """Whether this brace starts {n}, {n,} or {n,m}; otherwise it is literal."""
+        """Whether the brace at the current position starts {n}, {n,} or {n,m}. Otherwise it is a
+        literal character.
+        """
         end = self._pattern.find("}", self._at, self._at + MAX_BOUNDS_CHARS)
         parts = self._pattern[self._at + 1 : end].split(",") if end > 0 else []
         if len(parts) == 2 and not parts[0] and set(parts[1]) <= _DIGITS:
@@ -171,7 +176,7 @@ class _Translation:
         return self._class(negated=negated, body="".join(body))
 
     def _member(self, char: str, negated: bool) -> str:
-        """The expression of one character, or the body of a set."""
+        """A member of a character class: one character, or the class body of a set like `\\d`."""
         if char != "\\":
             return char
         name = self._take()

@@ -1,7 +1,7 @@
 """Detects the JSON Schema draft of a document and resolves its references.
 
-References stay inside the document: nothing is ever fetched. A base that changes inside the
-document (`$id` below the root) is refused, so a reference means the same to every reader.
+References must point into the same document; nothing is ever fetched. An `$id` below the root would
+change the base of references, and validators differ in how they treat that. So it is refused.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from enum import Enum, auto
 from typing import NoReturn, TypeAlias
 from urllib.parse import unquote
 
-Fail: TypeAlias = Callable[[str, str], NoReturn]  # arguments: path of a schema, what is wrong there
+# Raises an error. Its arguments are the path of a schema and what is wrong with that schema.
+Fail: TypeAlias = Callable[[str, str], NoReturn]
 
 
 class Draft(Enum):

@@ -1,7 +1,8 @@
-"""Proofs about normalised schemas: that one admits some value, that two share none.
+"""Proofs about rewritten schemas: whether some value matches a schema, and whether no value matches
+two schemas at once.
 
-Both err on the safe side: `Satisfiable` finds schemas that no finite value matches, and `Disjoint`
-is only true with a proof.
+`Satisfiable` ignores some constraints, so it may accept a schema that no value matches. `Disjoint`
+says true only if it found a proof, so it may say false about schemas that are disjoint.
 """
 
 import json
@@ -12,12 +13,12 @@ Schema = dict[str, Any] | bool
 Definitions = dict[str, Schema]
 
 REF_PREFIX = "#/$defs/"
-# Total cost limit of all proofs about a document; schemas can describe exponentially many
-# combinations.
+# Limits the steps of all proofs about a document together. Without it they could take exponential
+# time.
 MAX_PROOF_STEPS = 50_000
 MAX_PROOF_DEPTH = 50
 
-# Keywords that contain schemas: by name, in a list, alone.
+# Keywords whose value is an object of schemas, a list of schemas, or one schema.
 MAP_KEYWORDS = ("properties", "patternProperties")
 LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")
 PART_KEYWORDS = ("items", "additionalProperties")
@@ -26,7 +27,7 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array"
 
 
 def target(reference: str) -> str:
-    """The definition's key in a normalised `$ref`."""
+    """Key of the definition that a rewritten `$ref` points to."""
     return reference.removeprefix(REF_PREFIX)
 
 
@@ -45,7 +46,7 @@ def with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def references(schema: Schema) -> set[str]:
-    """Keys of all definitions that a normalised schema references."""
+    """Keys of all definitions that a rewritten schema references."""
     found: set[str] = set()
 
     def collect(part: Schema) -> Schema:
@@ -58,7 +59,9 @@ def references(schema: Schema) -> set[str]:
 
 
 def has_loop(definitions: Definitions) -> bool:
-    """Whether a definition applies itself to the same value, on which no validator terminates."""
+    """Whether a definition applies itself to the same value, directly or through others. Validators
+    would not terminate on it.
+    """
     waits_for = {key: _applied(schema) for key, schema in definitions.items()}
     users: dict[str, list[str]] = {key: [] for key in definitions}
     for key, used in waits_for.items():
@@ -100,8 +103,8 @@ def same_value_key(value: Any) -> str:
 
 
 class Satisfiable:
-    """Finds definitions that some finite value matches, ignoring constraints on numbers and
-    strings.
+    """Finds the definitions that some finite value matches. Constraints on numbers and strings are
+    ignored.
     """
 
     def __init__(self, definitions: Definitions) -> None:
@@ -219,7 +222,9 @@ class Disjoint:
         )
 
     def _by_properties(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether a property that one of them requires can't match both."""
+        """Whether a property is required by one of the schemas, and no value of this property
+        matches both.
+        """
         if not types_of(one) & types_of(other) <= {"object"}:
             return False
         names = {*one.get("required", ()), *other.get("required", ())}

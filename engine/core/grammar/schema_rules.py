@@ -1,11 +1,12 @@
-"""Decides which JSON schemas are supported: every keyword is enforced, has no effect, or is refused
-by name.
+"""Rewrites JSON schemas for llguidance. Every keyword is either enforced or has no effect. A schema
+with another keyword is refused, and the error names the keyword.
 
-A schema of any draft from 4 on is rewritten in the subset of draft 2020-12 that llguidance enforces
-exactly. References become definitions. Formats and regular expressions become automaton
-expressions. Bounds are chosen so that rounding can't cross them. `oneOf` becomes `anyOf` once its
-branches are proved disjoint. Everything that the result admits is valid under the original, but not
-always vice versa (one order of properties, no exponents in bounded numbers).
+A schema of any draft from 4 on is rewritten to the subset of draft 2020-12 that llguidance enforces
+exactly. Targets of references become definitions. Formats and patterns become regular expressions
+in llguidance's syntax. Bounds are chosen so that rounding can't cross them. `oneOf` becomes `anyOf`
+if its branches are proved disjoint. Every value that matches the result also matches the original
+schema. The reverse is not always true: properties must come in one order, and bounded numbers have
+no exponents.
 """
 
 import json
@@ -40,8 +41,8 @@ from engine.core.grammar.schema_values import (
 MAX_NESTING = 100
 MAX_DEFINITIONS = 1_000
 
-# Once all names that such a pattern matches are used, the grammar would wait for another one
-# forever.
+# If a pattern matches only a few names and all of them are used, the grammar would still ask for
+# another name, and the output could not go on.
 SHORT_NAMES = (
     "keyword 'patternProperties' is not supported with a pattern that limits the length of names, "
     "where other properties are declared; list the names in 'properties'"
@@ -49,9 +50,9 @@ SHORT_NAMES = (
 
 
 def compile_schema(schema: object, param: str) -> dict[str, Any]:
-    """The schema in the form that llguidance accepts; it can also follow `%json` in a Lark grammar.
+    """Rewrite a schema for llguidance. The result can also follow `%json` in a Lark grammar.
 
-    Errors start with `param`, the client's name for the schema, and the path in it.
+    Errors start with `param`, the request parameter that has the schema, and a path in the schema.
     """
     return _Rewriting(schema, param).run()
 
@@ -68,9 +69,9 @@ class _Rewriting:
         self._pending: list[tuple[str, object, str]] = []
         self._disjoint = Disjoint(self._definitions)
         self._keys: dict[tuple[str, ...], str] = {}  # path in the document -> definition key
-        self._intersects = False  # whether properties of one schema meet those of another
+        self._intersects = False  # whether two schemas apply to the same value, as in `allOf`
         self._short_names: str | None = None  # path of a patternProperties that matches few names
-        # nodes with oneOf, not yet proved disjoint
+        # Nodes with `oneOf`, and their paths. Their branches are not yet proved disjoint.
         self._exclusive: list[tuple[dict[str, Any], str]] = []
 
     def run(self) -> dict[str, Any]:
@@ -120,11 +121,12 @@ class _Rewriting:
                 self._pass_or_refuse(keyword, value, path)
         self._resolver.check_identifier(schema, path)
         node = _Node(asserted, path)
-        if "type" in asserted:  # first, because other keywords depend on it
+        if "type" in asserted:  # handled first, because other keywords depend on it
             self._type(node, "type")
         for keyword in asserted:
             HANDLERS[keyword](self, node, keyword)
-        # Properties and similar keywords first, so that llguidance sees all of them at once.
+        # Move these keywords to the end, so that llguidance reads properties and similar keywords
+        # first and together.
         applied = APPLIED_LAST & node.output.keys()
         for keyword in applied:
             node.output[keyword] = node.output.pop(keyword)
@@ -302,7 +304,8 @@ class _Rewriting:
         count = values.count(node.source[keyword], node.path, keyword, self._fail)
         declared = values.declared_properties(node.source)
         if keyword == "minProperties":
-            # Undeclared names may repeat, so they count as at most one property.
+            # The grammar does not prevent that an undeclared name is repeated. So undeclared names
+            # count as at most one property.
             implied = count <= declared.num_required
             enforced = count == 1 and (not declared.has_optional or declared.is_closed)
             advice = f"name {count} properties in 'required'"
@@ -320,7 +323,9 @@ class _Rewriting:
 
 
 class _Node:
-    """A schema being rewritten: the input, and the output for the grammar."""
+    """A schema while it is rewritten: `source` is the client's, `output` is the one for
+    llguidance.
+    """
 
     def __init__(self, source: dict[str, Any], path: str) -> None:
         self.source = source
@@ -331,7 +336,7 @@ class _Node:
         self.output.setdefault("allOf", []).extend(schemas)
 
     def narrow(self, keyword: str, bound: float) -> None:
-        """Set `minimum` or `maximum`, unless a tighter one is set already."""
+        """Set `minimum` or `maximum`, unless it already has a tighter bound."""
         tighter = max if keyword == "minimum" else min
         self.output[keyword] = tighter(bound, self.output.get(keyword, bound))
 

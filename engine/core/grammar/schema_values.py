@@ -1,8 +1,8 @@
-"""Numbers and other values in a schema, checked and made exact.
+"""Checks numbers and other values in a schema, and converts them to values without rounding errors.
 
-The grammar compares bounds digit by digit, but clients read numbers as doubles. So bounds stay
-where doubles are exact, and an exclusive bound becomes an inclusive one slightly further inside,
-which rounding can't cross.
+The grammar compares numbers with a bound digit by digit, but clients read numbers as doubles. So
+only bounds are accepted for which doubles are exact. An exclusive bound becomes an inclusive bound
+slightly inside the allowed range, so that rounding can't cross it.
 """
 
 import math
@@ -13,12 +13,14 @@ from engine.core.grammar.schema_drafts import Fail
 
 MAX_MAGNITUDE = 2**53
 MIN_MAGNITUDE = 1e-30
-EXCLUSIVE_STEP = 1e-15  # distance of an exclusive bound from zero
-MAX_DIGITS = 15  # max digits of a fraction; with more, llguidance may read the neighbouring double
+EXCLUSIVE_STEP = 1e-15  # replaces an exclusive bound of 0
+# Max digits of a number that is no integer. With more digits, llguidance may read the neighbouring
+# double.
+MAX_DIGITS = 15
 MAX_COUNT = 2**31 - 1
 MAX_MULTIPLE = 1_000_000
 
-# Characters that JSON only writes as \uXXXX, and DEL, which the grammar omits too.
+# Characters that JSON can only write as \uXXXX, and DEL. Our grammars admit none of them.
 _UNWRITABLE = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))
 
 
@@ -40,7 +42,7 @@ def check_text(document: object, param: str, max_nesting: int, fail: Fail) -> No
 
 
 def exact(value: Any, path: str, fail: Fail) -> Any:
-    """A value of `const` or `enum`; integral floats become integers."""
+    """Check a value of `const` or `enum`. Floats with an integer value become integers."""
     if isinstance(value, list):
         return [exact(item, path, fail) for item in value]
     if isinstance(value, dict):
@@ -54,7 +56,7 @@ def exact(value: Any, path: str, fail: Fail) -> Any:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether the grammar can write a value."""
+    """Whether the grammar admits the strings in a value."""
     if isinstance(value, list):
         return all(is_writable(item) for item in value)
     if isinstance(value, dict):
@@ -92,9 +94,10 @@ def bound(
     path: str,
     fail: Fail,
 ) -> tuple[str, float] | None:
-    """`minimum` or `maximum` with its number, for any of the four bound keywords.
+    """Convert one of the four bound keywords to `minimum` or `maximum` with its number.
 
-    None if the keyword only modifies another one, as in draft 4.
+    None if the keyword only modifies another one. In draft 4, `exclusiveMinimum` is a boolean that
+    modifies `minimum`.
     """
     value = source[keyword]
     exclusive = keyword.startswith("exclusive")
@@ -113,7 +116,7 @@ def bound(
 
 
 def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
-    """The bound itself, or the nearest number with `MAX_DIGITS` digits on its inner side."""
+    """The bound itself, or the nearest number with `MAX_DIGITS` digits inside the allowed range."""
     if not exclusive and isinstance(number, int):
         return number
     if number == 0:
@@ -126,9 +129,10 @@ def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
 
 
 def shorter_forms(keyword: str, number: float) -> list[float]:
-    """Numbers on the inner side of a bound that are a shorter prefix of its digits.
+    """Allowed numbers whose digits are a prefix of the bound's digits.
 
-    The library's ranges omit them: below 0.95 it admits 0.90 and 0.8, but not 0.9.
+    llguidance's ranges omit these numbers: for a maximum of 0.95 it admits 0.90 and 0.8, but not
+    0.9.
     """
     if isinstance(number, int) or (number > 0) != (keyword == "maximum"):
         return []
@@ -151,7 +155,7 @@ class DeclaredProperties(NamedTuple):
     num_declared: int
     num_required: int
     has_optional: bool
-    is_closed: bool  # no other names are allowed
+    is_closed: bool  # whether the object may have no undeclared properties
 
 
 def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
@@ -167,10 +171,10 @@ def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
     )
 
 
-# How JSON is written: at most one space, and only where Python and most web text put it. With free
-# whitespace, small models may emit it forever; compact JSON is rarer in training data. Control
-# characters are never escaped as \\uXXXX: otherwise a name could be spelled in several ways and
-# evade its property's rules.
+# How the grammar lets the model write JSON. One space is allowed after "," and ":", where Python
+# puts it. If any whitespace were allowed, small models might emit it forever. If none were allowed,
+# the text would differ from most training data. Escapes of the form \\uXXXX are not allowed.
+# Otherwise a name could be spelled in several ways and evade its property's rules.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -178,19 +182,19 @@ JSON_STYLE = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-# Keywords that assert nothing.
+# Keywords that don't constrain values.
 ANNOTATIONS = frozenset(
     {"$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema"}
     | {"$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "default"}
     | {"definitions", "deprecated", "description", "discriminator", "example", "examples"}
     | {"externalDocs", "id", "readOnly", "title", "writeOnly", "xml"}
-    # read by editors and form generators
+    # keywords for editors and form generators
     | {"allowTrailingCommas", "defaultSnippets", "deprecationMessage", "doNotSuggest"}
     | {"enumDescriptions", "enumNames", "errorMessage", "markdownDescription"}
     | {"markdownEnumDescriptions", "meta:enum", "propertyOrdering", "tsType"}
 )
 ANNOTATION_PREFIXES = ("x-", "x_", "_")
-# Keywords that we can't enforce, with what to use instead.
+# Keywords that we can't enforce -> advice for the client.
 REFUSED = {
     "not": "describe what is allowed",
     "if": "use anyOf with one branch for each case",
@@ -213,7 +217,8 @@ REFUSED = {
     "divisibleBy": "use multipleOf",
     "nullable": 'use a list of types, as in "type": ["string", "null"]',
 }
-# Values of refused keywords that assert nothing.
+# Refused keywords -> values (as JSON) with which they don't constrain anything. With these values
+# they are accepted.
 WITHOUT_EFFECT = {
     "uniqueItems": ("false",),
     "dependencies": ("{}",),
@@ -227,7 +232,9 @@ WITHOUT_EFFECT = {
 
 
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"  # four labels stay below the length limit
+# Host names have at most 253 characters. Four labels of up to 63 characters can have 255, so the
+# limit is nearly kept.
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
@@ -298,9 +305,10 @@ STRING_FORMATS = {
     "iri-reference": f"{_URI}|{_RELATIVE}",
     "json-pointer": "(?:/(?:[A-Za-z0-9_. -]|~[01])*)*",
 }
-# These describe how a value is shown or stored; every value of the type is valid.
+# Formats that only say how a value is shown or stored. They don't constrain values.
 FREE_FORMATS = frozenset({"password", "float", "double"})
-# Up to 2**53, where integers stop being exact in most JSON readers.
+# Integer formats -> smallest and largest value. Bounds are at most 2**53, because most JSON readers
+# round larger integers.
 INTEGER_FORMATS = {
     "int8": (-(2**7), 2**7 - 1),
     "int16": (-(2**15), 2**15 - 1),

@@ -1,7 +1,7 @@
 """Converts a client's output constraint to an llguidance grammar.
 
-This takes linear time and never compiles the grammar. `GrammarChecker` compiles it, in a process
-that may die of it. The library is only imported when a grammar is requested.
+The conversion takes linear time. It does not compile the grammar: `GrammarChecker` does that in a
+child process with limits. llguidance is only imported when a request has a grammar.
 """
 
 import json
@@ -18,7 +18,9 @@ MAX_SOURCE_BYTES = 64 * 1024
 
 
 def grammar_text(spec: GrammarSpec) -> str:
-    """The grammar of `spec`. Only raises `InvalidRequestError`, with the spec's `param`."""
+    """Convert `spec` to a grammar for llguidance. The only error that it raises is
+    `InvalidRequestError`, with the spec's `param`.
+    """
     try:
         size = len(spec.source.encode())
     except UnicodeEncodeError:

@@ -1,4 +1,6 @@
-"""Messages between a `GrammarChecker` and its child: a length, then JSON."""
+"""Messages between a `GrammarChecker` and its child process. A message is JSON, preceded by its
+length in bytes.
+"""
 
 import struct
 
@@ -12,9 +14,11 @@ class Compile(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The child's answer to `Compile`. Its first message, sent unasked, says that it is ready."""
+    """The child's answer to `Compile`. The child also sends one after its start, to say that it is
+    ready.
+    """
 
-    problem: str | None = None  # a sentence; None if the grammar compiles
+    problem: str | None = None  # what is wrong with the grammar; None if it compiles
 
 
 def frame(message: Compile | Verdict) -> bytes:

@@ -1,1 +1,1 @@
-"""Types that cross a boundary: requests, typed events, messages to the engine, plugins."""
+"""Types shared by servers, backends, the engine process and plugins."""

@@ -1,9 +1,9 @@
-"""Typed events and requests of an `InferenceBackend`: text in, text out.
+"""Requests that an `InferenceBackend` takes, and events that it yields.
 
-The server formats events into JSON or SSE in one place, and external servers' streams are parsed
-into them. A stream is any number of text, reasoning and tool call events, one `FinishEvent` per
-choice, then exactly one `UsageEvent`. On failure the iterator raises an `EngineError` instead of
-the rest.
+The HTTP server converts events to JSON or SSE. Backends for external servers parse those servers'
+streams into the same events. A successful stream has any number of text, reasoning and tool call
+events, one `FinishEvent` per choice, and last one `UsageEvent`. A failed stream raises an
+`EngineError`.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,8 +33,10 @@ class TokenText(msgspec.Struct, frozen=True):
 
 
 class TextEvent(msgspec.Struct, frozen=True):
-    """Text that became final. It counts all tokens of its step: `num_tokens` may be positive while
-    `text` is empty (an incomplete character, or tokens of reasoning or a tool call).
+    """Text of an answer that will not change any more.
+
+    `num_tokens` counts all tokens of the generation step. It may be positive while `text` is empty:
+    the tokens may be part of a character, of reasoning or of a tool call.
     """
 
     choice: int
@@ -52,8 +54,8 @@ class ReasoningEvent(msgspec.Struct, frozen=True):
 
 
 class ToolCallEvent(msgspec.Struct, frozen=True):
-    """Part of a tool call. Only the first of an `index` has `call_id` and `name`. The joined
-    `arguments` are a JSON object.
+    """Part of a tool call. All parts of a call have the same `index`. Only its first part has
+    `call_id` and `name`. The `arguments` of all its parts, joined, are a JSON object.
     """
 
     choice: int
@@ -66,7 +68,8 @@ class ToolCallEvent(msgspec.Struct, frozen=True):
 class FinishEvent(msgspec.Struct, frozen=True):
     choice: int
     reason: Literal["stop", "length", "tool_calls"]
-    # The stop string or token id that ended the choice; None for end of text or length.
+    # The stop string or stop token id that ended the choice. None if the model ended its text, or
+    # if the choice reached its max length.
     stop_reason: str | int | None = None
 
 
@@ -76,7 +79,7 @@ class UsageEvent(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    # Seconds: waiting for the first step, prefill, everything after the first token.
+    # Seconds: in the queue until the first step; in prefill; from the first token to the end.
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -87,8 +90,9 @@ Event = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The constraint on an answer. `source` is a JSON schema or a list of choices as JSON text, a
-    regular expression, or a Lark grammar. `param` is the client's name for it, for errors.
+    """What the text of an answer must match. `source` depends on `kind`: a JSON schema or a list of
+    choices (both as JSON text), a regular expression, or a Lark grammar. `param` is the request
+    parameter that set it; error messages name it.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -102,14 +106,15 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     params: SamplingParams
     model: str = ""  # a model card's id; backends with one model may ignore it
-    session: str = ""  # equal for requests of one conversation, if the client says so
+    session: str = ""  # the client's name for a conversation; empty if it sent none
     priority: int = 0
-    salt: str = ""
-    tenant: str = ""  # owner of the request, for fair sharing; a salt may be narrower
+    salt: str = ""  # only requests with the same salt share cached prefixes
+    tenant: str = ""  # owner of the request; tenants get equal shares of a busy engine
     timeout_s: float | None = None
     queue_timeout_s: float | None = None  # None: same as `timeout_s`
     grammar: GrammarSpec | None = None
-    truncate_prompt_tokens: int | None = None  # keep only the last tokens; -1: as many as fit
+    # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit.
+    truncate_prompt_tokens: int | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -132,7 +137,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    template_options: dict[str, Any] = {}  # names are checked against an allow-list
+    # Variables for the chat template. Only names in `chat_template.OPTIONS` are accepted.
+    template_options: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the last message is an unfinished assistant message
 
@@ -143,13 +149,13 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     context: GenerationContext
     prompt: str | tuple[int, ...]
     suffix: str | None = None  # text after the gap to fill; needs a fill-in-the-middle model
-    # Emit the prompt's text as the first event, with logprobs if `score_prompt` is set. Its tokens
-    # are not counted.
+    # Send the prompt's text as the first event, with logprobs if `score_prompt` is set. The usage
+    # does not count its tokens as generated.
     echo: bool = False
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts or token ids; each becomes one vector."""
+    """Inputs to embed. Each input, a text or its token ids, becomes one vector."""
 
     request_id: str
     model: str = ""  # see `GenerationContext`
@@ -182,14 +188,16 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int | None = None
     # Any of: completions chat embeddings score tools json_schema reasoning suffix
     capabilities: tuple[str, ...] = ()
-    # Capabilities that the model was not trained for, and parameters that its backend emulates.
+    # Capabilities that the model was not trained for, such as tools described in a message, and
+    # request parameters that its backend emulates.
     emulated: tuple[str, ...] = ()
-    # Request parameters that the backend does not support, and `priority` if it has none.
+    # Request parameters that the backend does not support. Includes `priority` if it has no
+    # priorities.
     lacks: tuple[str, ...] = ()
     template_options: tuple[str, ...] = ()  # accepted keys of `ChatRequest.template_options`
-    trained_context: int | None = None  # tokens; may exceed what is served
-    num_dimensions: int | None = None  # length of its embedding vectors
-    root: str | None = None  # the model id, if this card is an alias
+    trained_context: int | None = None  # tokens; may exceed `max_model_len`
+    num_dimensions: int | None = None  # length of the model's embedding vectors
+    root: str | None = None  # id of the model that this card is an alias of
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,4 +208,6 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     # seconds since the last step while work is pending; None when idle
     step_age_s: float | None = None
     num_restarts: int = 0  # restarts of the engine so far
-    loaded: bool = True  # False: still ready, because a request loads it
+    # False if the model is not in memory. The backend may still be ready: the next request loads
+    # the model.
+    loaded: bool = True

@@ -1,8 +1,8 @@
-"""The plugin interface: what a plugin can override, and what it sees of requests and answers.
+"""The plugin interface: the hooks of a plugin, and the types of requests and answers for them.
 
-A plugin gets copies. It never sees keys, headers or other requests. The tenant's name only tells
-apart requests of different keys. Hooks run in the plugin's own thread, under a time limit
-(docs/plugins.md).
+A plugin gets copies of requests and answers. It never sees API keys or HTTP headers. It can tell
+requests of different keys apart by the tenant's name, but does not learn the keys. Hooks run in the
+plugin's own thread, under a time limit (docs/plugins.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ class RefusedError(ForbiddenError):
 
 
 class PluginRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as earlier plugins have left it. Change it with `msgspec.structs.replace`; the
-    first four fields can't be changed.
+    """A request, with the changes that earlier plugins made. To change it, return a copy made with
+    `msgspec.structs.replace`. The first four fields must stay as they are.
     """
 
     request_id: str
     kind: Literal["chat", "completion", "embedding"]
     model: str
-    tenant: str  # equal for all requests of a key; empty without keys
+    tenant: str  # the same for all requests with one API key; empty if the server has no keys
     messages: tuple[dict[str, Any], ...] = ()  # chat messages, as in `ChatRequest.messages`
     tools: tuple[dict[str, Any], ...] = ()  # chat tools
     prompt: str | tuple[int, ...] | None = None  # completion prompt: text or token ids
@@ -46,16 +46,16 @@ class PluginChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     reasoning: str = ""
     tool_calls: tuple[dict[str, str], ...] = ()
-    finish_reason: str | None = None  # None if it was cut short
+    finish_reason: str | None = None  # None if the choice did not finish
 
 
 class PluginResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, complete or partial. `request` is what the model received."""
+    """A complete or partial answer. `request` is the request after all plugins changed it."""
 
     request: PluginRequest
     choices: tuple[PluginChoice, ...] = ()  # none for an embedding
-    usage: UsageEvent | None = None  # None if the answer was cut short
-    error: str | None = None  # error code, if an error ended it
+    usage: UsageEvent | None = None  # None if the answer did not finish
+    error: str | None = None  # error code, if an error ended the answer
     elapsed_s: float = 0.0
 
 
@@ -68,8 +68,8 @@ class Edit(NamedTuple):
 
 
 class Filtered(NamedTuple):
-    """The first `settled` characters are final, after applying `edits`, which lie in them, in
-    order.
+    """Result of a `TextFilter`. The first `settled` characters of the pending text become final,
+    with `edits` applied. The edits are sorted and lie within these characters.
     """
 
     settled: int
@@ -77,20 +77,21 @@ class Filtered(NamedTuple):
 
 
 class TextFilter(Protocol):
-    """Filters one text of an answer. Text that it does not settle is passed again, with more
-    text.
+    """Filters one text of an answer as it is generated. Each call gets the pending text. Text after
+    the first `settled` characters stays pending and is passed again, with more text appended.
     """
 
     def __call__(self, pending: str, is_last: bool) -> Filtered: ...
 
 
 class InferencePlugin:
-    """Override the hooks that you need; others cost nothing.
+    """Base class of plugins. Override the hooks that you need; hooks not overridden cost nothing.
 
     `on_failure` decides what happens when a hook raises or times out: the request continues without
     the plugin ("pass"), or is refused ("refuse"). A plugin that withholds content must choose
-    "refuse". `rewrites_response`: `post_inference` may return a changed answer, so the stream is
-    held back until it is complete. Otherwise the hook only observes, and no client waits for it.
+    "refuse". If `rewrites_response` is true, `post_inference` may return a changed answer, so the
+    server sends nothing until the answer is complete. If it is false, the hook's result is ignored
+    and clients don't wait for the hook.
     """
 
     name: ClassVar[str]
@@ -104,8 +105,8 @@ class InferencePlugin:
         """
 
     async def pre_inference(self, request: PluginRequest) -> PluginRequest | None:
-        """Called before the model. Returns a changed request, or None to keep it. Raises
-        `RefusedError`, or another `EngineError` with a 4xx status, to refuse it.
+        """Called before the model runs. Return a changed request, or None to leave the request as
+        it is. To refuse it, raise `RefusedError` or another `EngineError` with a 4xx status.
         """
         return None
 

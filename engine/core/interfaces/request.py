@@ -1,7 +1,7 @@
 """Sampling parameters, and the messages between a frontend and an engine.
 
-All are msgspec structs, so a message is bytes with a schema and never a pickle. Text stays in the
-frontend: the engine only sees token ids.
+All of them are msgspec structs, so a message is encoded by its schema and never pickled. The
+frontend tokenizes and detokenizes; the engine only sees token ids.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are sampled. Ranges are validated by the APIs, not here."""
+    """How tokens are sampled. The HTTP APIs validate the ranges; this class does not."""
 
     max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0 turns it off
+    top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    seed: int | None = None  # None: chosen at submission
+    seed: int | None = None  # None: a random seed is chosen when the request is submitted
     n: int = 1
     stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives per token; None: no logprobs
-    score_prompt: bool = False  # with logprobs: also for the prompt's tokens
+    score_prompt: bool = False  # also return logprobs of the prompt's tokens; needs `logprobs`
 
     @property
     def has_penalties(self) -> bool:
@@ -50,12 +50,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
     priority: int = 0  # lower runs first
-    salt: str = ""  # prefix-cache namespace: requests share blocks only within one
+    salt: str = ""  # only requests with the same salt share prefix-cache blocks
     tenant: str = ""  # owner; tenants get equal shares of a busy engine
-    timeout_s: float | None = None  # from submission; then the request ends with code TIMEOUT
-    queue_timeout_s: float | None = None  # from submission; refused if not started by then
+    # After this many seconds from submission, the request ends with error code TIMEOUT.
+    timeout_s: float | None = None
+    # The request is refused if it has not started this many seconds after submission.
+    queue_timeout_s: float | None = None
     grammar: str | None = None  # llguidance grammar of the output
-    pools: bool = False  # return one vector for the prompt, no text
+    pools: bool = False  # embed: return one vector for the prompt and generate nothing
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -70,15 +72,17 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     control_id: int
     action: Literal["flush_cache", "log_level"]
-    value: str = ""  # of action log_level: the level
+    value: str = ""  # the new level, for action "log_level"
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Frontend to engine: abort everything, release it, exit."""
+    """Frontend to engine: abort all requests, release their memory and exit."""
 
 
 class Examine(msgspec.Struct, frozen=True, tag="examine"):
-    """Frontend to a process that has no options yet: inspect a model file in a fork."""
+    """Frontend to an engine process that has not been configured yet: inspect a model file in a
+    forked child.
+    """
 
     examiner: str
     path: str
@@ -86,7 +90,7 @@ class Examine(msgspec.Struct, frozen=True, tag="examine"):
 
 
 class Examined(msgspec.Struct, frozen=True, tag="examined"):
-    """Engine to frontend: exit status and output of that inspection."""
+    """Engine to frontend: exit status and output of an inspection that `Examine` asked for."""
 
     status: int
     output: bytes
@@ -101,7 +105,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step added to one choice. The last delta of a choice has a `finish_reason`."""
+    """Tokens that one engine step added to one choice. Its last delta has a `finish_reason`."""
 
     request_id: str
     choice: int
@@ -110,13 +114,15 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token id that ended the choice; also in token_ids
     num_cached: int = 0  # prompt tokens taken from the cache; set on a choice's first delta
-    queue_s: float = 0.0  # submission to first scheduled; on a choice's first delta
-    prefill_s: float = 0.0  # first scheduled to first token; set on a choice's first delta
+    # Seconds from submission to the first scheduling. Set on a choice's first delta.
+    queue_s: float = 0.0
+    # Seconds from the first scheduling to the first token. Set on a choice's first delta.
+    prefill_s: float = 0.0
     error_code: str | None = None  # with finish_reason "error": the EngineError code
     error_message: str | None = None
-    # On a choice's first delta, if requested: logprobs of every prompt token but the first.
+    # Logprobs of all prompt tokens except the first. Set on a choice's first delta, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    vector: bytes | None = None  # float32 bytes of a pooling request, on its only delta
+    vector: bytes | None = None  # float32 embedding; set on the only delta of a pooling request
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -124,8 +130,9 @@ STEP_TOKENS = tuple(2**power for power in range(15))
 
 
 class StepCounts(msgspec.Struct, frozen=True, array_like=True):
-    """An engine's step counts, in buckets of duration and of size, and their sums. The last bucket
-    has no upper edge. The engine counts every step; a frontend only sees some of them.
+    """Histograms of an engine's steps, by duration and by number of tokens, with the sums of both.
+    The last bucket has no upper edge. The engine counts them, because a frontend does not see every
+    step.
     """
 
     by_seconds: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
@@ -162,7 +169,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_referenced_blocks: int = 0  # held by at least one sequence
     block_size: int = 0
     num_steps: int = 0
-    prompt_tokens: int = 0  # computed or taken from the cache
+    prompt_tokens: int = 0  # includes prompt tokens taken from the cache
     cached_tokens: int = 0
     generated_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
@@ -203,7 +210,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """Engine to frontend: the engine can't continue; every open request is lost."""
+    """Engine to frontend: the engine can't continue. All requests that have not ended are lost."""
 
     code: str
     message: str

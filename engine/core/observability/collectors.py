@@ -1,8 +1,8 @@
 """Collectors that are read at each scrape: the process tree, and histograms of frequent events.
 
-The engine runs in a child process, so server and workers are reported separately. A bulk histogram
-is for events that occur thousands of times a second: values are only appended, and sorted into
-buckets a thousand at a time, or when metrics are read.
+The engine runs in a child process, so the server and its child processes are reported separately. A
+`BulkHistogram` is for events that occur thousands of times a second. Values are first appended to a
+list. They are sorted into buckets when there are a thousand, or when metrics are read.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,9 @@ from prometheus_client.utils import floatToGoString
 
 
 class ProcessTreeCollector(Collector):
-    """The label `process` is "server" for this process and "worker" for its children."""
+    """Resource use of our processes. The label `process` is "server" for this process and "worker"
+    for its children.
+    """
 
     @cached_property
     def _server(self) -> "psutil.Process":
@@ -98,7 +100,9 @@ MAX_NOTED = 4096
 
 
 class BulkHistogram(Collector):
-    """One set of values, published under one or several names, each with its help text."""
+    """A histogram for frequent events. It is published under one or several names, each with a help
+    text.
+    """
 
     def __init__(
         self, names: Mapping[str, str], labels: Mapping[str, str], edges: Sequence[float]
@@ -109,7 +113,7 @@ class BulkHistogram(Collector):
         self._noted: list[float] = []
         self._counts = [0] * (len(edges) + 1)  # the last bucket has no upper edge
         self._sum = 0.0
-        self._sorting = threading.Lock()  # metrics are rendered off the event loop
+        self._sorting = threading.Lock()  # needed because metrics are rendered in a thread
 
     def observe(self, value: float) -> None:
         self._noted.append(value)
@@ -117,7 +121,9 @@ class BulkHistogram(Collector):
             self._sort()
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Add values that were bucketed elsewhere: a count per bucket, and their sum."""
+        """Add values that are already sorted into buckets. `counts` has the number of values per
+        bucket, `total` is the sum of all values.
+        """
         with self._sorting:
             self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
             self._sum += total

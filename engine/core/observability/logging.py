@@ -1,8 +1,8 @@
 """Logging setup: one line per record on standard error, as text or as JSON.
 
-Client text (a model name, a header, a request id) may appear in a record. So control characters,
-line separators and terminal escapes are escaped in both formats, and a record can't forge a second
-one. Prompts and answers are never logged; callers pass counts and times as `extra={...}`.
+A record may contain text from clients, such as a model name or a request id. So control characters,
+line separators and terminal escapes are escaped in both formats. Otherwise a client could forge
+records. Prompts and answers are never logged. Callers pass counts and times as `extra={...}`.
 """
 
 import json
@@ -57,7 +57,7 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # The server logs each request itself, with id and times; these would repeat it.
+    # The server logs each request with its id and times. These loggers would log it again.
     for name in ("uvicorn.access", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -79,13 +79,13 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _request_id_of(record: logging.LogRecord) -> str | None:
-    """The record's own request id, else the one in context."""
+    """The request id in the record's `extra`. If there is none, the id of the current request."""
     given = vars(record).get("request_id")
     return str(given) if given is not None else REQUEST_ID.get()
 
 
 def _plain(value: Any) -> Any:
-    """Values that JSON can hold stay; all others, NaN included, become text."""
+    """Return values that JSON can represent as they are. Convert all others, also NaN, to text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and math.isfinite(value):

@@ -1,7 +1,7 @@
 """Prometheus metrics: the names that vLLM's dashboards query, and our own `engine_*` names.
 
-The server calls these methods. The engine process never does; its counters arrive as `EngineStats`
-snapshots. Label values are fixed here or by the operator, never client text.
+Only the server process has metrics. The counters of the engine process arrive in `EngineStats`.
+Label values are fixed here or come from the operator, never from clients.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +29,8 @@ _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 _OUTCOMES: tuple[Outcome, ...] = ("ok", "abort", "error", "refused")
 _MODEL_LABELS = ("model_name", "engine")
 
-# Bucket edges in seconds, as in vLLM, so that quantiles can be compared. vLLM's request edges start
-# at 0.3 s, when a small model has already finished, so finer ones are added below.
+# Bucket edges in seconds. They are those of vLLM, so that quantiles can be compared. vLLM's edges
+# for whole requests start at 0.3 s. A small model may need less, so smaller edges are added.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
@@ -98,7 +98,7 @@ class Metrics:
     """All metrics of one server, in their own registry."""
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
-        # Otherwise each series gets a second one with its creation time.
+        # Otherwise the library adds a second series with the creation time to each series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(ProcessTreeCollector())
@@ -137,7 +137,9 @@ class Metrics:
             self._observe_usage(request.usage)
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
-        """A stream's chunk came `seconds` after the previous one. Call at most once per chunk."""
+        """Record that a chunk of a stream arrived `seconds` after the previous one. Call it at most
+        once per chunk.
+        """
         self._inter_token.observe(seconds / max(num_tokens, 1))
 
     def slow_request(self) -> None:
@@ -145,7 +147,9 @@ class Metrics:
         self._slow_requests.inc()
 
     def http_request(self, route: str | None, method: str, status: int, seconds: float) -> None:
-        """`route` is the matched pattern, never the path as sent; None if none matched."""
+        """Record an HTTP request. `route` is the pattern of the route, not the path that the client
+        sent. None if no route matched.
+        """
         name = route or "unmatched"
         known_method = method if method in _METHODS else "OTHER"
         self._http_requests.labels(name, known_method, str(status)).inc()
@@ -157,8 +161,8 @@ class Metrics:
         self._startup.set(startup_s)
 
     def set_ready(self, is_ready: bool) -> None:
-        """Set whether the engine is ready. The gauges of a dead engine are cleared: they would
-        mislead.
+        """Set whether the engine is ready. If it is not, its gauges are set to 0, because their
+        last values are no longer true.
         """
         self._ready.set(is_ready)
         if not is_ready:
@@ -171,8 +175,10 @@ class Metrics:
             self._last_stats = EngineStats()
 
     def observe(self, stats: EngineStats) -> None:
-        """Take over a snapshot: gauges as they are, counters by their growth since the last one."""
-        # Counters only grow, so fewer steps than before means a new engine.
+        """Update the metrics from the engine's statistics. Gauges are set to the new values.
+        Counters grow by the difference to the last call.
+        """
+        # Counters only grow. So if there are fewer steps than before, this is a new engine.
         last = self._last_stats if stats.num_steps >= self._last_stats.num_steps else EngineStats()
         for stat, counter in self._totals:
             grown = getattr(stats, stat) - getattr(last, stat)

@@ -1,9 +1,9 @@
 """Parses tool calls written as JSON objects, and streams their arguments.
 
-A call starts for the client when its name is known, is a tool's, and an arguments object opens.
-Before that, everything is still text. From then on the call can't be taken back: arguments are
-streamed as long as they are valid JSON. If they break off, by the end of the text or an invalid
-character, the call stays incomplete and the rest is text. Calls without arguments get "{}".
+A call is announced to the client when the name of a tool was read and its arguments object opens.
+Until then it may still turn out to be plain text. After that it can't be taken back, and its
+arguments are streamed as long as they are valid JSON. If the output ends or has an invalid
+character, the call stays incomplete and the rest becomes text. Calls without arguments get "{}".
 """
 
 import json
@@ -16,7 +16,8 @@ from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.source import NotACall, Source, Steps
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-# An object with any other key is not a call, so a JSON answer is not held back.
+# An object with any other key is not a call. So most JSON answers are recognized at their first
+# key, and streamed as text.
 _KEYS = ARGUMENT_KEYS | {"name", "type", "id"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_KEY_CHARS = max(len(key) for key in _KEYS)
@@ -42,8 +43,8 @@ class CallReader:
     def read(self) -> Steps[None]:
         """Parse one object with a name and arguments.
 
-        Raises `NotACall` if it turns out not to be a call. Invalid text after complete arguments is
-        passed on as text; the call is kept.
+        Raises `NotACall` if the object turns out not to be a call. If invalid text follows complete
+        arguments, the call is kept and that text becomes plain text.
         """
         call = _Call()
         try:
@@ -76,8 +77,8 @@ class CallReader:
         self._source.discard()
 
     def give_up(self) -> None:
-        """Release held text as plain text. If the output ends behind a call, drop it instead: it is
-        an unfinished further call.
+        """Emit held text as plain text. But if the output has ended after at least one call, drop
+        the held text: it is the start of another call.
         """
         if self.num_calls and self._source.is_over:
             self._source.discard()
@@ -140,7 +141,7 @@ class CallReader:
         raw = yield from self._value()
         # Some models write the arguments as a JSON string.
         text = json.loads(raw) if opening == '"' else "{}" if opening == "n" else raw
-        # Escapes in the string may encode a lone surrogate, which no response can hold.
+        # Escapes in the string may encode a lone surrogate, which UTF-8 can't encode.
         if not is_object(text) or _SURROGATE.search(text):
             raise NotACall
         if call.name is None:
@@ -154,7 +155,7 @@ class CallReader:
         call.complete = True
 
     def _string(self, max_chars: int) -> Steps[str]:
-        """Parse a string of up to `max_chars` characters, escaped or not."""
+        """Parse a string of up to `max_chars` characters. Any of them may be escaped."""
         if (yield from self._source.skip_space()) != '"':
             raise NotACall
         text: str = json.loads((yield from self._value(6 * max_chars + 2)))

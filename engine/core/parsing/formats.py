@@ -1,7 +1,7 @@
-"""Tool call formats of model families, and how one is chosen from a chat template.
+"""Tool call formats of model families, and the choice of a format by the chat template.
 
-If we can't parse a template's format, the template is treated as having no tools: tools are then
-described in a message, and calls are requested as plain JSON.
+If the template's format is not one of these, the template's support of tools is not used. Instead,
+a message describes the tools and asks the model to write calls as plain JSON.
 """
 
 import hashlib
@@ -34,14 +34,16 @@ _NO_CONTROL: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class ToolFormat(ABC):
-    """One family's tool call format. `native`: the template renders tools and calls itself.
-    `has_system`: it accepts a system message. `control` in the methods maps control token text to
-    id.
+    """The tool call format of one model family.
+
+    If `native`, the chat template renders tools and calls. If `has_system`, it accepts a system
+    message. The argument `control` of methods maps the text of control tokens to their ids.
     """
 
     name: ClassVar[str]
-    markers: ClassVar[tuple[str, ...]]  # texts that the parser must see even as control tokens
-    one_call_per_message: ClassVar[bool] = False  # the template allows one call per message
+    # Texts that the parser must see. If they are control tokens, they must not be skipped.
+    markers: ClassVar[tuple[str, ...]]
+    one_call_per_message: ClassVar[bool] = False  # whether the template refuses more than one
     native: bool
     has_system: bool = True
 
@@ -78,10 +80,10 @@ class ToolFormat(ABC):
     ) -> str | None:
         """The grammar of an answer; None if any text is allowed.
 
-        `answer` is a grammar for an answer without tool calls. `may_think`: the grammar follows an
-        optional reasoning block, and its free text must not match one. Raises if calls are
-        optional, `answer` is given and the format has no call marker: the two could not be told
-        apart.
+        `answer` is a grammar for an answer without tool calls. `may_think` says that an optional
+        reasoning block precedes the output; free text must then not match such a block. If calls
+        are optional, `answer` is given and the format has no call marker, calls and answers could
+        not be told apart. This raises an `InvalidRequestError`.
         """
         if choice.mode == "none" or not tools:
             return answer
@@ -259,7 +261,7 @@ def _named_call(source: Source, calls: CallReader) -> Steps[None]:
 
 
 FENCE = "```"
-# Free text: it may start with a bracket, but not one that opens a list of objects.
+# Free text, which is not a call. It must not start with "{" or "[{".
 _TEXT = r"/([ \n]*([^ \n{\[]|\[[^{])(.|\n)*)?/"
 
 
@@ -312,11 +314,12 @@ def _answer(source: Source, calls: CallReader) -> Steps[None]:
         yield from source.skip_space()
 
 
-# Calls with these markers are not JSON.
+# Markers of call formats that are not JSON. They are not supported.
 _FOREIGN = ("<function=", "<arg_key>", "<parameter=")
 _CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
-# A JSON name and arguments that the template shows to the model, quoted or escaped.
+# A JSON call with a name and arguments in the template's text, as an example for the model. Its
+# quotes may be escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
 
 

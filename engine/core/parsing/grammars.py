@@ -1,8 +1,9 @@
 """Grammars that force well-formed tool calls, in llguidance's syntax.
 
-Arguments are a `%json` rule with their own schema, so that a tool's `$ref`s still resolve. The
-object around them is written as chat templates write it. A control token can't be part of text and
-is matched by its id. Other markers are text, and a lazy rule ends at a complete one.
+Each tool's arguments are a separate `%json` rule with the tool's own schema, so that its `$ref`s
+resolve. The object around the arguments has the spacing that chat templates use. A marker that is
+a control token can't be part of text and is matched by its id. Other markers are plain text, so a
+lazy rule matches text up to the first marker.
 """
 
 import json
@@ -14,28 +15,28 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.schema_rules import compile_schema
 
-# Keywords that may allow properties beyond `properties`.
+# Schema keywords that may allow an object to have keys not listed in `properties`.
 _OPEN_ENDED = frozenset(
     {
         *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
     }
 )
-_SHARED = ("$schema", "$defs", "definitions")  # what a property's schema may refer to
+_SHARED = ("$schema", "$defs", "definitions")  # keys that the schema of a property may need
 _OBJECT = {"type": "object"}
 _MAX_CACHED_CHARS = 16 * 1024
-# Max size of the schemas compiled to find enforceable properties. Each is tried with all
-# definitions.
+# Max total size of the schemas that are compiled to find out which properties can be enforced. Each
+# property is compiled with a copy of all definitions.
 _MAX_TRIED_CHARS = 256 * 1024
 _ANY = r"/(.|\n)*/"
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Grammar rules of one family: a sequence of calls is `opening first more`.
+    """Grammar rules of one model family. A sequence of calls is `opening first more`.
 
-    A family without a marker has `bare_text`, a pattern of text that is not a call. Its `opening`
-    is optional or None.
+    Families whose calls may come without a marker have `bare_text`: a pattern of text that is not a
+    call. For them, `opening` is optional in the output, or None.
     """
 
     rules: str
@@ -59,10 +60,10 @@ def marker(text: str, control: Mapping[str, int]) -> str:
 
 
 def arguments_rule(tool: Mapping[str, Any]) -> str:
-    """Rule for a tool's arguments: an object of its parameters.
+    """Grammar rule for a tool's arguments: an object that matches the schema of its parameters.
 
-    Only a strict tool guarantees its whole schema, and is refused if we can't enforce it. For other
-    tools we enforce what we can.
+    For a strict tool the whole schema is enforced, or the request is refused. For other tools,
+    parts of the schema that can't be enforced are ignored.
     """
     function = tool["function"]
     parameters = json.dumps(function.get("parameters") or {"properties": {}})
@@ -89,7 +90,9 @@ def _enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, 
 
 
 def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The object schema; property schemas that we can't enforce become {}."""
+    """A copy of an object schema. Schemas of properties that can't be enforced are replaced by {},
+    which allows any value.
+    """
     given, required = schema.get("properties"), schema.get("required")
     properties = given if isinstance(given, dict) else {}
     shared = {key: schema[key] for key in _SHARED if key in schema}
@@ -131,7 +134,9 @@ def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
 
 
 def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
-    """Grammar for calls only, or for text in which any started call is well-formed."""
+    """If `forced`, a grammar for calls only. Otherwise a grammar for text that may contain calls;
+    each call that it contains is well-formed.
+    """
     calls = f"{syntax.first} {syntax.more}"
     lines = ["%llguidance {}", r"SPACE: /[ \n]{0,2}/", syntax.rules]
     if forced:
@@ -142,7 +147,8 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
         behind_text = f"({syntax.opening} {calls})?" if syntax.opening else ""
         lines += [f"start: TEXT {behind_text} | SPACE {calls}", f"TEXT: {syntax.bare_text}"]
         return _joined(lines)
-    # If reasoning is marked by text, its lazy rule competes with the one for calls.
+    # If the reasoning marker is plain text, its lazy rule competes with the rule for calls. So text
+    # must not start with this marker.
     lines.append(f"TEXT: {_ANY} & ~/<think>(.|\\n)*/" if may_think else f"TEXT: {_ANY}")
     if syntax.opening is not None and syntax.opening.startswith("<["):
         lines.append(f"start: TEXT ({syntax.opening} {calls})?")
@@ -152,7 +158,7 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
 
 
 def answer_grammar(syntax: CallSyntax, answer: str) -> str:
-    """Grammar for calls behind their marker, or for an answer that matches `answer`."""
+    """Grammar for either calls, after their marker, or an answer that matches `answer`."""
     lines = [
         "%llguidance {}",
         r"SPACE: /[ \n]{0,2}/",

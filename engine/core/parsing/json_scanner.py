@@ -1,8 +1,8 @@
-"""Incremental JSON validator: checks text that arrives in pieces, character by character.
+"""Incremental JSON validator for text that arrives in parts.
 
-Nothing is built or converted. The scanner only says how far the text is a valid prefix, so that
-arguments can be streamed. Every character is visited once, and memory is one character per open
-bracket.
+The scanner does not build values. It only says how far the text is valid, so that the arguments of
+a tool call can be streamed. It visits every character once. It keeps one character per open
+bracket in memory.
 """
 
 import re
@@ -16,9 +16,9 @@ _DIGITS = re.compile(r"[0-9]*")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrtu')
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
-# Number states: previous state -> allowed next characters. States are a digit of the integer part
-# (after a leading 0, or after another digit), of the fraction, of the exponent, or a sign, point or
-# "e" between them.
+# Number parser: state -> {kind of the next character: next state}. A state names what was read
+# last. "zero" is a leading 0. "whole" is another digit of the integer part. "fraction" and
+# "exponent" are digits of these parts.
 _NUMBER = {
     "-": {"0": "zero", "digit": "whole"},
     "zero": {".": "point", "e": "e"},
@@ -40,8 +40,8 @@ class JsonScanner:
         self.done = False
         self.bad = False
         self._closers: list[str] = []  # closing brackets of the open objects and arrays
-        # One of: value, item (or "]"), key (or not "}"), next_key, colon, next, string, number,
-        # literal
+        # What comes next: value; item (a value or "]"); key (a key or "}"); next_key (a key);
+        # colon; next ("," or a closing bracket); or more of a string, number or literal.
         self._expects = "value"
         self._is_key = False
         self._escape = ""  # unfinished escape sequence of a string

@@ -1,7 +1,8 @@
-"""One model's output format, and the parser of one answer: the interface that the backend uses.
+"""The output format of a model, and the parser of an answer. Backends use only this module.
 
 There is one `OutputFormat` per model, made when its tokenizer is loaded. There is one
-`OutputParser` per choice, fed with detokenized text in which `shown_ids` are visible.
+`OutputParser` per choice. It gets detokenized text; the detokenizer must keep the control tokens in
+`OutputFormat.shown_ids` as text.
 """
 
 import json
@@ -22,7 +23,9 @@ Message = dict[str, Any]
 def prepare_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], tool_format: ToolFormat
 ) -> tuple[list[Message], list[Message] | None]:
-    """The messages and tools to render. `content` becomes a string; the inputs are not changed."""
+    """The messages and tools to pass to the chat template. A missing `content` becomes "". The
+    arguments are not modified.
+    """
     copies = [{**message, "content": message.get("content") or ""} for message in messages]
     _name_results(copies)
     if tool_format.native:
@@ -80,8 +83,8 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_text(messages: Sequence[Message], tool_format: ToolFormat) -> list[Message]:
-    """Rewrite calls and results as plain messages. Adjacent results and the following user text
-    become one message, because many templates require alternating roles.
+    """Rewrite tool calls as assistant text and tool results as user text. Adjacent results and the
+    user text after them become one message, because many templates require alternating roles.
     """
     plain: list[Message] = []
     follows_result = False
@@ -111,8 +114,8 @@ def _arguments(call: Mapping[str, Any]) -> str:
 def _with_description(
     messages: Sequence[Message], tools: Sequence[Tool], tool_format: ToolFormat
 ) -> list[Message]:
-    """Describe the tools in the system message, or before the first user text if the template has
-    none.
+    """Describe the tools in the system message. If the template accepts no system message, describe
+    them before the first user text.
     """
     text = _description(tools, tool_format)
     home = "system" if tool_format.has_system else "user"
@@ -193,7 +196,9 @@ def with_reasoning(grammar: str, opened: bool, control: Mapping[str, int] = _NO_
 
 
 class OutputParser:
-    """Text in, final pieces out, in order. Joined pieces don't depend on how the text was split."""
+    """Parses the text of one choice into pieces, which are final and in order. Joined pieces don't
+    depend on how the text was split.
+    """
 
     def __init__(
         self,
@@ -202,7 +207,7 @@ class OutputParser:
         reasoning: ReasoningFormat | None = None,
         opened: bool = False,
     ) -> None:
-        """`names` are the tools that may be called. Without any, no calls are parsed."""
+        """`names` are the tools that may be called. If there are none, no calls are parsed."""
         self._source = Source()
         self._tools = tools if names else None
         new_id = tools.new_call_id if tools else str
@@ -217,7 +222,7 @@ class OutputParser:
         return self._source.take_pieces()
 
     def flush(self) -> list[Piece]:
-        """The text still held back, at the end of generation."""
+        """Call it at the end of generation. Returns the pieces of the text still held back."""
         self._source.end()
         next(self._steps, None)
         return self._source.take_pieces()
@@ -234,7 +239,7 @@ class OutputParser:
 
     @property
     def num_unread(self) -> int:
-        """Characters that will be read again; never more than a marker's length."""
+        """Number of characters not parsed yet; never more than the length of a marker."""
         return self._source.num_unread
 
     def _run(self, reasoning: ReasoningFormat | None, opened: bool) -> Steps[None]:
@@ -244,7 +249,7 @@ class OutputParser:
             yield from self._tools.parse(self._source, self._calls)
         else:
             yield from self._source.rest()
-        # Whitespace after a call, with no text behind it, is syntax.
+        # If only whitespace follows the last call, it belongs to the call's syntax.
         if self.num_calls:
             self._source.discard()
         else:
@@ -264,8 +269,8 @@ class OutputFormat:
         return cls(tool_format(template), reasoning_format(template), control)
 
     def by_text(self) -> "OutputFormat":
-        """The same format with text markers, so that grammars compile without the model's
-        vocabulary.
+        """The same format with all markers as plain text. Grammars for it compile without the
+        model's vocabulary.
         """
         return replace(self, control={})
 

@@ -1,9 +1,9 @@
 """Buffered input and output of the parsers.
 
-Parsers are generators: they read from a `Source` and yield when they need more text. Text that was
-read is held until its meaning is known: `release` emits it as text, `discard` drops it as call
-syntax. At every yield the unread text is shorter than the longest marker, so total work is linear
-in the text.
+Parsers are generators. They read from a `Source` and yield when they need more text. Text that was
+read is held until it is clear what it is. Then `release` emits it as text, or `discard` drops it as
+syntax of a call. When a parser yields, the unread text is shorter than the longest marker. So the
+total time is linear in the length of the text.
 """
 
 import re
@@ -21,7 +21,9 @@ _WORD = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 class NotACall(Exception):
-    """The text is not a call, or stops being one here. Never leaves this package."""
+    """The text is not a tool call, or stops being a valid one here. Not raised to callers of this
+    package.
+    """
 
 
 class Source:
@@ -83,7 +85,7 @@ class Source:
         self._finish_spoken()
         self.in_reasoning = inside
 
-    # Generators that wait for as much text as they need.
+    # The following methods are generators. They yield until they have as much text as they need.
 
     def peek(self) -> Steps[str]:
         """The next character; an empty string at the end."""

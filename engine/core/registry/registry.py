@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Objects of one kind, for example "backend", by name. Holds only strings."""
+    """Objects of one kind, for example "backend", by name. An object is imported when it is
+    requested.
+    """
 
     def __init__(self, kind: str, builtin: Mapping[str, str], group: str) -> None:
         self._kind = kind
@@ -48,7 +50,9 @@ class Registry:
             ) from error
 
     def load_all(self) -> Iterator[tuple[str, Any]]:
-        """Import one after the other, built-in ones first. Stop iterating to import no more."""
+        """Yield all names with their objects, built-in ones first. Each object is imported when it
+        is yielded.
+        """
         for name in self._builtin:
             yield name, self.load(name)
         for name in self.names()[len(self._builtin) :]:

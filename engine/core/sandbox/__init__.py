@@ -1,3 +1,3 @@
-"""Sandbox: parses model files in a limited child process first. Also private files and child
-processes.
+"""Protection against damaged or hostile model files: they are first parsed in a child process with
+limits. Also has helpers for private files and child processes.
 """

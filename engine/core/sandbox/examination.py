@@ -1,8 +1,8 @@
 """Parses model files in a limited process before the server does.
 
-Our parsers check every length and are tested with damaged files. This guards against remaining bugs
-in them and in the libraries they call. A file that passed once is remembered by its identity, so
-only the first start takes longer. Nothing here imports a parser.
+Our parsers check every length and are tested with damaged files. The examination protects against
+remaining bugs in them and in the libraries that they use. A file that was accepted is not examined
+again while it is unchanged, so only the first start takes longer. This module imports no parser.
 """
 
 import hashlib
@@ -27,12 +27,13 @@ MAX_CPU_S = 60
 MAX_MARKS = 512
 MAX_REPORT_BYTES = 4096
 MAX_OUTPUT_BYTES = 32 << 20
-# A file may change twice within its clock's resolution and look unchanged.
+# A file that changed less than this many seconds ago may change again without a new time stamp. So
+# its examination is not remembered.
 _SETTLED_SECONDS = 2.0
 
 
 class Reading(Protocol):
-    """A limited process that is parsing."""
+    """A process with limits that parses a model file."""
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
         """Wait for the process. Returns its exit status and output. Raises `TimeoutError`."""
@@ -74,7 +75,7 @@ class Spawned:
 
 
 class Examination:
-    """The examination of one model: running, or done earlier."""
+    """The examination of one model. It is running, or was done earlier."""
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class Examination:
         return self._reading is not None
 
     def finish(self) -> bytes:
-        """Wait for the end. Returns the examiner's bytes if the files are unchanged, or nothing if
-        they were examined before. Raises what is wrong with the model, or that it exceeded the
-        limits.
+        """Wait for the end of the examination. Returns the examiner's output, if the files have not
+        changed meanwhile. Returns b"" if they were examined before. Raises an error if the model is
+        invalid or exceeded the limits.
         """
         if self._reading is None:
             return b""
@@ -161,7 +162,7 @@ def _identity(path: Path) -> bytes | None:
             facts += (str(file), status.st_ino, status.st_size)
             facts += (status.st_mtime_ns, status.st_ctime_ns)
     except OSError:
-        return None  # the code that opens it gives a better error
+        return None  # the code that opens the file later gives a better error
     return hashlib.sha256(repr(facts).encode()).digest()
 
 

@@ -19,7 +19,8 @@ from engine.core.errors import EngineError, ModelFormatError
 from engine.core.sandbox.examination import MAX_OUTPUT_BYTES, files_of
 from engine.core.sandbox.processes import die_with_parent
 
-# Memory besides the mapped files: the interpreter, numpy and a large vocabulary.
+# Memory limit in addition to the size of the mapped files. It is for the interpreter, numpy and a
+# large vocabulary.
 HEADROOM_BYTES = 4 << 30
 MAX_OPEN_FILES = 512
 MAX_REPORT_CHARS = 1000
@@ -43,8 +44,9 @@ def main() -> int:
 
 
 def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]:
-    """Exit status and output of a fork of this process. The process must have only one thread. A
-    fork saves starting an interpreter and repeating imports.
+    """Run the examiner in a fork of this process. Returns its exit status and output. This process
+    must have only one thread. A fork is faster than a new process, because it need not start an
+    interpreter and import modules.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
@@ -68,8 +70,8 @@ def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]
 
 
 def _close_files() -> None:
-    """Close all files except the standard ones: a parser must not use the socket to the
-    frontend.
+    """Close all files except standard input, output and error. A parser must not use the socket to
+    the frontend.
     """
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2:
@@ -86,7 +88,7 @@ def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
     _limit(path, max_cpu_s)
     try:
         output = examine(path) or b""
-        # larger output is not cached; the server parses the file again
+        # Larger output is dropped. Then the server parses the file again.
         if len(output) <= MAX_OUTPUT_BYTES:
             sys.stdout.buffer.write(output)
     except EngineError as error:
@@ -106,8 +108,9 @@ def _report(code: str, message: str) -> int:
 
 
 def _leave_network() -> None:
-    """Enter a network namespace without interfaces. If the system forbids it, the audit hook
-    remains. Root gets no user namespace: in one it could not read other users' files.
+    """Enter a network namespace without interfaces. If the system forbids that, only the audit hook
+    prevents network access. For root, no user namespace is made, because in one it could not read
+    the files of other users.
     """
     if sys.platform == "linux":
         spaces = _CLONE_NEWNET if os.geteuid() == 0 else _CLONE_NEWUSER | _CLONE_NEWNET

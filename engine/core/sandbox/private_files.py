@@ -16,7 +16,7 @@ PART_SUFFIX = ".part"
 
 
 class ForeignFileError(OSError):
-    """The file may not be ours; the message says why."""
+    """A file can't be trusted, because another user may have written it. The message says why."""
 
 
 def open_private(path: Path) -> BinaryIO:
@@ -34,8 +34,8 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def append_whole(handle: int, line: bytes) -> None:
-    """Append the whole line, or nothing if the disk is full. So a later line never joins a torn
-    one.
+    """Append the whole line. If the disk is full, append nothing and raise. So the file never has
+    an incomplete line.
     """
     size = os.fstat(handle).st_size
     if os.write(handle, line) < len(line):

@@ -1,4 +1,4 @@
-"""Starts child processes, and ties a child's life to its parent's."""
+"""Starts child processes, and makes sure that they end with their parent."""
 
 import contextlib
 import ctypes
@@ -35,10 +35,12 @@ def start_child(
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Call first in a child: the kernel then kills it when the thread that started it ends."""
+    """Call it first in a child process. The kernel then kills the child when the thread that
+    started it ends.
+    """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit(1)  # silently: the parent's end has been reported already
+        sys.exit(1)  # the parent has already ended; there is nothing to report
 
 
 def offer_to_be_killed() -> None:
@@ -50,8 +52,8 @@ def offer_to_be_killed() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the reaper of descendants: orphans become children of this process, so none is
-    lost.
+    """Become the subreaper of all descendants. If the parent of a descendant ends, the descendant
+    becomes a child of this process, so it can still be found.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 

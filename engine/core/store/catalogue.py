@@ -1,7 +1,7 @@
 """The built-in catalogue: short names of models that are known to work, with their sources.
 
-Sources are `pull` specs in order of preference; a later one is tried when an earlier one fails. An
-entry with a SHA-256 names exact bytes, so its sources are interchangeable mirrors.
+Sources are specs for `pull`, in order of preference. If one fails, the next is tried. If an entry
+has a SHA-256, all its sources must have exactly the same file.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
-"""Downloads one file over HTTP: resumes, hashes while writing, renames only after verification.
+"""Downloads one file over HTTP. Interrupted downloads are resumed. The file is hashed while it is
+written, and gets its final name when it is verified.
 
-`.NAME.part` holds the bytes so far and `.NAME.state` describes their source. A download is resumed
-only if the server confirms the same content (If-Range with a strong ETag), or if a known SHA-256
-verifies it at the end. A bearer token is sent only to its own origin, never after a redirect to
-another one.
+`.NAME.part` has the bytes so far, and `.NAME.state` describes their source. A download is only
+resumed if the server confirms that the content is the same (If-Range with a strong ETag), or if the
+SHA-256 is known and checked at the end. A bearer token is only sent to its own origin, not after a
+redirect to another one.
 """
 
 import base64
@@ -107,8 +108,8 @@ def public_url(url: str) -> str:
 def open_stream(
     client: httpx.Client, url: str, headers: Mapping[str, str], token: BearerToken | None
 ) -> tuple[httpx.Response, list[httpx.Headers]]:
-    """GET with redirects followed by hand. Returns the open final response and every hop's
-    headers.
+    """Send a GET request and follow redirects. Returns the last response, still open, and the
+    headers of all responses.
     """
     hops: list[httpx.Headers] = []
     while len(hops) < MAX_REDIRECTS:
@@ -177,7 +178,7 @@ class Download:
         """Download and verify the file. After an interruption the next run resumes the part."""
         self._final.parent.mkdir(mode=0o700, exist_ok=True)
         state = self._load_state()
-        # verified by an earlier pull that was interrupted
+        # An earlier pull has completed this file, but was interrupted later.
         if state is not None and self._final.is_file():
             digest = _hash_file(self._final)
             self._verify(digest, state)
@@ -257,7 +258,7 @@ class Download:
             head = part.read(HEAD_BYTES)
             part.seek(0, os.SEEK_END)
             self._progress.update(name, done, total)
-            # unbuffered: buffered bytes would be lost on a disconnect
+            # Bytes are written without a buffer, so that none is lost if the connection breaks.
             for chunk in response.iter_raw():
                 if len(head) < HEAD_BYTES:
                     head = (head + chunk)[:HEAD_BYTES]
@@ -293,7 +294,7 @@ class Download:
 
     def _disk_error(self, error: OSError) -> EngineError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self._forget()  # free the space: the part would keep the disk full
+            self._forget()  # delete the partial file, which would keep the disk full
             return ResourceError(
                 f"the disk filled up while writing {self._remote.name}; free some space under "
                 f"{self._part.parent} and run the command again"
@@ -336,7 +337,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _continues(response: httpx.Response, offset: int, state: _State, found: _State) -> bool:
-    """The 206 response resumes at our offset and is the same file."""
+    """Whether the 206 response starts at our offset and is of the same file."""
     range_start = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
     return (
         range_start is not None

@@ -50,8 +50,8 @@ def _is_archive(head: bytes) -> bool:
 
 
 def _is_safetensors(head: bytes) -> bool:
-    """Whether it has a plausible header length and a JSON object. The length's bytes may look like
-    a pickle.
+    """Whether the file starts with a plausible header length and a JSON object. This is checked
+    because the bytes of the length may look like a pickle.
     """
     return (
         len(head) > 8

@@ -1,9 +1,9 @@
-"""The model store: where pulled models are on disk, and how a name becomes a path.
+"""The model store has the pulled models on disk, and finds the path of a model by its name.
 
-Each model has one folder with its files and a `model.json` record, inside one private directory. A
-folder appears there by a single rename after everything in it is verified, so a model with a record
-is complete. Downloads in progress are in `.partial/NAME`; `.locks` has one lock file per name.
-Names are looked up among the records and never joined to a path.
+Each model has one folder with its files and a record, `model.json`, inside one private directory. A
+folder is renamed to its place when everything in it is verified, so a model with a record is
+complete. Downloads in progress are in `.partial/NAME`. `.locks` has one lock file per name. A given
+name is compared with the names in the records. It is not used as part of a path.
 """
 
 import difflib
@@ -76,7 +76,9 @@ def store_directory() -> Path:
 
 
 class ModelStore:
-    """Reading needs no directory; the first pull creates it with mode 0700."""
+    """The models in one directory. The directory need not exist. The first pull creates it with
+    mode 0700.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or store_directory()
@@ -114,7 +116,7 @@ class ModelStore:
 
     @contextmanager
     def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Lock the name for one pull at a time, across processes. A crash releases it too."""
+        """Lock a name, so that only one process pulls it at a time. A crash releases the lock."""
         locks = self._private_folder(".locks")
         with open(locks / f"{check_model_name(name)}.lock", "w") as handle:
             try:

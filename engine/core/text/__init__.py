@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, chat templates, the detokenizer."""
+"""Converts text to token ids and back: tokenizers, chat templates, the detokenizer."""

@@ -1,8 +1,9 @@
 """Renders conversations to prompts with the model's own chat template.
 
 A client's text can never become a control token. Before rendering, every control token in the
-client's strings is replaced by a private-use character that occurs nowhere else. After rendering,
-any control token must come from the template; then the replaced text is put back as plain text.
+client's strings is replaced by a private-use Unicode character that occurs nowhere else. So every
+control token in the rendered text comes from the template. These are converted to ids. Then the
+client's texts are put back as plain text.
 """
 
 import re
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from engine.core.text.template_sandbox import TemplateProgram
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-# Template options that a client may set; never the names that `render` sets itself.
+# Template variables that a client may set. It must not contain variables that `render` sets.
 OPTIONS = frozenset(
     {
         *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "documents"),
@@ -29,7 +30,7 @@ _MAX_DEPTH = 64
 
 
 def template_options(source: str) -> tuple[str, ...]:
-    """The options that this template reads."""
+    """Names in `OPTIONS` that the template source mentions."""
     return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
 
 
@@ -43,7 +44,7 @@ class ChatTemplate:
         self.options = template_options(self._source)
 
     def check(self) -> None:
-        """Raise a `ModelFormatError` if the template can't work."""
+        """Raise a `ModelFormatError` if the template does not compile."""
         _ = self._program
 
     @cached_property
@@ -76,8 +77,9 @@ class ChatTemplate:
         fixed = {**self._tokens, "add_generation_prompt": add_generation_prompt}
         segments = self._segments(self._program, given, fixed, specials, smuggled)
         if any(edge in text for text in strings for edge in specials.edges):
-            # Two pieces of a control token could join in the output. Hiding their edges prevents
-            # that.
+            # The client's text may hold only a part of a control token, and the rest may come from
+            # other text around it. Hiding the first and last characters of control tokens prevents
+            # that they join.
             hidden = smuggled | specials.edges
             apart = self._segments(self._program, given, fixed, specials, hidden)
             if _controls(apart) != _controls(segments):
@@ -125,7 +127,8 @@ class _Disguise:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._mask[match.group()], value)
         if isinstance(value, Mapping):
-            # Roles stay: they are validated words, and templates build control tokens from them.
+            # Roles are not replaced. They are validated, and templates build control tokens from
+            # them.
             return {
                 self.put_on(key): item if key == "role" else self.put_on(item)
                 for key, item in value.items()

@@ -1,7 +1,7 @@
 """Converts token ids to text as they arrive, one `Detokenizer` per choice.
 
-What `push` returns is final: whole code points only, and never text that could be the start of a
-stop string.
+The text that `push` returns is final: it has only complete code points, and no text that could be
+the start of a stop string.
 """
 
 import codecs
@@ -12,8 +12,8 @@ from engine.core.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Cuts text at a stop string. All `push` results plus `flush` equal the text before the
-    stop.
+    """Cuts text at the first stop string. The results of all `push` calls and of `flush`, joined,
+    are the text before the stop string.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -42,7 +42,7 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """The text still held back, at the end of the text."""
+        """Call it after the last `push`. Returns the text still held back."""
         held, self._held = self._held, ""
         return held
 
@@ -63,7 +63,9 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """All `push` results plus `flush` equal `Tokenizer.decode` of all ids, cut at a stop string."""
+    """Detokenizes one choice. The results of all `push` calls and of `flush`, joined, equal
+    `Tokenizer.decode` of all ids, cut at the first stop string.
+    """
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class Detokenizer:
         return None if self._stops is None else self._stops.stopped
 
     def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
-        """Text that became final. Without `may_stop`, no stop string may start or end in these
-        tokens.
+        """Add tokens. Returns the text that became final. If `may_stop` is false, the text of these
+        tokens is not searched for stop strings.
         """
         if self.stopped is not None:
             return ""
@@ -93,7 +95,7 @@ class Detokenizer:
         return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
 
     def flush(self) -> str:
-        """The text still held back, at the end of generation."""
+        """Call it at the end of generation. Returns the text still held back."""
         if self.stopped is not None:
             return ""
         text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)

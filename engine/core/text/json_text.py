@@ -1,4 +1,4 @@
-"""Checks for characters that JSON can express but text can't hold."""
+"""Checks for lone surrogates, which JSON can express by an escape but UTF-8 can't encode."""
 
 import json
 import re
@@ -8,8 +8,6 @@ _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def check_characters(text: str, value: Any) -> None:
-    """Raise `ValueError` if `value`, parsed from `text`, has a lone surrogate. A lone surrogate
-    can't be encoded or be part of a name.
-    """
+    """Raise `ValueError` if `value`, which was parsed from `text`, contains a lone surrogate."""
     if _ESCAPED.search(text):
         json.dumps(value, ensure_ascii=False).encode()

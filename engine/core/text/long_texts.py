@@ -1,8 +1,8 @@
 """One thread for all work on long texts.
 
-Tokenizing a megabyte holds the GIL for milliseconds at a time, again and again. Several long texts
-in parallel would starve the event loop. In one thread they only wait for each other, and short
-texts never wait for them.
+Tokenizing a megabyte repeatedly holds the GIL for some milliseconds. Several long texts in parallel
+would starve the event loop. So all long texts share one thread and wait for each other. Short texts
+don't use this thread and never wait for long ones.
 """
 
 import asyncio

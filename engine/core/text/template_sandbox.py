@@ -26,12 +26,14 @@ from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.text.template_syntax import GenerationTag, Meter
 
 MAX_CPU_SECONDS = 0.25
-# The default body limit (`server.body_limit_mb`). The engine checks prompt lengths, not the
-# template.
+# Equals the default limit of a request body (`server.body_limit_mb`). This does not enforce the
+# context length; the engine does that later.
 MAX_OUTPUT_CHARS = 1 << 23
 _MAX_STRING_CHARS = 1 << 23
-_MAX_EMITTED_CHARS = 1 << 25  # counted through every buffer, macro and block
-_MAX_WEIGHT = 200_000  # values in one container, nested ones included
+# Characters that the template writes in total. Text that passes through a macro or a block counts
+# each time.
+_MAX_EMITTED_CHARS = 1 << 25
+_MAX_WEIGHT = 200_000  # max values in one list or mapping, including nested values
 _MAX_RANGE = 100_000
 _MAX_INT_BITS = 4096
 _MAX_SOURCE_CHARS = 1 << 18
@@ -62,8 +64,8 @@ class LimitExceeded(InvalidRequestError):
 
 
 class Budget:
-    """What one rendering may still use. It counts CPU time, so a busy machine causes no
-    failures.
+    """Limits one rendering in CPU time and written characters. CPU time is used instead of wall
+    time, so that a rendering does not fail because the machine is busy.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,9 @@ def check_length(length: int) -> None:
 
 
 def weight(value: Any) -> int:
-    """Cost of comparing or printing `value`: its values, plus one per 64 characters."""
+    """Cost of comparing or printing `value`: one for each nested value, plus one per 64 characters
+    of text.
+    """
     total, pending = 0, [value]
     while pending:
         item = pending.pop()
@@ -237,7 +241,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # constant folding would run at load, outside a rendering's budget
+            # Constant folding would run when the template is compiled, when no budget limits it.
+            optimized=False,
             finalize=_emit,
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
@@ -273,7 +278,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.tick()
             return checked(function(*args, **kwargs))
 
-        # Jinja marks functions that want the environment or the context with this attribute.
+        # Jinja sets this attribute on functions that take the environment or the context as their
+        # first argument.
         if hasattr(function, "jinja_pass_arg"):
             metered.__dict__["jinja_pass_arg"] = function.jinja_pass_arg
         return metered

@@ -10,7 +10,9 @@ from jinja2.visitor import NodeTransformer
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; here it just renders its body."""
+    """The tag `{% generation %}` marks assistant text for training. Here it only renders its
+    body.
+    """
 
     tags = {"generation"}
 
@@ -58,7 +60,7 @@ class Meter(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        # Jinja compiles slices to plain subscripts, past the sandbox
+        # Jinja compiles a slice to a plain Python subscript, which the sandbox does not check.
         if isinstance(node.arg, nodes.Slice):
             node.node = self._hook("checked", [node.node], node)
         return node

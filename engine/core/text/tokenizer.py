@@ -18,7 +18,8 @@ from engine.core.text.tokenizer_json import parts_from_directory
 from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 
-# The library reads this for each batch. Our batches have one text, so its threads would be idle.
+# The `tokenizers` library reads this variable for each batch. Our batches have one text, so more
+# threads would not help.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -48,7 +49,9 @@ class RenderedPrompt:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, filled on first use: a text uses few of a vocabulary's tokens."""
+    """Token id -> bytes. Entries are computed on first use, because most tokens of a vocabulary are
+    rarely used.
+    """
 
     def __init__(self, parts: TokenizerParts, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ class Tokenizer:
         return token_id in self._parts.special_ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode the text as it is. Adds nothing, and treats control tokens in it as plain text."""
+        """Encode the text without BOS or EOS. Names of control tokens in it are plain text."""
         try:
             # The batch call releases the GIL; the library's call for a single text does not.
             return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -162,8 +165,8 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
     ) -> str:
-        """The text of `ids`. With `continuation` they follow other text, so a leading space is
-        kept.
+        """The text of `ids`. If `continuation` is true, the ids follow other text, so a leading
+        space is kept.
         """
         table = self.bytes_table(skip_special)
         text = b"".join([table[i] for i in ids]).decode("utf-8", "replace")
@@ -182,7 +185,7 @@ class Tokenizer:
     def bytes_table(
         self, skip_special: bool, shown: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Id -> bytes. Control tokens are skipped, except those in `shown`."""
+        """Token id -> bytes. With `skip_special`, control tokens not in `shown` have no bytes."""
         if not skip_special:
             return self._literal
         if not shown:
@@ -192,7 +195,7 @@ class Tokenizer:
         return self._showing[shown]
 
     def token_id(self, text: str) -> int | None:
-        """Id of a special-token string, or None."""
+        """Id of the control token or added token with this text, or None."""
         return self._marker_ids.get(text)
 
     @cached_property

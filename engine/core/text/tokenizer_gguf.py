@@ -1,9 +1,9 @@
 """Loads tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece ("llama",
 "gemma4").
 
-A SentencePiece BPE file has a score per piece and no merges. Every split of a piece into two other
-pieces becomes a merge, ranked by the piece's score. So BPE joins the same neighbours in the same
-order.
+A "llama" file has a score per piece and no merges. So for every piece, each way to split it into
+two other pieces becomes a merge, ranked by the piece's score. BPE with these merges joins the same
+neighbours in the same order as SentencePiece.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
 
 
 def unused_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Ids of embedding rows that no text maps to."""
+    """Token ids of type UNUSED: no text is ever encoded to them."""
     types = _array(metadata, "token_type", int)
     return frozenset(i for i, type_ in enumerate(types) if type_ == UNUSED)
 

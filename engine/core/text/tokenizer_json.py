@@ -1,7 +1,7 @@
 """Loads tokenizers from a Hugging Face directory: `tokenizer.json` and the small files beside it.
 
-All files are read as JSON or text. Keys that name code (`auto_map`, `tokenizer_class`) are ignored
-and no other format is tried, so a directory can't make the engine run code.
+All files are read as JSON or text. Keys that name Python code (`auto_map`, `tokenizer_class`) are
+ignored, and other formats are not read. So a model directory can't make the engine run code.
 """
 
 import json
@@ -15,11 +15,11 @@ from engine.core.text.json_text import check_characters
 from engine.core.text.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
-_CONTINUES = "##"  # WordPiece's prefix of a piece that continues a word
+_CONTINUES = "##"  # In WordPiece, pieces that continue a word have this prefix.
 _MAX_WORD = 1000
 _MAX_GAP = 1 << 16  # max unused ids; real vocabularies reserve some thousands
-_MAX_IDS = 1 << 21  # ten times a large vocabulary; tables have one row per id
-# Encoded once at load, so that a file which breaks the library is refused there.
+_MAX_IDS = 1 << 21  # ten times a large vocabulary; limits tables that have one row per id
+# Texts that are encoded once at load. A file that makes the library fail is refused then.
 _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
 
 
@@ -114,8 +114,8 @@ def _is_word_piece(spec: dict[str, Any]) -> bool:
 
 
 def _spell_words(pieces: tuple[str, ...], named: frozenset[int]) -> tuple[str, ...]:
-    """Rewrite WordPiece's marks. It marks pieces that continue a word; our detokenizer expects a
-    mark on pieces that begin one.
+    """Convert WordPiece pieces to SentencePiece's form. WordPiece marks pieces that continue a word
+    ("##"); our detokenizer expects a mark on pieces that begin a word ("▁").
     """
     return tuple(
         piece
@@ -166,7 +166,8 @@ def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
     elif isinstance(model, dict) and any(
         model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
     ):
-        # The library slices pieces by the affix's byte length, even inside a character.
+        # With an affix, the library slices pieces by its byte length, which may cut a character in
+        # two.
         raise ModelFormatError(f"{path / 'tokenizer.json'}: affixes in model are not supported.")
     if isinstance(vocab, list):  # Unigram: the list position is the id
         if not all(map(_is_scored_piece, vocab)):
@@ -222,7 +223,8 @@ def _hide_specials(
     hidden = {token["content"]: sentinel(token["id"]) for token in added if token["special"]}
     vocab: dict[str, int] | list[list[Any]]
     if isinstance(model["vocab"], dict):
-        # Every added token gets its id here; otherwise the library would number them itself.
+        # Added tokens are put into the vocabulary with their ids. Otherwise the library would
+        # number them itself.
         vocab = {piece: i for piece, i in model["vocab"].items() if piece not in hidden}
         vocab.update(
             (hidden.get(token["content"], token["content"]), token["id"]) for token in added
@@ -235,7 +237,7 @@ def _hide_specials(
         {**token, "content": hidden.get(token["content"], token["content"])} for token in added
     ]
     if _is_word_piece(spec):
-        # BERT's normalizer would drop a sentinel as control characters.
+        # BERT's normalizer would drop a sentinel, because it looks like control characters.
         renamed = [{**token, "normalized": False} for token in renamed]
     spec = {**spec, "model": {**model, "vocab": vocab}, "added_tokens": renamed}
     spec["padding"] = spec["truncation"] = None

@@ -1,8 +1,9 @@
-"""The common result of all tokenizer loaders, and the rules that they share.
+"""`TokenizerParts`, the result of all tokenizer loaders, and functions that the loaders share.
 
 Control tokens never enter the `tokenizers` vocabulary under their own text. Each is stored as a
-sentinel with a random number chosen at import. So neither client text nor a merge in a model file
-can produce a control id: that takes a sentinel, and only `Tokenizer.encode_rendered` writes those.
+sentinel: a text with a random part, chosen at import. Only a sentinel is encoded to a control id,
+and only `Tokenizer.encode_rendered` writes sentinels. So neither client text nor a merge in a model
+file can produce a control id.
 """
 
 import functools
@@ -14,7 +15,7 @@ import tokenizers
 
 _NONCE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFD)) for _ in range(8))
 
-# Control tokens that end an assistant's turn, whatever the metadata calls "eos".
+# Control tokens that end an assistant's turn, even if the metadata names another token as EOS.
 _END_OF_TURN = frozenset(
     {
         "<|eot_id|>",
@@ -42,12 +43,13 @@ class TokenizerParts:
     engine: tokenizers.Tokenizer
     pieces: Sequence[str]
     special_ids: frozenset[int]
-    literal_ids: frozenset[int]  # added tokens, whose piece is literal text
-    byte_level: bool  # pieces use GPT-2's byte alphabet; otherwise "▁" and "<0xNN>"
+    literal_ids: frozenset[int]  # added tokens; their pieces are plain text
+    # True: pieces are written in GPT-2's byte alphabet. False: they use "▁" and "<0xNN>".
+    byte_level: bool
     space_prefix: bool  # encoding adds a leading space, so detokenizing drops it
     bos_id: int | None
-    eos_id: int | None  # the template's eos_token; `eos_ids` has all that end generation
-    eos_ids: tuple[int, ...]
+    eos_id: int | None  # `eos_token` in chat templates
+    eos_ids: tuple[int, ...]  # all ids that end generation
     add_bos: bool
     add_eos: bool
     chat_template: str | None
@@ -60,7 +62,7 @@ def sentinel(token_id: int) -> str:
 
 
 def looks_special(piece: str) -> bool:
-    """Whether a piece looks like a control token, however the file classifies it."""
+    """Whether a piece looks like a control token, even if the file does not say that it is one."""
     return len(piece) > 4 and (
         (piece.startswith("<|") and piece.endswith("|>"))
         or (piece.startswith("<｜") and piece.endswith("｜>"))
@@ -81,7 +83,9 @@ def end_ids(
 
 
 def _gpt2_alphabet() -> dict[int, int]:
-    """Code point of GPT-2's byte alphabet -> byte. Printable Latin-1 maps to itself."""
+    """Code point of GPT-2's byte alphabet -> byte. Printable Latin-1 characters stand for
+    themselves.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(printable)]
     return {b: b for b in printable} | {256 + n: byte for n, byte in enumerate(shifted)}

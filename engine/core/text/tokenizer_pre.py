@@ -1,9 +1,9 @@
-"""Pre-tokenizers of byte-level BPE, by the GGUF key `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level BPE, by their name in the GGUF key `tokenizer.ggml.pre`.
 
-A name stands for a list of regular expressions. Each one splits the pieces left by the previous
-one; matches and gaps both become pieces. Names and patterns are facts of the GGUF format as
-llama.cpp reads it. The slow golden test lists which vocabularies were compared with llama.cpp; the
-others are unverified.
+A name stands for a list of regular expressions. The first splits the text, each other one splits
+the parts further. Matches and the text between them both become parts. Names and patterns are the
+ones of llama.cpp. The slow golden test lists the vocabularies that were compared with llama.cpp.
+The others are unverified.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ _CJK = "[一-龥ࠀ-一가-\ud7ff]+"
 @dataclass(frozen=True, slots=True)
 class WordSplit:
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is itself a piece needs no merges
-    add_bos: bool = False  # default if the file does not say
+    ignore_merges: bool = False  # a word that is in the vocabulary is used without merging
+    add_bos: bool = False  # default if the file does not set `add_bos_token`
 
 
 _SPLITS: dict[WordSplit, tuple[str, ...]] = {

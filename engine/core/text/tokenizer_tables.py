@@ -1,7 +1,7 @@
-"""A GGUF tokenizer as plain, validated data, and how to build a tokenizer from it.
+"""A GGUF tokenizer as plain, validated data, and functions that build a tokenizer from it.
 
-This data can be cached on disk. The `tokenizers` object can't: its sentinels are random in each
-process (see `tokenizer_parts`).
+This data can be cached on disk. A `tokenizers` object can't, because each process has different
+random sentinels (see `tokenizer_parts`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from engine.core.text.tokenizer_pre import byte_level_words, word_split
 
 
 class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields shared with `TokenizerParts` have the same meaning there."""
+    """A GGUF tokenizer. For fields without a comment, see `TokenizerParts`."""
 
     kind: Literal["gpt2", "llama", "gemma4"]
     pieces: tuple[str, ...]
@@ -62,8 +62,8 @@ def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
 def build_bpe(
     tables: TokenizerTables, vocab: dict[str, int], unknown: str | None
 ) -> tokenizers.Tokenizer:
-    """Build a BPE tokenizer as the tables say. `vocab` may give pieces other texts, such as
-    sentinels.
+    """Build a BPE tokenizer from the tables. `vocab` is used instead of `tables.pieces`, so that
+    sentinels can replace control tokens.
     """
     if tables.kind == "gpt2":
         split = word_split(tables.split)

@@ -1,8 +1,8 @@
 """Converts a Hugging Face tokenizer to GGUF metadata.
 
-Byte-level BPE is copied. The name of its pre-tokenizer is found by trying: it is the one that
-splits a test text as the directory's own does. For SentencePiece BPE, merges are converted back to
-scores.
+The pieces and merges of byte-level BPE are copied. GGUF also needs a name for its pre-tokenizer:
+this is the known one that splits a test text in the same way. For SentencePiece BPE, merges are
+converted to scores.
 """
 
 import json

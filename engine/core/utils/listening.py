@@ -1,4 +1,6 @@
-"""Binds the server's socket before anything is loaded. Imports little, so that this is fast."""
+"""Binds the server's socket before a model is loaded. This module imports little, so that binding
+is fast.
+"""
 
 import errno
 import ipaddress
@@ -10,7 +12,7 @@ from engine.core.errors import ConfigError
 
 
 def bind_socket(settings: Settings) -> socket.socket:
-    """Bind the port without listening yet. Raises `ConfigError` before anything slow starts."""
+    """Bind the server's port without listening yet. Raises `ConfigError` if that is impossible."""
     check_exposure(settings)
     return _bind(settings.server.host, settings.server.port, "server.port", "--port")
 

@@ -1,9 +1,9 @@
-"""Authentication. Every route except a few probes needs a key; admin routes need the admin key, if
-one is set.
+"""Authentication. All routes except `PUBLIC_ROUTES` need an API key, if one is set. Admin routes
+need an admin key.
 
-The check is an application-wide dependency. It runs after routing and sees the route that will
-answer, never a path rebuilt from headers. Keys are stored and compared as SHA-256 digests, in
-constant time, and every key is always compared.
+The check is a FastAPI dependency of all routes. It runs after routing, so it sees the route that
+will answer. Only SHA-256 digests of keys are stored. They are compared in constant time, and a
+presented key is always compared with all of them.
 """
 
 import hashlib
@@ -23,10 +23,11 @@ from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
 
-# `/health` shows its status to anyone, and the details only with a key: see `probes.py`.
+# Routes that need no key. `/health` shows its status to anyone, but details only with a key (see
+# `probes.py`).
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 ADMIN_PATH = "/v1/admin/"
-# Any client may read these routing reports while no admin key is set.
+# Admin routes with routing reports. If no admin key is set, all clients may read them.
 CLIENT_ROUTES = frozenset(
     {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
 )
@@ -34,8 +35,8 @@ CLIENT_ROUTES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated tenant: it owns submissions and cached prefixes. The other fields describe
-    the key that the request came with.
+    """An authenticated tenant, who owns requests and cached prefixes. Only `name` identifies the
+    tenant. The other fields describe the key that the request came with.
     """
 
     name: str
@@ -44,13 +45,13 @@ class Principal:
     is_admin: bool = field(default=False, compare=False)
 
 
-# Without a configured key, all clients are one tenant.
+# The tenant of all clients if no key is configured.
 ANYONE = Principal("")
 ADMIN = Principal("admin", key="admin", is_admin=True)
 
-# Key in the ASGI scope that marks the server's own requests with their tenant. Scopes made by the
-# HTTP server never have it: a client's values are stored under other keys, and are never such
-# objects.
+# Key in the ASGI scope of requests that the server sends to itself, such as those of a batch. Its
+# value is the tenant. A client can't set it: what a client sends is stored under other keys of the
+# scope, and never as a `Principal`.
 _ACTING_FOR = "engine.acting_for"
 
 
@@ -79,7 +80,7 @@ class Authenticator:
         request.state.principal = principal
 
     def identify(self, request: Request) -> Principal | None:
-        """The principal whose key the request has, if it may use this route, else None."""
+        """The principal whose key the request has. None if no key is valid for this route."""
         accepted = [(each.digest, each.principal) for each in self._keys.credentials]
         is_open = not self._keys.has_users
         if request.scope["route"].path == self._metrics_route and self._metrics_token is not None:
@@ -87,7 +88,7 @@ class Authenticator:
             is_open = False
         acting_for = request.scope.get(_ACTING_FOR)
         if isinstance(acting_for, Principal):
-            # Work left by a key that has since been revoked is refused, as the key itself would be.
+            # If the tenant's key has been revoked since, its remaining work is refused too.
             current = [principal for _, principal in accepted] + [ANYONE] * is_open
             return next((each for each in current if each == acting_for), None)
         matched = ANYONE if is_open else None
@@ -106,7 +107,7 @@ class Authenticator:
                     "The administrator's key is needed: send it as 'Authorization: Bearer KEY'."
                 )
             raise ForbiddenError("This key is not the administrator's.")
-        # If only this machine can reach the server and no keys are set, every client is an admin.
+        # If no keys are set and only this machine can reach the server, all clients are admins.
         is_alone = not self._keys.has_users and self._is_local
         if request.scope["route"].path not in CLIENT_ROUTES and not is_alone:
             raise ForbiddenError(
@@ -121,7 +122,7 @@ def act_for(scope: MutableMapping[str, Any], principal: Principal) -> None:
 
 
 def is_acting(scope: MutableMapping[str, Any]) -> bool:
-    """Whether this is the server's own request for a tenant's deferred work."""
+    """Whether the server sent this request to itself, for deferred work of a tenant."""
     return isinstance(scope.get(_ACTING_FOR), Principal)
 
 
@@ -140,7 +141,7 @@ def digest_of(key: str) -> bytes:
 
 
 def _presented(request: Request) -> list[bytes]:
-    """Digests of the keys in every header where clients put them."""
+    """Digests of all keys in the request's headers."""
     keys = request.headers.getlist("x-api-key") + request.headers.getlist("api-key")
     for value in request.headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
@@ -180,7 +181,7 @@ class KeyRing:
         return ""
 
     def load(self, server: ServerSettings) -> None:
-        """Load all keys. On a `ConfigError` nothing changes and the previous keys stay."""
+        """Load all keys. If this raises a `ConfigError`, the previous keys stay valid."""
         entries = read_keys(server.keys_file) if server.keys_file is not None else ()
         found = _of_settings(server.api_key, server.admin_key)
         found += [Credential(bytes.fromhex(each.sha256), _principal(each)) for each in entries]
@@ -211,8 +212,8 @@ def _of_settings(api_key: SecretStr | None, admin_key: SecretStr | None) -> list
 
 
 def _principal(entry: KeyEntry) -> Principal:
-    """The tenant of a key. All of its keys are one owner, so a key can be rotated without losing
-    data.
+    """The principal of a key. All keys of a tenant have the same principal name, so a key can be
+    replaced without losing access to stored data.
     """
     tenant = hashlib.sha256(f"tenant\n{entry.tenant_name}".encode()).hexdigest()[:32]
     is_admin = entry.role == "admin"

@@ -1,9 +1,10 @@
-"""Quotas per key: requests and tokens per minute, concurrent requests, and requests waiting for
-their first token, by count and by prompt length.
+"""Quotas of API keys. They limit requests per minute, tokens per minute and concurrent requests.
+They also limit requests that wait for their first token, by their number and by the total length of
+their prompts.
 
-A request is counted before its body is read. Its tokens are not known then, so they are estimated:
-the prompt from the body's length, the output from the requested maximum. When the request ends,
-however it ends, the charge is corrected to the real count.
+A request is counted before its body is read. Its number of tokens is not known then and is
+estimated: prompt tokens from the length of the body, output tokens from the requested maximum. When
+the request ends, the charge is corrected to the real number.
 """
 
 import asyncio
@@ -18,11 +19,12 @@ from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
 from engine.servers.serving.event_pump import EventPump
 
-# Suggested retry delay. When a running request will end is unknown, but it is usually soon.
+# Retry delay in seconds suggested to a client with too many running requests. It is unknown when
+# one of them will end, but usually it is soon.
 BUSY_RETRY_S = 1.0
-# Estimate: English text has about this many bytes per token, JSON syntax included.
+# Estimate for request bodies with English text, including their JSON syntax.
 BYTES_PER_TOKEN = 4
-# Charged for an output without a length limit. The charge is corrected when the request ends.
+# Output tokens charged for a request without a length limit. The charge is corrected at its end.
 UNSTATED_TOKENS = 256
 
 
@@ -45,7 +47,7 @@ class AuthThrottle:
 
 
 class Lease:
-    """One request's share of its key's limits. `close` is idempotent."""
+    """What one request currently uses of its key's limits. `close` is idempotent."""
 
     def __init__(self, quotas: "Quotas", key: str, name: str, limits: KeyLimits) -> None:
         self.pump: EventPump | None = None
@@ -89,7 +91,8 @@ class Lease:
                 param=param,
             )
         window = await self._windows.add(self._tokens, tokens)
-        # A key without room for one more token can't get an answer.
+        # Also refuse if the limit is already used up, even if `tokens` is 0: no output token would
+        # fit.
         if window.used > limit or window.used - tokens > limit - 1:
             window = await self._windows.add(self._tokens, -tokens, window.minute)
             self._tell("tokens", limit, window)
@@ -98,7 +101,7 @@ class Lease:
         self._tell("tokens", limit, window)
 
     async def grow(self, num_bytes: int) -> None:
-        """Charge more when the body turns out longer than announced, as a chunked one does."""
+        """Charge more if the body is longer than announced. A chunked body announces no length."""
         more = num_bytes // BYTES_PER_TOKEN - self.num_prompt
         if more <= 0:
             return
@@ -158,13 +161,13 @@ class Quotas:
         self._preparing: asyncio.Task[None] | None = None
 
     def set_defaults(self, defaults: LimitsSettings) -> None:
-        """Set the limits of every key that has none of its own."""
+        """Set the limits for keys that have no limits of their own."""
         self.defaults = defaults
         self.limits_all = not NO_LIMITS.over(defaults).is_empty
 
     async def start(self) -> None:
-        """Import the Redis client: now if it is configured, else in the background. Raises
-        `ConfigError` if the configured Redis can't be used.
+        """Import the library that counts. If Redis is configured, wait for it, and raise
+        `ConfigError` if Redis can't be used. Otherwise import it in the background.
         """
         if self.defaults.redis_url is not None:
             await self.windows.prepare()
@@ -176,16 +179,19 @@ class Quotas:
             self._preparing.cancel()
 
     def in_use(self) -> Iterator[tuple[str, int, int]]:
-        """For each key with requests: its name, how many are running, and how many of them wait."""
+        """For each key with requests: the key's name, the number of its requests, and how many of
+        these wait for their first token.
+        """
         for key, leases in self._leases.items():
             yield key, len(leases), sum(lease.is_queued for lease in leases)
 
     async def enter(
         self, principal: Principal, num_bytes: int, headers: dict[str, str]
     ) -> Lease | None:
-        """Take a lease for one request; None if nothing is limited. Raises `RateLimitError`.
+        """Take a lease for one request. Returns None if the key has no limits. Raises
+        `RateLimitError` if a limit is reached.
 
-        Also writes the remaining quota to `headers`, even when it is exhausted.
+        Writes the remaining quota to `headers`, also if it raises.
         """
         limits = principal.limits.over(self.defaults)
         if principal.is_admin or limits.is_empty:
@@ -254,7 +260,7 @@ class Quotas:
 
 
 def answer_tokens(max_tokens: int | None, num_choices: int) -> int:
-    """Max output tokens, as far as the request states them."""
+    """Output tokens to charge for a request. `max_tokens` is per choice."""
     return (UNSTATED_TOKENS if max_tokens is None else max_tokens) * num_choices
 
 
@@ -269,7 +275,9 @@ def limits_shown(limits: KeyLimits) -> Mapping[str, int | None]:
 
 
 def _network(address: str) -> str:
-    """Group an IPv6 address by its network: one client may own all of its addresses."""
+    """The /64 network of an IPv6 address, because one client may own all its addresses. An IPv4
+    address is returned as it is.
+    """
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

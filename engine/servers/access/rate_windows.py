@@ -1,9 +1,10 @@
 """Sliding one-minute counters by name, in memory or in Redis for several servers.
 
-The previous minute counts in proportion to its part that is less than 60 s old. Minutes in Redis
-follow the wall clock, because servers share them; a clock that jumps just starts a new minute. In
-memory the wall clock plays no role. Unlike in the `limits` library, counts can be corrected later.
-If Redis fails or is slow, it is not used for a while and this process counts alone.
+A counter has a value for the current and for the previous minute. The previous one counts only in
+proportion to its part that is less than 60 s old. With Redis, minutes follow the wall clock,
+because several servers share them. If that clock jumps, a new minute starts. Without Redis, the
+monotonic clock is used. Unlike in the `limits` library, counts can be corrected later. If Redis
+fails or is slow, it is not used for some seconds and this process counts alone.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ WINDOW_S = 60
 REDIS_TIMEOUT_S = 0.1
 REDIS_PAUSE_S = 5.0
 KEY_PREFIX = "engine-limits"
-# Max names held in memory. When it is reached, all are forgotten at once.
+# Max counters in memory. If there are more, all of them are reset at once.
 MAX_NAMES = 20_000
 
 
@@ -72,7 +73,9 @@ class Windows:
         self._redis_again_at = 0.0  # when to try Redis again, time.monotonic()
 
     async def prepare(self) -> None:
-        """Import the Redis client early, so that no request waits for the slow import."""
+        """Import the `limits` library. The import is slow, so it should be done before the first
+        request.
+        """
         async with self._loading:
             if self._memory is None:
                 await asyncio.to_thread(import_module, "limits.aio.storage")
@@ -101,8 +104,9 @@ class Windows:
         return await self.add(name, 0)
 
     async def _count(self, changed: str, amount: int, read: str) -> tuple[int, int]:
-        """Add to the counter `changed`; returns its new value and the value of the counter `read`.
-        This process always counts as well, so counts survive when Redis fails or comes back empty.
+        """Add `amount` to the counter `changed`. Returns its new value and the value of the counter
+        `read`. This process counts even if Redis is used, so that its counts survive if Redis fails
+        or loses its data.
         """
         own = await _change(self._memory, changed, amount, read)
         if self._redis is not None and time.monotonic() >= self._redis_again_at:
@@ -127,7 +131,9 @@ async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[i
 
 
 def _count(value: Any) -> int:
-    """Redis counters are 64-bit. A larger value did not come from counting."""
+    """Convert a counter's value. Redis counts with 64 bits; a larger value is no count, and this
+    raises `ValueError`.
+    """
     count = int(value)
     if not -(2**63) <= count < 2**63:
         raise ValueError("not a count")

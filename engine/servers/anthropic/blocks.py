@@ -1,9 +1,10 @@
 """Converts Anthropic's content blocks, tools and system prompts to the messages and tools of a
 `ChatRequest`.
 
-Hand-written so that it stops at the first mistake. What a chat template can't express is added to
-the text (a tool result's `is_error`) or listed in `warnings`. `cache_control` asks for caching,
-which always happens; only its lifetime and scope are not supported.
+The parser is hand-written, so that it stops at the first mistake. If a chat template can't express
+something, it is added to the text (`is_error` of a tool result) or listed in `warnings`.
+`cache_control` is accepted, because prefixes are always cached. Its lifetime and scope are not
+supported.
 """
 
 import re
@@ -23,8 +24,8 @@ from engine.servers.schema.messages import (
 MAX_BLOCKS = 1_024
 MAX_ID = 512
 
-# Claude Code's first system block is a billing note that differs in every request. It is dropped:
-# the model does not need it, and it would prevent every prefix cache hit.
+# Claude Code's first system block is a billing note that differs in every request. It is dropped,
+# because the model does not need it and it would prevent all hits in the prefix cache.
 _BILLING_NOTE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
 # Fields of blocks and tools -> values that are accepted without any action.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -59,7 +60,9 @@ _TOOL_FIELDS = (
 
 @dataclass
 class BlockReader:
-    """Parses the parts of one request. `warnings` has the omitted features by field."""
+    """Parses messages, system prompt and tools of one request. `warnings` maps fields to features
+    that are ignored.
+    """
 
     warnings: dict[str, str] = field(default_factory=dict)
     _called: dict[str, str] = field(default_factory=dict)  # tool call id -> tool name
@@ -179,7 +182,9 @@ class BlockReader:
         }
 
     def _user(self, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        """A user's messages. Tool results become separate messages, in order with the texts."""
+        """The messages for a user message. Each tool result becomes a separate message. Texts and
+        results keep their order.
+        """
         made: list[dict[str, Any]] = []
         texts: list[str] = []
         for position, block in enumerate(blocks):

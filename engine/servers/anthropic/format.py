@@ -1,8 +1,8 @@
 """Formats events as Anthropic's JSON: a whole message, or the named events of a stream.
 
-An answer is a list of blocks (thinking, text, tool use), each complete before the next starts. A
-stream opens and closes blocks around their deltas. Cached prompt tokens are not included in
-`input_tokens`, so the counts add up to the prompt.
+An answer is a list of blocks (thinking, text, tool use). Each block is complete before the next one
+starts. In a stream, events mark the start and end of each block. `input_tokens` does not include
+cached prompt tokens, which are counted separately.
 """
 
 from collections.abc import Iterable
@@ -60,7 +60,9 @@ def usage_body(usage: UsageEvent) -> dict[str, Any]:
 
 
 def ending(finish: FinishEvent | None, has_calls: bool) -> dict[str, Any]:
-    """The stop reason: `max_tokens` first, then `tool_use` if there is any call."""
+    """The stop reason. It is `max_tokens` if the length limit was reached, else `tool_use` if there
+    is a tool call.
+    """
     if finish is None:
         return {"stop_reason": None, "stop_sequence": None}
     if finish.reason == "length":
@@ -92,8 +94,8 @@ class Piece:
 
 
 def _piece(event: OutputEvent, shows_thinking: bool) -> Piece | None:
-    """The event's text; None for events that clients don't see: the end, and tokens without
-    text.
+    """The text of an event. None for events that are not sent: the end of a choice, and tokens
+    without text.
     """
     if isinstance(event, FinishEvent):
         return None
@@ -117,8 +119,8 @@ class _Block:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse the arguments. If `max_tokens` cut them off, they are not JSON; the stop reason tells
-    the client.
+    """Parse the arguments of a tool call. Returns {} if they are not valid JSON, because
+    `max_tokens` cut them off. The stop reason tells this to the client.
     """
     try:
         decoded = msgspec.json.decode(arguments or "{}")
@@ -204,7 +206,7 @@ class MessageStream:
         self._open = (piece.kind, piece.number)
         self._has_calls = self._has_calls or piece.kind == "tool_use"
         kind, name = _DELTAS[piece.kind]
-        # The constant bytes of a block's deltas, up to the text.
+        # The bytes of each delta of this block before its text.
         self._before_delta = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b","%b":' % (index, kind, name)

@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's SDK and Claude Code use them.
 
-`anthropic-beta` needs no check: a beta adds fields to the body, and unknown fields are refused by
-name. Errors have Anthropic's format (`servers/http/errors.py`). Responses carry the request id in
-the header that Anthropic's SDK reads.
+The header `anthropic-beta` is not checked: a beta adds fields to the body, and unknown fields are
+refused anyway. Errors have Anthropic's format (`servers/http/errors.py`). Responses have the
+request id in the header that Anthropic's SDK reads.
 """
 
 import secrets

@@ -1,8 +1,8 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`: every field and its bounds, and what
-they are to the rest of the server.
+"""Request bodies of `/v1/messages` and `/v1/messages/count_tokens`, with the bounds of all fields,
+and their conversion to the server's own types.
 
-Types are strict and null equals a missing field. The `BlockReader` in the validation context parses
-messages, system and tools (see `blocks.py`).
+Types are strict. null means the same as a missing field. The `BlockReader` in the validation
+context parses messages, system and tools (see `blocks.py`).
 """
 
 from dataclasses import dataclass
@@ -172,7 +172,7 @@ class MessagesBody(PromptBody):
     top_k: Annotated[int, Field(ge=0, le=2**24)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    # accepted without effect: there is one tier
+    # accepted without effect, because this server has only one tier
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
@@ -184,7 +184,7 @@ Kind = TypeVar("Kind", bound=PromptBody)
 
 @dataclass(frozen=True)
 class AnthropicPrompt:
-    """The part of a body that determines the prompt, independent of the model."""
+    """The parts of a body that determine the prompt. They don't depend on the model."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
@@ -209,7 +209,9 @@ class AnthropicPrompt:
 
 
 def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]:
-    """Validate a body. Raises `InvalidRequestError` naming field, rule and given value."""
+    """Validate a body. If it is invalid, raises an `InvalidRequestError` that names the field, the
+    rule and the given value.
+    """
     reader = BlockReader()
     try:
         body = kind.model_validate(
@@ -297,7 +299,7 @@ def _continues(messages: list[dict[str, Any]]) -> bool:
 
 
 def _without_empty_start(messages: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Drop an empty assistant message at the end: there is nothing to continue."""
+    """Drop an empty assistant message at the end, because it has no text to continue."""
     last = messages[-1]
     is_empty = last["role"] == "assistant" and not last["content"] and "tool_calls" not in last
     return tuple(messages[:-1] if is_empty else messages)

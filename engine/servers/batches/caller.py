@@ -1,7 +1,7 @@
-"""In-process requests of the server to its own application.
+"""Sends requests from the server to its own application, in the same process.
 
-So a batch's line is validated, admitted, measured and logged like any request. Its tenant is an
-object in the ASGI scope, where no client data can reach.
+So the lines of a batch are validated, admitted, measured and logged like other requests. The tenant
+of such a request is an object in the ASGI scope, which clients can't set.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class Caller:
     async def post(
         self, path: str, body: bytes, principal: Principal, gone: asyncio.Event
     ) -> LineAnswer:
-        """Post a JSON body and return the answer. Setting `gone` acts like a client's
-        disconnect.
+        """Post a JSON body and return the answer. Setting `gone` has the same effect as a client
+        that disconnects.
         """
         status, headers = ABANDONED, Headers()
         parts: list[bytes] = []

@@ -1,7 +1,7 @@
 """Finds and checks the lines of a batch's input file.
 
-Only errors of the file as a whole are found here; they stop the batch before any work. Each line's
-body is validated by its endpoint when it runs, and an error there only costs that line.
+Errors found here stop the whole batch before any line is run. The body of each line is validated by
+its endpoint when the line is run. An error there affects only that line.
 """
 
 import os
@@ -50,8 +50,8 @@ class _LineMistake(Exception):
 def scan(
     path: Path, endpoint: str, max_line_bytes: int, find_model: Callable[[str], object]
 ) -> Scan:
-    """All lines and their errors. `find_model` raises for an unknown model. Slow: run it off the
-    event loop.
+    """Read all lines and find their errors. `find_model` raises for an unknown model. This is slow,
+    so call it in a thread.
     """
     found = Scan()
     custom_ids: set[str] = set()
@@ -78,7 +78,7 @@ def scan(
                         param=mistake.param,
                     )
                 )
-                # After either of these, further errors add nothing.
+                # After one of these errors, the rest of the file is not read.
                 if mistake.code in ("line_too_long", "too_many_lines"):
                     break
                 if len(found.errors) == MAX_ERRORS:

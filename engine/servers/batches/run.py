@@ -1,8 +1,8 @@
-"""Runs one batch, from where the last process left it to its end.
+"""Runs one batch to its end. If an earlier process has begun it, continues from there.
 
-Lines run concurrently as requests of the batch's owner, each in one of the slots that all batches
-share. A refusal for lack of capacity is retried; any other answer is the line's result. If the
-storage is full or fails, the run ends but the batch does not: the runner tries again later.
+Lines run concurrently, as requests of the batch's owner. All batches share a limited number of
+slots for lines. If a line is refused for lack of capacity, it is retried. Any other answer is the
+line's result. If the storage is full or fails, this run ends, and the runner tries again later.
 """
 
 import asyncio
@@ -47,7 +47,9 @@ def answered_line(custom_id: str, answer: LineAnswer) -> tuple[bytes, LineUsage]
 
 
 async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinished: int) -> None:
-    """End the batch: its lines become an output file, an error file, or both. Idempotent."""
+    """End the batch: write the results of its lines to an output file, an error file, or both.
+    Idempotent.
+    """
     status = batch.ending(num_unfinished)
     output_path, error_id = files.path_of(batch.results_id), new_file_id()
     async with Draft(output_path) as output, Draft(files.path_of(error_id)) as errors:
@@ -106,7 +108,9 @@ class _Details(msgspec.Struct):
 
 
 class _Counts(msgspec.Struct):
-    """Any endpoint's usage object: chat and completions say prompt, responses say input."""
+    """The usage object of any endpoint. Chats and completions have `prompt_tokens`, responses have
+    `input_tokens`.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -130,9 +134,10 @@ def _usage(body: dict[str, Any]) -> LineUsage:
     )
 
 
-# The max value, which runs last: interactive requests come before batches.
+# The largest value, which means that lines of batches run after all interactive requests.
 LINE_PRIORITY = 100
-# If the engine died this many times during a line, the line is taken to be the cause.
+# If the engine failed this many times during a line, the line is assumed to be the cause and is not
+# retried.
 MAX_LOST = 3
 CHECK_S = 1.0
 READY_CHECK_S = 0.2
@@ -236,7 +241,7 @@ class BatchRun:
         self._over.set()
 
     async def _take_slot(self, watching: asyncio.Task[None]) -> bool:
-        """Wait for a slot. False, without a slot, once the batch is over."""
+        """Wait for a slot. Returns False, and takes no slot, if the batch must stop first."""
         taking = asyncio.create_task(self._bench.slots.acquire())
         try:
             await asyncio.wait({taking, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -253,7 +258,7 @@ class BatchRun:
             body = await asyncio.to_thread(read_body, path, line)
             answer = await self._answer(batch, body)
             if answer is not None:
-                # Parsing large embedding answers is slow, so it runs off the event loop.
+                # Parsing large answers with embeddings is slow, so it runs in a thread.
                 result, usage = await asyncio.to_thread(answered_line, line.custom_id, answer)
                 is_good = answer.status == 200
                 await self._bench.store.record(batch, line.number, is_good, result, usage)
@@ -274,13 +279,13 @@ class BatchRun:
             self._fail(failure)
 
     def _fail(self, error: EngineError) -> None:
-        """End this run with `error`. It will be repeated."""
+        """End this run with `error`. The runner will run the batch again later."""
         self._failure = error
         self._over.set()
         self.notice()
 
     async def _answer(self, batch: Batch, body: dict[str, Any]) -> LineAnswer | None:
-        """The endpoint's answer to the line; None if the batch was over first."""
+        """The endpoint's answer to a line. None if the batch must stop before there is one."""
         if body.get("priority") is None:
             body["priority"] = LINE_PRIORITY
         content = msgspec.json.encode(body)
@@ -293,14 +298,14 @@ class BatchRun:
                 num_lost += 1
             if answer.status not in (429, 503, ABANDONED) or num_lost == MAX_LOST:
                 return answer
-            # Jitter keeps lines that were refused together from retrying together.
+            # The random factor prevents that lines that were refused together also retry together.
             asked_s = float(answer.headers.get("retry-after", 0))
             await self._pause(max(asked_s, pause_s) * random.uniform(1.0, 1.5))
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
         return None
 
     async def _is_ready(self) -> bool:
-        """Wait until the server admits requests. False once the batch is over."""
+        """Wait until the server admits requests. Returns False if the batch must stop first."""
         services = self._bench.services
         while services.lifecycle.is_draining or not services.backend.health().ready:
             if self._over.is_set():

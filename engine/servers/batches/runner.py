@@ -1,8 +1,9 @@
-"""Decides which server runs batches: the one that holds a file lock.
+"""Runs batches, if this server holds a file lock.
 
-Servers that share a storage directory share its batches. Those with the same models form a pool.
-One of a pool runs batches; the others accept and show them, and one takes over when the lock is
-free. The kernel releases the lock when the process ends, however it ends.
+Servers with the same storage directory share its batches. Servers with the same models form a pool.
+Only the server of a pool that holds the pool's lock runs batches. The others accept and show
+batches, and one of them takes over when the lock is free. The kernel releases the lock when a
+process ends for any reason.
 """
 
 import asyncio
@@ -68,8 +69,8 @@ class PoolLock:
 
 
 class BatchRunner:
-    """A server component that runs batches. It only uses the disk once something is stored
-    there.
+    """A server component that runs batches. It does not touch the disk until the database file
+    exists.
     """
 
     def __init__(self, bench: Bench, database: Database, directory: Path, db_path: Path) -> None:
@@ -143,7 +144,7 @@ class BatchRunner:
             logger.warning("batch %s goes on later: %s", batch_id, error)
             await asyncio.sleep(RETRY_S)
         except Exception:
-            # A bug. End the batch: retrying forever would be worse.
+            # This is a bug. End the batch, so that it is not retried forever.
             logger.exception("batch %s failed unexpectedly", batch_id)
             await self._abandon(batch_id)
         finally:
@@ -158,7 +159,9 @@ class BatchRunner:
             await store.end(batch, "failed", None, None)
 
     async def _sweep(self) -> None:
-        """Delete what has expired, also for pools that have no server any more."""
+        """Delete expired batches and files. Also end expired batches of pools that have no server
+        any more.
+        """
         settings = self._bench.services.settings.storage
         for batch in await self._bench.store.open_batches():
             if batch.id not in self._runs and unix_now() >= batch.expires_at:

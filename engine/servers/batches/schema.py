@@ -46,7 +46,9 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A table row, whose columns have these names. Times are Unix seconds."""
+    """A batch. The columns of the table have the same names as these fields. Times are Unix
+    seconds.
+    """
 
     id: str
     owner: str
@@ -83,7 +85,7 @@ class Batch:
         return self.status in ENDED
 
     def ending(self, num_unfinished: int) -> str:
-        """The final status if it ended now."""
+        """The final status that the batch would have if it ended now."""
         if self.errors is not None:
             return "failed"
         if self.status == "cancelling":

@@ -1,8 +1,9 @@
-"""Batches and their lines in SQLite. Every state change is one transaction, so a process may be
-killed at any time and the next one continues.
+"""Stores batches and their lines in SQLite. Every change of state is one transaction. So a process
+may be killed at any time, and the next one can continue.
 
-A line's result is written only once. Results wait in the table, charged to a file that is not
-ready, until all are there. Then they become that file and leave the table.
+The result of a line is written only once. Results are first kept in the table. Their size is
+charged to a reserved file. When all results are there, they are written to that file and deleted
+from the table.
 """
 
 import sqlite3
@@ -106,7 +107,9 @@ class LineUsage:
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """A line's result at the batch's end; `result` is None if it was never answered."""
+    """The result of a line at the end of its batch. `result` is None if the line was not
+    answered.
+    """
 
     number: int
     custom_id: str
@@ -214,7 +217,9 @@ class BatchStore:
     async def record(
         self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: LineUsage
     ) -> None:
-        """Store a line's only result. Raises `StorageFullError` and then stores nothing."""
+        """Store the result of a line, unless it has one. If there is no room, stores nothing and
+        raises `StorageFullError`.
+        """
 
         def work(db: sqlite3.Connection) -> None:
             changed = db.execute(
@@ -278,7 +283,9 @@ class BatchStore:
         return await self._database.run(work)
 
     async def outcomes(self, batch_id: str, after: int) -> list[LineOutcome]:
-        """Results of lines after `after`, up to a size limit: a result can be large."""
+        """Results of the lines after number `after`. Their total size is limited, because a result
+        can be large.
+        """
 
         def work(db: sqlite3.Connection) -> list[LineOutcome]:
             rows = db.execute(
@@ -304,7 +311,9 @@ class BatchStore:
     async def end(
         self, batch: Batch, status: str, output: StoredFile | None, errors: StoredFile | None
     ) -> None:
-        """The final transaction: adds the files, deletes the lines, releases the input file."""
+        """End the batch in one transaction: add the result files, delete the lines, and release the
+        input file.
+        """
         assert status in ENDED
 
         def work(db: sqlite3.Connection) -> None:
@@ -342,7 +351,9 @@ def _find(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Ba
 
 
 def _check_not_full(db: sqlite3.Connection) -> None:
-    """Make room for one more batch: delete the oldest ended ones, never running ones."""
+    """Raise if too many batches have not ended. Delete the oldest ended batches if there are too
+    many.
+    """
     num_open = db.execute(f"SELECT COUNT(*) FROM batches WHERE {_OPEN}").fetchone()[0]
     if num_open >= MAX_OPEN_BATCHES:
         raise RateLimitError(

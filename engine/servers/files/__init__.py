@@ -1,1 +1,1 @@
-"""The Files API: private bytes on disk, metadata in SQLite."""
+"""The Files API. The bytes of files are in a private directory, their metadata in SQLite."""

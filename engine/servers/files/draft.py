@@ -1,7 +1,7 @@
 """A file being written: it has a temporary name until it is complete.
 
-If anything fails before that, even by a full disk, it is deleted. The store's sweep deletes what a
-killed process left behind.
+If writing fails, for example because the disk is full, the file is deleted. If the process is
+killed, the sweep of the file store deletes the file later.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from engine.core.errors import ResourceError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Smaller writes are buffered: they are not worth waking a thread.
+# Bytes are collected until there are this many. Waking a thread for smaller writes would be slow.
 _BUFFER_BYTES = 1 << 20
 # EFBIG: the process may not write files of this size.
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -24,7 +24,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextlib.contextmanager
 def storage_errors() -> Iterator[None]:
-    """Convert disk errors to client errors; paths only go to the log."""
+    """Convert disk errors to errors for the client. Paths are only logged."""
     try:
         yield
     except OSError as error:
@@ -37,7 +37,9 @@ def storage_errors() -> Iterator[None]:
 
 
 class Draft:
-    """Use with `async with`. On exit the file is deleted unless it was published and kept."""
+    """A file being written. Use it with `async with`. At the end of the block, the file is deleted
+    unless `publish` and `keep` were called.
+    """
 
     def __init__(self, path: Path) -> None:
         self.num_bytes = 0
@@ -65,14 +67,14 @@ class Draft:
         await asyncio.to_thread(self._publish)
 
     def keep(self) -> None:
-        """Keep the published file on exit: a table row refers to it now."""
+        """Keep the published file at the end of the block, because a table row refers to it now."""
         assert self._is_unclaimed
         self._is_unclaimed = False
 
     def _open(self) -> None:
         with storage_errors():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # A leftover of a killed process under the same name was never complete.
+            # A file with this name was left by a killed process and is incomplete.
             self._draft_path.unlink(missing_ok=True)
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
             self._fd = os.open(self._draft_path, flags, 0o600)

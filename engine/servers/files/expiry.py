@@ -1,5 +1,5 @@
-"""Expiry of stored objects. Clients see these dates and they outlive the process, so they are
-wall-clock times in integer seconds since 1970.
+"""Expiry times of stored objects. They are wall-clock times, in whole seconds since 1970, because
+clients see them and they stay valid after a restart.
 """
 
 import time

@@ -1,7 +1,8 @@
-"""Parses the multipart upload form: a few small fields, and one file that is streamed on.
+"""Parses the multipart form of an upload: a few small fields, and one file.
 
-Everything is limited while it is read: the body, the parts, their headers, each field, the time.
-The file is never held in memory as a whole.
+There are limits on the time and on the sizes of the body, its parts, their headers and fields. They
+are checked while the form is read. The bytes of the file are passed on as they arrive, so the whole
+file is never in memory.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"
 
 
 class UploadForm:
-    """The form without the file's bytes. The parser's callbacks fill it in."""
+    """The fields of the form and the name of the file. The parser's callbacks set them."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}

@@ -106,7 +106,7 @@ def add_files_routes(app: FastAPI, services: Services, files: FileStore) -> None
 
 
 class FileContent(Response):
-    """Streams a file, read off the event loop. It closes the file that it was given."""
+    """Sends a file in chunks, which are read in a thread. Closes the file at the end."""
 
     media_type = "application/octet-stream"
 
@@ -134,7 +134,7 @@ class FileContent(Response):
                 if not more:
                     return
         except TimeoutError:
-            # Without a final chunk the connection closes.
+            # The final chunk is not sent, so the HTTP server closes the connection.
             record_of(scope).error_code = "CLIENT_STALLED"
         finally:
             self._content.close()

@@ -1,9 +1,9 @@
 """Stored files: bytes in a private directory, metadata in SQLite.
 
-A file's name on disk is its id, which is made here. A row is added after the bytes are complete and
-deleted before them. So bytes without a row were left by a killed process, and the sweep deletes
-them once they are old. The functions that take a connection are for callers that do more in the
-same transaction.
+The name of a file on disk is its id, which the server makes. A table row is added when the bytes
+are complete, and deleted before the bytes are deleted. So a file without a row was left by a killed
+process, and the sweep deletes it when it is old. Functions that take a connection are for callers
+that make more changes in the same transaction.
 """
 
 import asyncio
@@ -22,12 +22,13 @@ from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
 from engine.servers.serving.storage import Database
 
-# Min size charged for a file: it uses at least this much disk.
+# A file is charged with at least this many bytes, because it uses at least this much disk space.
 MIN_CHARGE_BYTES = 4_096
-# Longer than any upload takes. Older bytes without a row are orphans.
+# No upload takes this long. So an older file without a row is not an upload in progress.
 ORPHAN_AGE_S = 3_600.0
 
-# `is_ready` 0: reserved for results still being produced. `num_holds`: batches that read the file.
+# `is_ready` is 0 if the file is only reserved, for results that are still being produced.
+# `num_holds` is the number of batches that read the file.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -93,7 +94,9 @@ def find_file(connection: sqlite3.Connection, owner: str, file_id: str) -> Store
 
 
 def hold_file(connection: sqlite3.Connection, file_id: str, change: Literal[1, -1]) -> None:
-    """Add `change` to the file's hold count. A held file is neither deleted nor swept."""
+    """Add `change` to the number of batches that use the file. A file in use is not deleted, even
+    if it has expired.
+    """
     connection.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
 
 
@@ -130,7 +133,7 @@ class FileStore:
 
     @asynccontextmanager
     async def upload(self) -> AsyncIterator["Upload"]:
-        """Reserve room for one upload. What was not kept inside the block is deleted."""
+        """Begin an upload. At the end of the block, the file is deleted unless it was kept."""
         num_used = await self._database.run(_num_used)
         file_id = new_file_id()
         async with Draft(self.path_of(file_id)) as draft:
@@ -234,7 +237,9 @@ class FileStore:
 
 
 class Upload:
-    """One arriving file. Its bytes count against the limit as soon as they are written."""
+    """A file that a client uploads. Its bytes are counted as used storage as soon as they are
+    written.
+    """
 
     def __init__(
         self, store: FileStore, database: Database, file_id: str, draft: Draft, num_used: int

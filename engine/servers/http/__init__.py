@@ -1,3 +1,3 @@
-"""HTTP layers that every request passes: connection limits, log, browser guard, bodies, errors,
-SSE.
+"""The HTTP layer: connection limits, request log, protection against web pages, request bodies,
+errors, and server-sent events.
 """

@@ -1,9 +1,9 @@
-"""Maps failures to HTTP errors: OpenAI's error body, or Anthropic's on its own routes. Never echoes
-input or internal details.
+"""Converts exceptions to HTTP errors. Their bodies have Anthropic's format on Anthropic's routes,
+else OpenAI's. They contain no internal details.
 
-`x-should-retry` stops an OpenAI client from repeating a hopeless request three times. `retry-after`
-says when a retry makes sense. An exception that is not an `EngineError` is a bug and is answered
-without its text.
+`x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
+again. `retry-after` says when a retry makes sense. An exception that is not an `EngineError` is a
+bug; the client does not get its text.
 """
 
 import math
@@ -33,7 +33,7 @@ from engine.servers.http.request_log import record_of
 MAX_ERRORS = 10
 MAX_MESSAGE = 2_000
 _MAX_SHOWN = 40
-# Errors below this path use Anthropic's format, even for an unknown route.
+# Errors at paths that start with this use Anthropic's format, even if there is no such route.
 ANTHROPIC_PATH = "/v1/messages/"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -55,7 +55,7 @@ class AbortedError(EngineError):
 
 
 class ClientDisconnectedError(AbortedError):
-    """The client disconnected. No client reads this error; it exists for the log."""
+    """The client disconnected. This error is only logged; nobody can receive it."""
 
     code = "CLIENT_DISCONNECTED"
 
@@ -91,7 +91,7 @@ def error_headers(error: EngineError) -> dict[str, str]:
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, PayloadTooLargeError | RequestTimeoutError):
-        # The rest of the body is still arriving; closing the connection discards it.
+        # The rest of the body may still arrive. Closing the connection discards it.
         headers["connection"] = "close"
     return headers
 
@@ -130,12 +130,14 @@ def describe(value: Any) -> str:
 
 
 def problem(param: str, rule: str) -> InvalidRequestError:
-    """An error about one field, which may be nested deep inside the body."""
+    """An error about the field `param` of the request body, which may be a path."""
     return InvalidRequestError(f"{param}: {rule}.", param=param)
 
 
 def short_text(value: Any, where: str, max_length: int) -> str:
-    """Return `value` if it is text of at most `max_length`, as names and ids are."""
+    """Check that `value` is a string of 1 to `max_length` characters, and return it. For names and
+    ids.
+    """
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         rule = f"should be a string of 1 to {max_length} characters"
         raise problem(where, f"{rule}, got {describe(value)}")
@@ -158,7 +160,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _param(item: Mapping[str, Any]) -> str:
-    # A dictionary's key is client text and may be long.
+    # The key of an object in the body is client text and may be long.
     return ".".join(str(part)[:64] for part in item["loc"]) or "body"
 
 

@@ -1,7 +1,8 @@
-"""Protection against web pages that make a browser send requests here, even to a loopback address.
+"""Protection against web pages that make a browser send requests to this server. A browser can do
+that even if the server listens on a loopback address.
 
-DNS rebinding is stopped by the list of accepted `Host` names. CSRF is stopped by the `Origin`
-header that browsers attach.
+Against DNS rebinding, only known `Host` names are accepted. Against CSRF, the `Origin` header that
+browsers send is checked.
 """
 
 import ipaddress
@@ -17,13 +18,15 @@ from engine.servers.http.errors import error_response
 from engine.servers.http.request_log import record_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-# Orchestrators probe by IP address, whatever the server's host name is.
+# Paths that accept any `Host`, because orchestrators probe them by IP address.
 _ANY_HOST_PATHS = frozenset({"/livez", "/readyz"})
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class BrowserGuard:
-    """Refuses unknown `Host` names, and state-changing methods from foreign origins."""
+    """Refuses requests with an unknown `Host`. Also refuses state-changing methods, such as POST,
+    from web pages of other origins.
+    """
 
     def __init__(self, app: ASGIApp, server: ServerSettings) -> None:
         self._app = app
@@ -33,7 +36,8 @@ class BrowserGuard:
             bound,
             *(_bracketed(h.lower()) for h in server.allowed_hosts),
         }
-        # DNS rebinding needs a name. A numeric address can't be rebound, so all are accepted.
+        # DNS rebinding needs a host name. Numeric addresses can't be rebound, so a server bound to
+        # all interfaces accepts any numeric `Host`.
         self._any_address = bound in ("0.0.0.0", "[::]")
         self._origins = frozenset(server.allowed_origins)
 
@@ -86,7 +90,9 @@ def _bracketed(host: str) -> str:
 
 
 def _host_name(host: str) -> str:
-    """The host without its port. A malformed host stays as it is, and so matches nothing."""
+    """The host without its port. A malformed host is returned unchanged; it matches no known
+    name.
+    """
     name, colon, port = host.lower().rpartition(":")
     if colon and port.isdecimal() and (":" not in name or name.startswith("[")):
         return name

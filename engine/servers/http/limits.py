@@ -1,7 +1,7 @@
-"""Reads a request body as a JSON object, with limits checked before any object is built.
+"""Reads a request body as a JSON object. Limits are checked before it is decoded.
 
-Bytes are counted as they arrive, since a chunked body announces no length. Nesting is measured
-without recursion. Large bodies are parsed in a thread, off the event loop.
+Bytes are counted as they arrive, because a chunked body announces no length. Nesting is measured
+without recursion. Large bodies are parsed in a thread, so that they don't block the event loop.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from engine.servers.http.request_log import record_of
 
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 60.0
-# A smaller body is parsed faster than a thread wakes up.
+# Bodies up to this size are parsed on the event loop. Starting a thread for them would take longer.
 INLINE_BYTES = 32_768
 
 _OPENING = frozenset(b"[{")
@@ -57,14 +57,13 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         decoded = msgspec.json.decode(raw)
     except UnicodeDecodeError as error:
-        # error.start counts from the start of a JSON string, not of the body, so it is not
-        # reported.
+        # `error.start` is a position in a JSON string, not in the body. So it is not reported.
         byte = error.object[error.start]
         raise InvalidRequestError(
             f"The request body is not UTF-8: {error.reason} (0x{byte:02x})."
         ) from None
     except (msgspec.MsgspecError, ValueError) as error:
-        # Covers lone surrogates, NaN, numbers out of range and plain syntax errors.
+        # Causes are syntax errors, lone surrogates, NaN, and numbers out of range.
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(decoded, dict):
         raise InvalidRequestError("The request body must be a JSON object.")
@@ -74,7 +73,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def check_depth(raw: bytes) -> None:
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
-    # Escape pairs are removed first, so every remaining quote opens or closes a string.
+    # Remove escaped backslashes and quotes first, so that each quote left opens or closes a string.
     parts = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     depth = 0
     for bracket in b"".join(parts[::2]).translate(None, _NOT_BRACKETS):

@@ -8,11 +8,14 @@ from starlette.requests import Request
 from engine.servers.http.errors import invalid_request
 
 Order = Literal["asc", "desc"]
-Cursor = Annotated[str, Field(max_length=512)]  # id of the last item that the client has
+# Id of the last item of the page before.
+Cursor = Annotated[str, Field(max_length=512)]
 
 
 class Query(BaseModel):
-    """Query values arrive as text, so types are not strict here."""
+    """Base class of query parameters. Values arrive as text, so pydantic may convert their
+    types.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -21,7 +24,9 @@ Kind = TypeVar("Kind", bound=Query)
 
 
 def parse_query(kind: type[Kind], request: Request) -> Kind:
-    """Parse the query. A repeated name, or one with SDKs' `[]` suffix, becomes a list."""
+    """Parse the query of a URL. A parameter becomes a list if its name is repeated or ends in `[]`,
+    as SDKs write it.
+    """
     collected: dict[str, list[str]] = {}
     given: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
@@ -36,7 +41,9 @@ def parse_query(kind: type[Kind], request: Request) -> Kind:
 
 
 def list_body(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page of the first `limit` items. `items` has one more if there are further pages."""
+    """A page with the first `limit` items. If `items` has more than `limit`, there are further
+    pages.
+    """
     page = items[:limit]
     return {
         "object": "list",

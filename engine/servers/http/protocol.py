@@ -1,8 +1,9 @@
-"""uvicorn's HTTP protocol plus limits that it lacks: on request heads and on idle connections.
+"""uvicorn's HTTP protocol, with limits that uvicorn lacks.
 
-Without them a client could send headers forever, byte by byte or in megabytes, and silent
-connections could pile up without bound. `limits.py` has the deadline for bodies. Connections never
-use up all file descriptors: without a free one the server could not even import a module.
+Without them, a client could send headers forever, and there could be any number of idle
+connections. The time limit for request bodies is in `limits.py`. The number of connections is
+limited so that some file descriptors always stay free. Without a free one, the server could not
+even import a module.
 """
 
 import asyncio
@@ -31,13 +32,15 @@ def raise_file_limit() -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # on failure there are just fewer connections
+        # If this fails, the server only accepts fewer connections.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def max_connections() -> int:
-    """Connections that the file limit allows after the reserve, at least a quarter of the limit."""
+    """Max connections: the limit on open files without `RESERVED_FILES`, but at least a quarter of
+    the limit.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -45,7 +48,7 @@ def max_connections() -> int:
 
 
 class HeadTooLargeError(Exception):
-    """Raised inside a parser callback; the parser answers 400."""
+    """Raised in a callback of the HTTP parser, which then answers 400."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -99,28 +102,28 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no response is in progress, or the connection is closing and its client reads
-        nothing.
+        """Whether no response is in progress. A connection that is closing is idle too, even if its
+        client has not read all data.
         """
         finished = self.cycle is None or self.cycle.response_complete
         return finished or self.transport.is_closing()
 
     def _oldest_idle(self) -> "LimitedProtocol":
-        """The connection that has been idle longest; this one if all others are busy."""
+        """The idle connection that was opened first. This is `self` if all others are busy."""
         idle = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         return min((each for each in idle if each._is_idle), key=lambda each: each._opened)
 
 
 class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        """Disabled: `HttpServer.handle_signal` handles signals. uvicorn would re-raise them at the
-        end.
+        """Does nothing, because `HttpServer.handle_signal` handles signals. uvicorn's own handler
+        would raise them again when the server ends.
         """
         return contextlib.nullcontext()
 
 
 def http_server(app: ASGIApp, close_timeout_s: int) -> uvicorn.Server:
-    """A uvicorn server that speaks only HTTP, within these limits."""
+    """A uvicorn server for HTTP only, with the limits of this module."""
     return _Uvicorn(
         uvicorn.Config(
             app,

@@ -1,8 +1,9 @@
-"""The outermost layer: request ids, the request log, HTTP metrics, and the last handler for bugs.
+"""The outermost ASGI layer. It gives each request an id, writes the request log and HTTP metrics,
+and answers requests whose handler failed with an unexpected exception.
 
-A `RequestRecord` collects facts about a request until its log line is written. The layer is plain
-ASGI, so a disconnect reaches the handler immediately. The log line has counts, times and the
-client's `metadata` labels, never a prompt or an answer.
+A `RequestRecord` collects facts about a request until its log line is written. The log line has
+counts, times and the client's `metadata`, but never a prompt or an answer. The layer is plain ASGI,
+so a handler learns of a disconnect at once.
 """
 
 import logging
@@ -23,7 +24,8 @@ from engine.core.observability.metrics import Metrics
 
 logger = logging.getLogger("engine.request")
 
-# Machines poll these every few seconds, and metrics too; logging each would bury the rest.
+# Routes that are not logged. Machines poll them every few seconds, and other log lines would be
+# hard to find. Requests for metrics are not logged either.
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 
 
@@ -32,7 +34,7 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Facts about one request. Each layer fills in what it learns; the log reads it at the end."""
+    """Facts about one request, set while it is handled and logged at its end."""
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
@@ -47,7 +49,7 @@ class RequestRecord:
     warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
     metadata: dict[str, str] | None = None  # labels that the client attached
     limit_headers: dict[str, str] = field(default_factory=dict)  # remaining quota of the key
-    send: Send | None = None  # the HTTP server's own send, bypassing the layers
+    send: Send | None = None  # sends directly to the HTTP server, bypassing all layers
 
     def work_fields(self) -> dict[str, Any]:
         """Log fields about the generation, as far as they are known."""
@@ -73,7 +75,7 @@ class RequestRecord:
 
 
 def new_request_id(supplied: str | None) -> str:
-    """The client's own id if it is safe in a log and a header, else a new one."""
+    """The id that the client supplied, if it is safe in a log and a header. Else a new one."""
     if supplied is not None and _SAFE_ID.fullmatch(supplied):
         return supplied
     return f"req-{secrets.token_hex(16)}"

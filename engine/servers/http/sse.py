@@ -1,10 +1,10 @@
 """Server-sent events: writes a stream of events to the socket.
 
-A refusal by the backend must become an HTTP error, yet headers must not wait for a long prefill. So
-the first event (or refusal) is awaited for `ACCEPT_WAIT_S`; then the headers go out, and comments
-keep the connection alive. One token is one chunk unless the client is slow. Events that arrive
-during a blocked write are merged before the next one. A stream ends with its format's closing or
-with an error event, never both.
+If the backend refuses a request, the client should get an HTTP error. But headers should not wait
+for a long prefill. So the server waits up to `ACCEPT_WAIT_S` for the first event or a refusal, and
+then sends the headers. During silence, SSE comments keep the connection alive. Each token is sent
+as one chunk. Only if a write blocks because the client is slow, the events that arrive meanwhile
+are merged. A stream ends either with the closing bytes of its format or with an error event.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class StreamFormat(Protocol):
 
 
 class StalledClientError(ClientDisconnectedError):
-    """The client stopped reading. Only the log reports it; the client can't be told."""
+    """The client stopped reading. This error is only logged; the client can't receive it."""
 
     code = "CLIENT_STALLED"
 
@@ -91,8 +91,8 @@ class EventStream(Response):
         self._format = format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Resuming a task walks its whole await chain. In a task of its own, each token skips the
-        # application's layers.
+        # Resuming a task passes through its whole chain of awaits. A separate task has a shorter
+        # chain, without the application's layers, which saves time for each token.
         await asyncio.create_task(self._run(scope, send))
 
     async def _run(self, scope: Scope, send: Send) -> None:
@@ -107,12 +107,14 @@ class EventStream(Response):
             await self._pump.close()
 
     async def _respond(self, writer: "_Writer") -> None:
-        """Write the whole stream. On failure, tell the client if it still reads, then raise."""
+        """Write the whole stream. If it fails, send an error event, unless the client has
+        disconnected, and raise.
+        """
         await writer.start(self.raw_headers)
         try:
             await self._stream(writer)
         except ClientDisconnectedError:
-            raise  # no final chunk, so the connection closes
+            raise  # without a final chunk, the HTTP server closes the connection
         except EngineError as error:
             await writer.write(self._format.failure(error), more=False)
             raise
@@ -138,17 +140,18 @@ class EventStream(Response):
                 events = coalesce(events)
             await writer.write(head + b"".join([chunk(event) for event in events]))
             head = b""
-            # A write that does not block never yields to the event loop, so no event can have
-            # arrived.
+            # A write that does not block never yields to the event loop. So if events have arrived
+            # since `take`, the write blocked.
             is_slow = pump.has_pending
         await writer.write(format.closing(pump.usage), more=False)
 
 
 class _Writer:
-    """Writes chunks, requests a comment after silence, and detects a client that stopped reading.
+    """Writes chunks to the client. After silence it asks the pump to wake up the stream, which then
+    writes a comment. It also detects a client that stopped reading.
 
-    `send_chunk` is for everything after the response head. It bypasses the layers, which only look
-    at the head.
+    `send_chunk` sends everything after the response head. It bypasses the application's layers,
+    which only use the head.
     """
 
     def __init__(self, send: Send, send_chunk: Send, pump: EventPump) -> None:
@@ -159,7 +162,8 @@ class _Writer:
         self.written_at = 0.0  # start of the last write, event-loop clock
         self._time = asyncio.get_running_loop().time
         self._silence = _SilenceTimer(self, KEEP_ALIVE_S, pump.nudge)
-        # Comments start writes regularly. If no write starts for STALL_S, the last one is blocked.
+        # Comments are written regularly. So if no write has started for STALL_S, the last one is
+        # blocked.
         self._stall = _SilenceTimer(self, STALL_S, self._give_up)
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:

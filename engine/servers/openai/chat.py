@@ -75,7 +75,9 @@ def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCa
 def check_structure(
     services: Services, request: Request, body: OpenAIBody, card: ModelCard
 ) -> None:
-    """Checks for chats and completions: the output grammar, and hints without effect."""
+    """Check, for chats and completions, that the model supports the output grammar. Warn about
+    parameters that have no effect.
+    """
     require_grammar(services, card, body.grammar)
     if body.has_format_description:
         param = "response_format.json_schema.description"
@@ -86,7 +88,7 @@ def check_structure(
 def template_options(
     services: Services, request: Request, body: ChatBody, card: ModelCard
 ) -> dict[str, Any]:
-    """Template options. A name in chat_template_kwargs overrides the API's own field."""
+    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`."""
     given = known_options(services, request, card, body.chat_template_kwargs)
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")

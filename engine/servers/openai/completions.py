@@ -1,8 +1,8 @@
-"""POST /v1/completions. Each prompt is a separate backend request; choice `prompt * n + i` is the
-i-th choice of that prompt.
+"""POST /v1/completions. Each prompt becomes a separate backend request. Choice `p * n + i` of the
+answer is choice `i` of prompt `p`.
 
-`best_of` samples more candidates than the `n` returned: the ones with the highest mean
-log-probability per token. Usage counts all candidates.
+`best_of` generates that many candidates per prompt. The `n` candidates with the highest mean
+log-probability per token are returned. Usage counts the tokens of all candidates.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -88,7 +88,7 @@ def completion_requests(
             context=msgspec.structs.replace(
                 context,
                 request_id=f"{context.request_id}-{index}",
-                # Only the first prompt has a queue timeout; the others may wait for it.
+                # Only the first prompt has a queue timeout. The others may have to wait for it.
                 queue_timeout_s=context.queue_timeout_s if index == 0 else None,
             ),
             prompt=prompt,
@@ -100,7 +100,9 @@ def completion_requests(
 
 
 def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:
-    """Backend sampling parameters; with `best_of` they ask for more choices than are returned."""
+    """Sampling parameters for the backend. With `best_of`, they ask for more choices than are
+    returned.
+    """
     params = body.params(card)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, score_prompt=True)
@@ -112,7 +114,9 @@ def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:
 
 
 def best_choices(collected: Collected, num_candidates: int, num_wanted: int) -> Sequence[Choice]:
-    """Each prompt's `num_wanted` best candidates, best first. Order is kept if all are wanted."""
+    """The `num_wanted` best candidates of each prompt, best first. If all candidates are wanted,
+    they keep their order.
+    """
     if num_candidates == num_wanted:
         return collected.choices
     chosen: list[Choice] = []
@@ -123,7 +127,7 @@ def best_choices(collected: Collected, num_candidates: int, num_wanted: int) -> 
 
 
 async def _prompt_only(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The echoed prompt only. The one token that the backend must generate is dropped."""
+    """Pass on only the echoed prompt. Backends generate at least one token, which is dropped."""
     echoed: set[int] = set()
     async for event in source:
         if isinstance(event, TextEvent):

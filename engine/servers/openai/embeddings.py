@@ -1,7 +1,7 @@
-"""POST /v1/embeddings, and the embedding helper that rerank and score share.
+"""POST /v1/embeddings, and the function that computes embeddings for rerank and score too.
 
-The vectors arrive as a stream of one event, so admission, deadlines, drains, disconnects and
-metrics work as for all other requests.
+Embeddings go through an `EventPump` like generated text. So admission, deadlines, drains,
+disconnects and metrics work as for all other requests.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
             made = await embed(services, request, ticket, card, body, "embd", body.input)
         except InvalidRequestError as error:
             raise _with_advice(error, body.input) from None
-        # Encoding many vectors is slow, so it runs off the event loop.
+        # Encoding many vectors is slow, so it runs in a thread.
         content = await asyncio.to_thread(_content, card, made, body)
         return Response(content, media_type="application/json")
 
@@ -194,7 +194,9 @@ def _check_dimensions(
 def _with_advice(
     error: InvalidRequestError, inputs: Sequence[fields.Prompt]
 ) -> InvalidRequestError:
-    """Add a hint to the error: refused token ids usually come from another model's tokenizer."""
+    """Add advice to an error about token ids. Such ids usually come from another model's
+    tokenizer.
+    """
     are_ids = any(not isinstance(each, str) for each in inputs)
     if not are_ids or error.error_code == "context_length_exceeded":
         return error
@@ -210,7 +212,7 @@ def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
     vectors = made.vectors
     if body.dimensions is not None and body.dimensions < vectors.shape[1]:
         vectors = unit_rows(vectors[:, : body.dimensions])
-    # One at a time, so that other threads can take the GIL in between.
+    # Each vector is encoded separately, so that other threads can take the GIL in between.
     items = [_item(i, row, body.encoding_format) for i, row in enumerate(vectors)]
     rest = {"model": card.id, "usage": usage_body(made)}
     opening, closing = b'{"object":"list","data":[', b"]," + msgspec.json.encode(rest)[1:]

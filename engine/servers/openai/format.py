@@ -1,7 +1,7 @@
-"""Formats events as OpenAI's JSON: whole answers, and the chunks of a stream.
+"""Formats events as OpenAI's JSON: complete answers, and the chunks of a stream.
 
-There is one chunk per token. The parts that a stream repeats (id, model, braces) are encoded once,
-and each chunk is joined around its text.
+A stream has about one chunk per token. The parts that are the same in all chunks (such as id and
+model) are encoded only once and joined with the text of each chunk.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from engine.servers.http.sse import DONE, error_event
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
-# JSON has no infinity; OpenAI clients treat this number as "impossible".
+# JSON has no infinity. OpenAI clients take this number as a probability of 0.
 _MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that an answer shares with all of its chunks."""
+    """Fields that are the same in all chunks of an answer."""
 
     id: str
     created: int
@@ -56,8 +56,8 @@ def new_envelope(completion_id: str, card: ModelCard) -> Envelope:
 
 
 def fingerprint(card: ModelCard) -> str:
-    """Changes whenever the same seed might give another answer: other weights or another
-    backend.
+    """The `system_fingerprint`. It changes if the model or its backend changes, because then the
+    same seed may give another answer.
     """
     return "fp_" + hashlib.sha256(_encode(card)).hexdigest()[:12]
 
@@ -109,8 +109,8 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
 
 
 def _ranked(token: TokenText) -> dict[str, float] | None:
-    """Top log-probabilities by token text, always with the chosen token. None for a prompt's first
-    token, which has no probability.
+    """Token text -> log-probability, of the most likely tokens and of the chosen token. None for
+    the first token of a prompt, which has no probability.
     """
     if math.isnan(token.logprob):
         return None
@@ -121,14 +121,14 @@ def _ranked(token: TokenText) -> dict[str, float] | None:
 
 @dataclass(slots=True)
 class Call:
-    """A tool call, as far as it has arrived."""
+    """The parts of a tool call that have arrived."""
 
     call_id: str
     name: str
     arguments: list[str]
 
     def body(self) -> dict[str, Any]:
-        # Clients parse arguments as JSON, so missing ones become an empty object.
+        # Clients parse the arguments as JSON. So if there are none, send an empty object.
         function = {"name": self.name, "arguments": "".join(self.arguments) or "{}"}
         return {"id": self.call_id, "type": "function", "function": function}
 
@@ -149,7 +149,7 @@ class Choice:
             self.texts.append(event.text)
             if event.logprobs is not None:
                 self.tokens.extend(event.logprobs)
-                if event.num_tokens:  # an echoed prompt has none and is not counted
+                if event.num_tokens:  # it is 0 for an echoed prompt, which is not scored
                     self._scores.extend(token.logprob for token in event.logprobs)
         elif isinstance(event, ReasoningEvent):
             self.reasoning.append(event.text)
@@ -184,7 +184,7 @@ class Collected:
 
 
 async def collect(pump: EventPump, num_choices: int) -> Collected:
-    """Collect the whole answer. Raises if it ended early."""
+    """Collect the complete answer. Raises if the stream failed."""
     collected = Collected(num_choices)
     await pump.wait_whole(collected.add)
     return collected
@@ -193,8 +193,8 @@ async def collect(pump: EventPump, num_choices: int) -> Collected:
 def _ending(
     finish: FinishEvent | None, has_calls: bool = False, named_tool: bool = False
 ) -> dict[str, Any]:
-    """The finish reason. It is `tool_calls` if there are any, but `stop` for a call that the client
-    forced by name, as at OpenAI.
+    """The fields about the end of a choice. If the choice has tool calls, its finish reason is
+    `tool_calls`. But if the client forced the call of a named tool, it is `stop`, as at OpenAI.
     """
     if finish is None:
         return {"finish_reason": None}
@@ -224,8 +224,8 @@ def chat_body(
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
-    """The message object. Empty optional fields are omitted; reasoning is sent under both common
-    names.
+    """The message object of a choice. Tool calls and reasoning are omitted if there are none.
+    Reasoning is sent under both names that clients use.
     """
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
@@ -265,7 +265,9 @@ def _whole(
 
 
 class _ChunkStream:
-    """Pre-encoded bytes before and after each chunk's one choice."""
+    """Base class of streams. `head` and `tail` are the encoded bytes before and after the choice in
+    each chunk.
+    """
 
     def __init__(self, envelope: Envelope, kind: str, include_usage: bool) -> None:
         self.head = b"data: " + _encode(envelope.fields(kind))[:-1] + b',"choices":['
@@ -282,7 +284,7 @@ class _ChunkStream:
 
 
 class ChatStream(_ChunkStream):
-    """Chunks of `/v1/chat/completions`. Each choice starts with its role."""
+    """Chunks of `/v1/chat/completions`. The first chunk of each choice has only the role."""
 
     def __init__(
         self, envelope: Envelope, num_choices: int, include_usage: bool, named_tool: bool = False
@@ -339,7 +341,7 @@ class ChatStream(_ChunkStream):
         return ended + self._call_delta(event.choice, delta)
 
     def _end_call(self, choice: int) -> bytes:
-        """Send `{}` as the previous call's arguments if it had none."""
+        """A chunk with `{}` as arguments of the previous call, if that call had none."""
         calls = self._calls[choice]
         last = next(reversed(calls), None)
         if last is None or calls[last]:

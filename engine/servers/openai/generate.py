@@ -1,9 +1,9 @@
-"""/generate: submit a prompt now, read its stream later, from any connection and as often as
-wanted.
+"""/generate: a client submits a prompt and can read its stream later, on any connection and
+repeatedly.
 
-A submission runs whether or not a client listens, until it ends or is deleted. Its result is kept
-for a while. Only the key that submitted it can see it. `stream: true` submits and streams in one
-call; then the work ends with its connection.
+A submission runs until it ends or is deleted, even if no client reads it. Its result is kept for
+`KEEP_S` seconds. Only its tenant can see it. `stream: true` submits and streams in one call. In
+this case, a disconnect ends the generation.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ from engine.servers.serving.services import (
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
-# Wait this long for a refusal; a later one is reported in the stream. The client should get its
-# request id soon.
+# How long a submission waits for a refusal by the backend. A later refusal is reported in the
+# stream. The wait is short, so that the client gets its request id soon.
 SUBMIT_WAIT_S = 0.1
 
 _encode = msgspec.json.Encoder().encode
@@ -58,7 +58,7 @@ class CancelledSubmissionError(AbortedError):
 
 
 class GenerateStream:
-    """`{"request_id", "index", "text", "finish_reason"}` for each token, then the usage."""
+    """Sends `{"request_id", "index", "text", "finish_reason"}` for each token, then the usage."""
 
     def __init__(self, request_id: str) -> None:
         self._head = b'data: {"request_id":' + _encode(request_id) + b","
@@ -85,7 +85,7 @@ class GenerateStream:
 
 
 class Submission:
-    """One submitted prompt: all events so far, and its end."""
+    """A submitted prompt. Keeps all events of its answer."""
 
     def __init__(
         self, request_id: str, owner: str, num_choices: int, pump: EventPump, ticket: Ticket
@@ -102,12 +102,14 @@ class Submission:
         self._task = asyncio.create_task(self._run())
 
     async def cancel(self) -> None:
-        """Abort it if it is still running. Returns once the backend has released it."""
+        """Abort the submission if it is still running, and wait until the backend has released
+        it.
+        """
         self._pump.fail(CancelledSubmissionError("The request was deleted."))
         await asyncio.shield(self._task)
 
     def state(self) -> dict[str, Any]:
-        """The body of GET: the text so far, and how it ended."""
+        """The body for GET /generate/ID: the text so far, the status, and the usage or error."""
         collected = Collected(self.num_choices)
         collected.add(self._events)
         choices = [
@@ -126,7 +128,7 @@ class Submission:
         return body
 
     async def follow(self) -> AsyncIterator[Event]:
-        """Replay all events from the first, then follow live ones."""
+        """Yield all earlier events, then new events as they arrive."""
         position = 0
         self._num_readers += 1
         try:
@@ -149,7 +151,7 @@ class Submission:
                 self._events.extend(events)
                 self._announce()
         except EngineError:
-            pass  # kept in `failure`, for later readers
+            pass  # the pump keeps it in `failure`, for later readers
         finally:
             await self._ticket.close()
             if self._num_readers == 0:
@@ -171,13 +173,17 @@ class Submission:
 
 
 class Submissions:
-    """Submissions that clients can still read. Limited in number and, once ended, in age."""
+    """Submissions that clients can still read. Their number is limited. Those that have ended are
+    kept for `KEEP_S` seconds.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Submission] = {}
 
     def make_room(self) -> None:
-        """Drop expired submissions, and one ended one if still full. Raises if all are running."""
+        """Drop expired submissions. If there is still no room, drop one that has ended. Raises if
+        all are running.
+        """
         now = time.monotonic()
         ended = [each for each in self._by_id.values() if each.ended_at is not None]
         for each in ended:
@@ -189,7 +195,8 @@ class Submissions:
         remaining = [each for each in ended if each.request_id in self._by_id]
         if not remaining:
             raise RateLimitError("Too many submissions are running; retry later.", retry_after=1)
-        # Drop from the tenant with the most results, so no tenant's results go because of another.
+        # Drop a result of the tenant who has the most results. So one tenant can't displace the
+        # results of the others.
         owner = Counter(each.owner for each in remaining).most_common(1)[0][0]
         del self._by_id[next(each.request_id for each in remaining if each.owner == owner)]
 
@@ -262,4 +269,6 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
 
 
 def _uncounted(seconds: float, num_tokens: int) -> None:
-    """No-op: a submission's tokens are timed when generated, not when read."""
+    """Does nothing: the tokens of a submission are timed when they are generated, not when they are
+    read.
+    """

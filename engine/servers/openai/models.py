@@ -1,5 +1,5 @@
-"""GET /v1/models and its deprecated alias /v1/engines. Model ids contain slashes, so routes match
-paths.
+"""GET /v1/models and its deprecated alias /v1/engines. Model ids may contain slashes, so routes use
+`:path`.
 """
 
 from typing import Any

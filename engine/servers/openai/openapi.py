@@ -1,7 +1,8 @@
 """GET /openapi.json and the list of capabilities, built from the routes and the body models.
 
-FastAPI knows the routes and their responses. It can't see the bodies, because routes read them on
-their own, under limits and partly off the event loop. Those come from the tables below.
+FastAPI knows the routes and their responses. It does not know the bodies, because routes read them
+without FastAPI, to enforce limits and to parse large ones in a thread. The tables below list the
+bodies.
 """
 
 from collections.abc import Iterable
@@ -177,7 +178,7 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of `model`, which allows no other fields, plus the file."""
+    """The schema of `model` with the uploaded file as another field."""
     schema = model.model_json_schema(ref_template=_REFS)
     schema.pop("$defs", None)
     file = {"file": {"type": "string", "format": "binary"}}
@@ -259,8 +260,8 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
 
 
 def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
-    """A body's parameters. `refused_unless` lists unsupported ones with their accepted no-op
-    values.
+    """The parameters of a body. `refused_unless` has the unsupported ones, with the values that
+    switch them off. Only these values are accepted.
     """
     refused = off_values(kind)
     others = NO_EFFECT

@@ -1,7 +1,7 @@
 """POST /v1/rerank (also /rerank) and /v1/score: similarity of texts.
 
 A score is the cosine of two embedding vectors, from -1 to 1. Only models trained for embeddings are
-accepted; hidden states of other models would rank at random.
+accepted. With the hidden states of other models, scores would be meaningless.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         card = _comparing_model(services, request, body)
         texts = (body.query, *body.documents)
         made = await embed(services, request, ticket, card, body, "rerank", texts)
-        # Thousands of vectors would block the event loop noticeably.
+        # This runs in a thread, because thousands of vectors would block the event loop.
         scores = await asyncio.to_thread(_similarities, made.vectors, 1)
         # The sort is stable: equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -154,8 +154,8 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
 
 
 def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
-    """Cosines of the first `num_left` vectors with the rest, pairwise; a single one with all
-    others.
+    """Cosines of the first `num_left` vectors with the other vectors, in pairs. If `num_left` is 1,
+    the first vector is compared with all others.
     """
     left, right = np.split(unit_rows(vectors), [num_left])
     scores: list[float] = (left * right).sum(axis=1).tolist()

@@ -1,8 +1,8 @@
-"""OpenAI's request bodies: every field with its type and bounds.
+"""OpenAI's request bodies: the type and bounds of every field.
 
-Types are strict (`"1"` and `true` are not numbers). Every number has min and max, written so that
-NaN fails. null equals a missing field. Names and defaults are OpenAI's; fields that OpenAI lacks
-have vLLM's names.
+Types are strict: `"1"` and `true` are not numbers. Every number has a minimum and a maximum, and
+NaN is refused. null means the same as a missing field. Names and defaults are OpenAI's. Fields that
+OpenAI does not have are named as in vLLM.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,7 +40,7 @@ class OpenAIBody(SamplingBody):
     guided_choice: fields.GuidedChoice = None
     guided_grammar: fields.GuidedGrammar = None
     structured_outputs: fields.StructuredOutputs = None
-    # `user` was split into these two fields.
+    # OpenAI replaced `user` by these two fields.
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
 
@@ -173,7 +173,9 @@ class CompletionBody(OpenAIBody):
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        """Sampling parameters. `max_tokens` 0 asks for one token, which the answer drops."""
+        """Sampling parameters. If `max_tokens` is 0, they ask for one token, which is left out of
+        the answer.
+        """
         limit = 1 if self.only_echoes else self.max_tokens or DEFAULT_COMPLETION_TOKENS
         return self.sampling(card, limit, self.logprobs)
 

@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, in vLLM's format.
 
-A conversation is rendered exactly as `/v1/chat/completions` renders it. Text stays text: a special
-token's name inside a prompt is tokenized as plain characters.
+A conversation is rendered exactly as for `/v1/chat/completions`. The name of a control token in a
+prompt is tokenized as plain text.
 """
 
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from engine.servers.serving.chat import check_tools, known_options
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
-# Each distinct token id costs one backend call.
+# Max different tokens to return as text. Each of them takes one call of the backend.
 MAX_TOKEN_STRS = 65_536
 
 

@@ -1,1 +1,1 @@
-"""Operation: probes, metrics, administration, reloading settings."""
+"""Routes for operating the server: probes, metrics, administration, reloading settings."""

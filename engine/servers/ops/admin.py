@@ -1,5 +1,5 @@
-"""GET /v1/admin/routes: each model's backends, their state, and why each recent request went where
-it did.
+"""GET /v1/admin/routes: the backends of each model, their state, and why recent requests were sent
+to their backend.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def who_is(request: Request) -> str:
 
 
 def _only_backend(services: Services) -> list[dict[str, Any]]:
-    """The same report for a server without a router."""
+    """The report about models for a server without a router, in the router's format."""
     health = services.backend.health()
     stats = services.backend.stats()
     hit_rate = None

@@ -114,7 +114,9 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
     lock = asyncio.Lock()
 
     async def changed(change: Callable[[Path], T]) -> T:
-        """Apply `change` to the keys file, then reload the keys. So both agree after a restart."""
+        """Apply `change` to the keys file, then reload the keys from it. So the change is still
+        there after a restart.
+        """
         path = services.settings.server.keys_file
         if path is None:
             raise ConflictError(
@@ -158,7 +160,9 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
 
 
 def _remove(services: Services, path: Path, name: str) -> KeyEntry:
-    """Remove a key. The last one stays: without any key the server would be open to all."""
+    """Remove a key. The last client key can't be removed, because without any key all clients would
+    be accepted.
+    """
     users = [key for key in key_file.read_keys(path) if key.role == "user"]
     is_last = [key.name for key in users] == [name]
     if is_last and services.settings.server.api_key is None:

@@ -1,4 +1,4 @@
-"""/v1/admin/models and /v1/admin/cache: which models are loaded, and what their caches hold."""
+"""/v1/admin/models loads and unloads models. /v1/admin/cache flushes and warms prefix caches."""
 
 from typing import Annotated, Any
 
@@ -109,7 +109,9 @@ def _patience(services: Services, body: NamedBody) -> float:
 
 
 def _check_origin(request: Request, body: LoadBody) -> None:
-    """Without an admin key, only allow pulled models on our own backends."""
+    """If the request has no admin key, only allow models that `engine list` shows, on our own
+    backends and without options.
+    """
     try:
         refuse_secrets(body.options)
     except ValueError as error:

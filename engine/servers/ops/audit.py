@@ -1,8 +1,8 @@
 """The audit log: one JSON line for every administrative change, with its author and time.
 
-The file is in the storage directory, readable only by the account, and append-only. At a size limit
-it is renamed to `audit.jsonl.1`, replacing the previous one. It has no secrets: keys are listed by
-name.
+The file is in the storage directory and only this user can read it. Lines are only appended. When
+the file reaches a size limit, it is renamed to `audit.jsonl.1`, which replaces the previous one.
+The file has no secrets: it has the names of keys, not the keys.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class AuditLog:
     async def change(
         self, who: str, action: str, target: str = "", **detail: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Wrap a change; it is logged whether it succeeds or fails. Entries added to the yielded
-        dictionary go into the line.
+        """A context for a change. At its end, the change is logged, also if it failed. Entries that
+        are added to the yielded dictionary become part of the log line.
         """
         result = "ok"
         try:
@@ -52,9 +52,7 @@ class AuditLog:
     async def write(
         self, who: str, action: str, target: str, result: str, detail: dict[str, Any]
     ) -> None:
-        """Append a line. A disk error only goes to the server log, because the change is already
-        made.
-        """
+        """Append a line. A disk error is only logged, because the change has already been made."""
         entry = {
             "ts": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "who": who,

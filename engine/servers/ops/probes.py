@@ -1,8 +1,9 @@
-"""Serves probes on their own port, from a thread with its own event loop. A busy server must not be
-restarted as a dead one.
+"""Serves probes on a separate port, in a thread with its own event loop. So probes are answered
+even if the server is busy, and an orchestrator does not restart it.
 
-The main loop writes its state here a few times a second and the thread only reads it. So no server
-object is shared between threads, and a stuck main loop is noticed because its updates stop.
+The main event loop writes its state a few times a second, and the thread only reads this state. So
+threads share no other objects. If the main event loop is stuck, its updates stop, and the probe
+fails.
 """
 
 import asyncio
@@ -52,7 +53,8 @@ def add_metrics_routes(app: FastAPI, services: Services) -> None:
     @app.get(services.settings.metrics.endpoint, response_class=PlainTextResponse)
     async def metrics() -> Response:
         services.watcher.observe()
-        # Walks the process tree and formats hundreds of series, which takes milliseconds.
+        # This runs in a thread, because reading the process tree and formatting hundreds of series
+        # takes milliseconds.
         content, content_type = await asyncio.to_thread(services.metrics.render)
         return Response(content, headers={"content-type": content_type})
 
@@ -84,7 +86,8 @@ def status_response(status: str, *, ok: bool, figures: dict[str, Any] | None = N
 
 
 NOTE_EVERY_S = 0.25
-# Far longer than any request blocks the event loop.
+# If the event loop has not updated its state for this many seconds, it is stuck. No request blocks
+# it for nearly that long.
 STUCK_AFTER_S = 30.0
 CLOSE_TIMEOUT_S = 1
 

@@ -1,7 +1,7 @@
 """Reloads settings while the server runs: keys, limits and the log level.
 
-They are read from their original sources, all or nothing: on an error the server keeps what it has.
-Other changed settings wait for the next start.
+Settings are read from their original sources. If one is invalid, nothing changes. Other settings
+that have changed take effect at the next start.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def set_log_level(services: Services, level: str) -> dict[str, Any]:
 
 
 async def reload_settings(services: Services, who: str) -> None:
-    """Reload on a signal; errors only go to the log."""
+    """Reload the settings because of a signal. Errors are only logged."""
     try:
         await reread(services, who)
     except EngineError as error:
@@ -46,7 +46,7 @@ async def reload_settings(services: Services, who: str) -> None:
 
 
 async def reread(services: Services, who: str) -> dict[str, Any]:
-    """Reload and return the settings now in force. Raises `ConfigError`."""
+    """Reload the settings and return what is now used. Raises `ConfigError` if one is invalid."""
     async with audit_of(services).change(who, "reload") as detail:
         new = await _settings(services)
         await asyncio.to_thread(services.keys.load, new.server)

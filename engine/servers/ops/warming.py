@@ -1,8 +1,8 @@
 """Prefills prompts in advance, so that later requests with the same prefix hit the prefix cache.
 
-The file has one prompt per line: JSON (a string, or an object with `messages` or `prompt`) or plain
-text. Caches are separate per tenant, so each prompt is computed for every tenant that has a key, or
-only for the given one.
+The file has one prompt per line. A line is plain text or JSON: a string, or an object with
+`messages` or `prompt`. Tenants don't share cached prefixes. So each prompt is computed for every
+tenant that has a key, or only for one given tenant.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_PROMPTS = 1_000
 MAX_FILE_BYTES = 64 * 2**20
 AT_ONCE = 4
-# Lowest priority: behind all interactive requests.
+# The lowest priority: these requests run after all interactive requests.
 PRIORITY = 100
 READY_POLL_S = 0.05
 
@@ -39,7 +39,7 @@ Prompt = str | dict[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the file. Raises `ConfigError` naming the line."""
+    """Read the file. For an invalid line, raises a `ConfigError` with its number."""
     try:
         with path.expanduser().open("rb") as file:
             text = file.read(MAX_FILE_BYTES).decode()
@@ -52,7 +52,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def tenants_of(services: Services, name: str | None = None) -> list[str]:
-    """Tenants whose caches can be warmed. Without keys there is one, with an empty name."""
+    """Tenants whose prefixes can be cached in advance. If there are no keys, this is one tenant
+    with an empty name.
+    """
     known = {
         each.principal.name: services.keys.label(each.principal)
         for each in services.keys.credentials

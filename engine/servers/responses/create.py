@@ -1,10 +1,10 @@
 """Creates a response: builds the conversation, reads the backend's events, stores the result.
 
-A response is stored once, when it has ended well (complete or cut off by its length) and before the
-client is told. So a client that has read the end can continue from it. A response that failed or
-whose client disconnected is not stored. Storing is the default, but few clients depend on it: if
-the storage fails, only a request with `store: true` fails. Any other gets its answer with `store`
-false, and a warning.
+A response is stored when it has ended, either complete or cut off by the length limit. It is stored
+before the client gets the end, so the client can continue from it at once. A response is not stored
+if it failed or if the client disconnected. Responses are stored by default, but few clients need
+this. So if the storage fails, only requests with `store: true` fail. Other requests get their
+answer with `store` set to false, and a warning.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
-# Fewer items are converted faster than a thread wakes up.
+# Up to this many items are converted on the event loop. Starting a thread for them would take
+# longer.
 INLINE_ITEMS = 64
 
 Messages = tuple[dict[str, Any], ...]
@@ -54,8 +55,8 @@ class ResponsePrompt:
 
 
 class Recorder:
-    """Passes a backend's events on and builds the response from them. `save` stores the response
-    and returns what is sent.
+    """Passes on the events of a backend and builds the response from them. `save` stores the
+    response, and returns the response to send to the client.
     """
 
     def __init__(self, begun: Item, save: Callable[[Item], Awaitable[Item]] | None) -> None:
@@ -120,7 +121,7 @@ class ResponseMaker:
         return begun, recorder, pump
 
     async def prompt(self, body: PromptBody, owner: str) -> ResponsePrompt:
-        """The whole conversation. Instructions of earlier turns are not part of it."""
+        """The whole conversation, without the instructions of earlier turns."""
         turns = []
         if body.previous_response_id is not None:
             turns = await self._store.conversation(body.previous_response_id, owner)
@@ -152,7 +153,9 @@ class ResponseMaker:
     def _template_options(
         self, request: Request, body: PromptBody, card: ModelCard
     ) -> dict[str, Any]:
-        """Template options for `reasoning`, as far as the model's template has them."""
+        """Options of the model's chat template for `reasoning`. Warns about what the template does
+        not support.
+        """
         services, reasoning = self._services, body.reasoning
         if body.text is not None and body.text.verbosity is not None:
             services.warn(request, "text.verbosity", "can't be set for this model")

@@ -1,8 +1,8 @@
-"""The `response` object, from its initial state to its end, whole and as SSE events.
+"""Formats a response as a `response` object, and its stream as SSE events.
 
-Each event has a `type`, which is also the SSE event name, and an increasing `sequence_number`. A
-failed stream ends with `error`, on which OpenAI's SDKs raise, and `response.failed`, for clients
-that wait for a final state. This API has no `[DONE]`.
+Each event has a `type`, which is also the name of the SSE event, and an increasing
+`sequence_number`. A failed stream ends with two events: on `error`, OpenAI's SDKs raise an
+exception; `response.failed` is for clients that wait for a final state. This API has no `[DONE]`.
 """
 
 import time
@@ -86,7 +86,7 @@ def failed(begun: Item, output: Output, error: EngineError) -> Item:
 def usage_body(usage: UsageEvent) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        # Cache writes are reported as 0: they cost a client nothing.
+        # Cache writes are reported as 0, because clients don't pay for them.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
@@ -104,7 +104,9 @@ _TEXTS = {
 
 
 class ResponseStream:
-    """`finished` returns the whole response after a successful generation."""
+    """The SSE events of a response. `finished` returns the complete response after a successful
+    generation.
+    """
 
     def __init__(self, begun: Item, finished: Callable[[], Item]) -> None:
         self._begun = begun
@@ -127,8 +129,8 @@ class ResponseStream:
 
     def failure(self, error: EngineError) -> bytes:
         detail = error_fields(error)
-        # OpenAI documents a flat error but sends a nested one, and its SDKs only raise on the
-        # nested one. So send both.
+        # OpenAI documents an error with its fields at the top level. But it sends them in a nested
+        # object, and its SDKs only raise for that. So send both.
         flat = {key: detail[key] for key in ("code", "message", "param")}
         return self._event("error", **flat, error=detail) + self._event(
             "response.failed", response=failed(self._begun, self._output, error)

@@ -1,8 +1,8 @@
 """Parses input items into one normalized form, which is also stored.
 
-Clients often send answers back whole, so every field of an output item is accepted; empty ones
-(null, an empty list) are ignored. Only text is supported. An error names its place, and parsing
-stops at the first one.
+Clients often send complete output items back as input. So all fields of output items are accepted;
+some of them only if they are empty. Only text is supported. Parsing stops at the first error, which
+names its place in the input.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 # Each kind of text part, and its field with the text.
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Fields of output text that a prompt can't use. Ignored.
+# Fields of output text that are ignored, because a prompt can't use them.
 _PART_NOTES = ("annotations", "logprobs", "parsed")
 # Fields that OpenAI's built-in tools set; accepted only if empty.
 _EMPTY_ONLY = ("phase", "caller", "namespace", "created_by", "encrypted_content")
@@ -38,7 +38,7 @@ def parse_input(value: Any) -> tuple[Item, ...]:
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Give every item an id: the client's own, or one made from its index in this request."""
+    """Give every item an id. It is the client's id, or else made from the item's index."""
     return [
         {"id": item_id(item["type"], response_id, index, is_input=True)} | item
         for index, item in enumerate(items)

@@ -1,7 +1,7 @@
 """Converts items to chat messages.
 
-The items of one answer (reasoning, text, calls) become one assistant message again. So the prompt
-starts with exactly the previous turn's tokens and reuses its cached blocks.
+The items of one answer (reasoning, text, calls) become one assistant message. So the prompt starts
+with exactly the tokens of the previous turn and can reuse its cached blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ class _Conversation:
 
     def _add_answer(self, text: str) -> None:
         last = self._last_of_assistant()
-        # The open message only has reasoning so far; this text or call belongs to it.
+        # If the last message has only reasoning so far, this text belongs to it.
         if last is not None and not last["content"] and "tool_calls" not in last:
             last["content"] = text
         else:

@@ -1,8 +1,8 @@
 """Converts events to output items: reasoning, a message, function calls, in order.
 
-One item is open at a time; an event of another kind closes it. A stream uses two `Output` objects:
-one builds the finished response as events arrive, the other emits the changes as they are sent. Ids
-are derived from the response and the index, so both give the same items.
+One item is open at a time. An event of another kind closes it. A stream uses two `Output` objects:
+one builds the finished response as events arrive, the other gives the changes to send to the
+client. Ids of items are derived from the response id and the index, so both have the same items.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 
 class _OpenItem:
-    """The item being written. `key` tells the calls of one turn apart."""
+    """The item being written. `key` is different for each tool call of a turn."""
 
     def __init__(self, kind: Kind, key: int, item: Item) -> None:
         self.kind = kind
@@ -77,7 +77,8 @@ class Output:
             logprobs = (*self._early_logprobs, *logprobs)
             self._early_logprobs.clear()
             return self._write("message", event.text, logprobs=logprobs)
-        # A token without text: an incomplete character, or part of reasoning or a call.
+        # The event has no text: its tokens are an incomplete character, or part of reasoning or of
+        # a call.
         if self._open is None or self._open.kind == "message":
             self._early_logprobs += logprobs
         return []
@@ -130,7 +131,7 @@ class Output:
 
     def _end(self, event: FinishEvent) -> list[Change]:
         self.finish = event
-        # An answer without any text still gets an empty message, which the next turn needs.
+        # An answer without any item gets an empty message, because the next turn needs one.
         changes = [] if self._open or self.items else self._write("message", "")
         return changes + self._close(is_complete=event.reason != "length")
 

@@ -1,8 +1,8 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-Parameters that need a missing service (built-in tools, conversations, prompt templates, background
-work) are refused by name.
+Built-in tools, conversations, prompt templates and background work don't exist here. Parameters for
+them are refused with an error that names the parameter.
 """
 
 from typing import Annotated, Any, Literal
@@ -56,7 +56,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
 def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
-    """A parameter that is refused unless it is null or a no-op value."""
+    """Annotations of a parameter that is refused unless it is null or in `no_effect`."""
 
     def check(value: Any, info: ValidationInfo) -> None:
         if asks_for_nothing(value, no_effect):

@@ -1,9 +1,9 @@
 """Stored responses, from which `previous_response_id` continues, even after a restart.
 
-A table row is one turn: its input, its response and the id of the previous turn. Rows are only
-visible to the key that made them. A turn expires some time after it was made or last continued, so
-a conversation in use stays whole. Beyond the limits on count and size, the least recently used
-turns are deleted first.
+A table row is one turn: its input, its response and the id of the previous turn. Only the tenant
+who made a turn can see it. A turn expires some time after it was made or last continued, so all
+turns of a conversation in use are kept. If there are too many turns or bytes, the least recently
+used turns are deleted.
 """
 
 import asyncio
@@ -79,13 +79,13 @@ class ResponseStore:
         self._now = now
 
     async def start(self) -> None:
-        """Nothing to do: the file is opened on first use."""
+        """Does nothing, because the file is opened on first use."""
 
     async def stop(self) -> None:
         await self._database.close()
 
     async def check(self) -> None:
-        """Check, before any work, that storing is possible. Raises `UnavailableError`."""
+        """Check that the storage can be used. Raises `UnavailableError` if not."""
         await self._database.run(lambda connection: None)
 
     async def save(
@@ -150,7 +150,7 @@ class ResponseStore:
         return await self._database.run(work)
 
     async def turns(self, ids: Iterable[str], owner: str) -> dict[str, Turn]:
-        """Those of the given turns that exist."""
+        """Id -> turn, for those of the given ids that exist."""
 
         def work(connection: sqlite3.Connection) -> dict[str, Turn]:
             found: dict[str, Turn] = {}
@@ -205,7 +205,9 @@ def _turn(row: sqlite3.Row) -> Turn:
 
 
 def _check_size(num_turns: int, num_bytes: int, param: str) -> None:
-    """Limit the conversation's size: a short request must not trigger unlimited reads."""
+    """Raise if the conversation is too long. Otherwise a short request could cause any amount of
+    reading.
+    """
     if num_turns > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
         raise InvalidRequestError(
             f"The conversation is longer than {MAX_TURNS} turns or {MAX_CONVERSATION_BYTES} bytes."

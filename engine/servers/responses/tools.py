@@ -1,7 +1,8 @@
-"""Tools, tool choice and `text.format`, which are flatter in this API than in chat completions.
+"""Parses tools, tool choice and `text.format`. In this API they are nested less deeply than in chat
+completions.
 
-The flat form is converted to the nested one and parsed by the chat parsers. Field paths in errors
-are converted back.
+They are converted to the form of chat completions and parsed by the same functions. Field paths in
+errors are converted back.
 """
 
 from collections.abc import Callable

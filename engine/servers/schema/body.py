@@ -1,9 +1,9 @@
 """Sampling fields shared by all APIs, and validation of JSON bodies.
 
-Types are strict (`"1"` and `true` are not numbers). Every number has min and max, written so that
-NaN fails. null equals a missing field. An unsupported parameter is refused by name, never ignored.
-A no-op value (`functions: []`, `store: false`) is accepted, because SDKs send such values all the
-time.
+Types are strict: `"1"` and `true` are not numbers. Every number has a minimum and a maximum, and
+NaN is refused. null means the same as a missing field. An unsupported parameter is refused with an
+error that names it. But values that have no effect (`functions: []`, `store: false`) are accepted,
+because SDKs often send them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,9 @@ from engine.servers.schema import fields
 
 MAX_N = 16
 
-# Unsupported parameter -> its accepted no-op values, besides null. Endpoints that support a
-# parameter never look here: completions support `best_of`, chats do not.
+# Parameter -> values that have no effect. Endpoints that don't support the parameter accept these
+# values and null. Other endpoints don't use this entry: for example, completions support `best_of`,
+# chats do not.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -79,8 +80,8 @@ def drop_no_effect(
     known: Iterable[str],
     no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
 ) -> dict[str, Any]:
-    """Keep only the `known` parameters. Raises `InvalidRequestError` for others unless they are
-    no-ops.
+    """Keep only the `known` parameters. Raises `InvalidRequestError` if another parameter has an
+    effect.
     """
     known = frozenset(known)
     unknown: list[str] = []
@@ -109,8 +110,8 @@ def drop_no_effect(
 
 @dataclass(frozen=True, slots=True)
 class OffValues:
-    """Marks a field that a body only defines to refuse it with its own message; see
-    `off_values`.
+    """Marks a field that is not supported. A body defines it only to refuse it with a special
+    message. `values` are accepted.
     """
 
     values: tuple[Any, ...]
@@ -182,8 +183,8 @@ class SamplingBody(BaseModel):
         logprobs: int | None,
         limit_name: str = "max_tokens",
     ) -> SamplingParams:
-        """The sampling parameters. `max_tokens` None means up to the context length, which the
-        backend knows. `limit_name` is the client's name for that parameter.
+        """The sampling parameters. If `max_tokens` is None, the limit is the context length.
+        `limit_name` is the client's name for `max_tokens`, for errors.
         """
         if max_tokens is not None and max_tokens > card.max_model_len:
             raise InvalidRequestError(
@@ -225,8 +226,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
-    """Validate `raw` as a `kind`. Raises `InvalidRequestError` naming field, rule and given
-    value.
+    """Validate `raw` as a `kind`. If it is invalid, raises an `InvalidRequestError` that names the
+    field, the rule and the given value.
     """
     try:
         return kind.model_validate(drop_no_effect(raw, kind.model_fields))

@@ -1,6 +1,7 @@
-"""Fields that accept several forms, each with its parser and the JSON schema of what it accepts.
+"""Fields of request bodies that accept several forms. Each has a parser, and a JSON schema of the
+accepted values.
 
-The parsers stop at the first mistake and echo only a few characters of it.
+The parsers stop at the first mistake. Their errors show at most a few characters of the value.
 """
 
 from typing import Annotated, Any
@@ -41,7 +42,7 @@ Prompt = str | tuple[int, ...]
 
 
 def _off_if_negative(value: Any) -> Any:
-    """vLLM writes -1 for "off", others write 0."""
+    """Replace -1 by 0. Both mean "off": vLLM uses -1, other servers use 0."""
     return 0 if type(value) is int and value == -1 else value
 
 
@@ -112,8 +113,8 @@ def _parse_truncation(value: Any) -> int | None:
 
 
 def _is_token_list(value: Any) -> bool:
-    """Whether all items are integers. Checked in pieces: one call would block the event loop too
-    long.
+    """Whether all items are token ids. They are checked in parts, because checking a long list in
+    one call would block the event loop for too long.
     """
     return isinstance(value, list) and all(
         _are_token_ids(value[start : start + IDS_AT_ONCE])
@@ -260,7 +261,7 @@ Prompts = Annotated[
 OnePrompt = Annotated[Prompt, *_parsed(_parse_one_prompt, {"anyOf": [_TEXT, _TOKEN_IDS]})]
 Messages = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_messages, _MESSAGES_SCHEMA)]
 Tools = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_tools, _or_null(_TOOLS_SCHEMA))]
-# Parsed later, when the tools are known.
+# The choice of a tool. It is parsed later, when the tools are known.
 RawToolChoice = Annotated[
     Any,
     WithJsonSchema(_or_null({"enum": ["none", "auto", "required"]}, _OBJECT)),

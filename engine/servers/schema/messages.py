@@ -1,8 +1,9 @@
 """Parses chat messages, tools and tool choice into the form of `ChatRequest`.
 
-Hand-written so that it stops at the first mistake: a list of a million wrong items costs one error.
-Arguments of earlier tool calls arrive as JSON text and become objects here. Missing parts of a tool
-get defaults (no parameters means an empty object schema), so templates and grammars see one form.
+The parser is hand-written, so that it stops at the first mistake. A list of a million wrong items
+causes only one error. Arguments of earlier tool calls arrive as JSON text and become objects.
+Missing parts of a tool get defaults, such as an empty object schema for missing parameters. So
+templates and grammars always get the same form.
 """
 
 import re
@@ -41,7 +42,7 @@ _EMPTY_ONLY = (
     "tool_calls",
     "tool_call_id",
 )
-# SDKs' own notes on an answer, such as its parsed text. Ignored.
+# Fields that SDKs add to an answer, such as its parsed text. They are ignored.
 _NOTES = ("parsed", "provider_specific_fields")
 _FUNCTION_NOTES = ("parsed_arguments",)
 
@@ -170,7 +171,7 @@ def _add_tool_fields(
 
 
 def text_of(content: Any, where: str) -> str:
-    """A string as it is; text parts joined by newlines."""
+    """The text of a message's content. A list of text parts is joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -225,7 +226,9 @@ def check_tool_list(value: Any, where: str) -> None:
 
 
 def check_distinct(tools: tuple[dict[str, Any], ...], place: str) -> None:
-    """Refuse duplicate names. `place` is the field's path, with braces for the tool's index."""
+    """Refuse tools with the same name. `place` is the path of the field for errors, with `{}` for
+    the tool's index.
+    """
     seen: set[str] = set()
     for position, tool in enumerate(tools):
         name = tool["function"]["name"]
@@ -245,7 +248,9 @@ def check_format_and_choice(grammar: GrammarSpec | None, choice: ToolChoice) -> 
 def parse_tool_choice(
     value: Any, tools: tuple[dict[str, Any], ...], where: str = "tool_choice"
 ) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
-    """The choice, and the tools that remain. Without tools only "none" and "auto" are accepted."""
+    """The choice of a tool, and the tools that may be called. If there are no tools, only "none"
+    and "auto" are accepted.
+    """
     if value is None:
         return ToolChoice("auto" if tools else "none"), tools
     if isinstance(value, str):

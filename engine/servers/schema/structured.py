@@ -1,8 +1,8 @@
-"""Output constraints: `response_format`, vLLM's `guided_*` and `structured_outputs`, all as
-`GrammarSpec`.
+"""Parses output constraints to a `GrammarSpec`: `response_format`, and vLLM's `guided_*` and
+`structured_outputs`.
 
-Only types and sizes are checked here. The backend compiles the schema, regex or grammar and so
-finds out whether it is valid.
+Only types and sizes are checked here. Whether a schema, regex or grammar is valid is found out when
+the backend compiles it.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""What the APIs share: admission, models, one generation's events, storage."""
+"""Code shared by all APIs: admission, choice of a model, events of a generation, storage."""

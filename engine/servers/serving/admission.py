@@ -1,7 +1,7 @@
-"""Admission control: how many requests the server holds, and how each one is released.
+"""Admission control: limits how many requests the server handles at a time.
 
-One counter admits a request before any work is done for it. A `Ticket` holds that admission and
-everything started under it. One `close` releases all of it, however the request ended.
+A request is counted before any work is done for it. A `Ticket` holds its place in this count, its
+quota and its event pump. `Ticket.close` releases all of them, however the request ended.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ from engine.servers.serving.event_pump import EventPump
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-# After the drain aborts the remaining requests, their responses have this long to be flushed.
+# When a drain has aborted the remaining requests, it waits this long for their responses to be
+# sent.
 FLUSH_S = 2.0
 
 
@@ -39,7 +40,7 @@ class Lifecycle:
         self._idle.set()
 
     def reserve(self, count: int) -> None:
-        """Admit `count` more requests, or raise at once."""
+        """Admit `count` more requests. Raises if the server is full or drained; never waits."""
         if self.is_draining:
             raise UnavailableError(
                 "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
@@ -74,7 +75,7 @@ class Lifecycle:
         self.is_draining = True
 
     def resume(self) -> bool:
-        """Admit requests again. False if the server is shutting down: it stays drained."""
+        """Admit requests again. Has no effect and returns False if the server is shutting down."""
         self.is_draining = self.is_ending
         return not self.is_ending
 
@@ -120,10 +121,10 @@ class Ticket:
         timeout_s: float,
         writes: bool = True,
     ) -> EventPump:
-        """Create this request's event pump. Each prompt counts as one request.
+        """Create the event pump of this request. Each prompt counts as one request.
 
-        `num_choices` is per prompt. `writes` is True if output tokens are generated, and so
-        charged, in addition to the prompt's.
+        `num_choices` is per prompt. If `writes` is true, the request generates tokens, and these
+        are charged in addition to the prompt's tokens.
         """
         assert self._pump is None
         if num_prompts > self._lifecycle.max_concurrent:
@@ -174,7 +175,7 @@ class Ticket:
                 await self._lease.close(self._num_used())
 
     def _num_used(self) -> int:
-        """Prompt and output tokens used, as far as they are known."""
+        """Prompt and output tokens used so far. An estimate if the request did not complete."""
         pump = self._pump
         if pump is None:
             return 0
@@ -188,7 +189,7 @@ class Ticket:
 
     @staticmethod
     def _was_left(pump: EventPump) -> bool:
-        """Whether the client ended it. Prompt tokens computed until then are still charged."""
+        """Whether the client ended the request. Its prompt tokens are charged then."""
         return pump.failure is None or isinstance(pump.failure, AbortedError)
 
     def _account(self, pump: EventPump) -> None:

@@ -1,7 +1,7 @@
-"""The one path from a conversation to the backend, shared by every chat API.
+"""Submits conversations to the backend, for all chat APIs.
 
-Each API parses its body into a `ChatAsk`. What the model does not support is refused or warned
-about here, so all APIs check in the same order and with the same messages.
+Each API parses its body into a `ChatAsk`. If the model does not support something in it, the
+request is refused or gets a warning here. So all APIs make the same checks with the same messages.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,7 +25,8 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
-# Both are passed on as "high". A template with more levels can be set by chat_template_kwargs.
+# Reasoning efforts that are passed on as "high". If a template has higher levels, clients can set
+# them by `chat_template_kwargs`.
 _ABOVE_HIGH = ("xhigh", "max")
 
 
@@ -48,8 +49,8 @@ class ChatAsk:
 
 
 def chat_model(services: Services, request: Request, name: str | None, param: str) -> ModelCard:
-    """Resolve `name` to the model that will answer. `param` is the API's name for the
-    conversation.
+    """Resolve `name` to the model that will answer. `param` is the API's parameter for the
+    conversation; errors name it.
     """
     card = services.choose_model(request, name)
     services.require(card, "completions", param, NO_TEXT)
@@ -85,8 +86,8 @@ async def open_chat(
     completion_id: str,
     follow: Follow | None = None,
 ) -> EventPump:
-    """Submit a conversation to the backend and return the pump that reads its events. The backend
-    has accepted the request by then. `follow` sees every event on its way.
+    """Submit a conversation to the backend. Returns the pump that reads its events, when the
+    backend has accepted the request. If `follow` is given, it wraps the stream of events.
     """
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
     chat = chat_request(services, request, ask, context)
@@ -114,7 +115,9 @@ def check_tools(
 
 
 def warn_of_cache_key(services: Services, request: Request, key: str | None) -> None:
-    """Warn that the cache key has no effect: used as a salt, it would only lower the hit rate."""
+    """Warn that `prompt_cache_key` has no effect. Using it as a salt would only lower the hit rate
+    of the prefix cache.
+    """
     if key is not None:
         services.warn(request, "prompt_cache_key", "is not needed, every prefix is cached")
 

@@ -1,10 +1,10 @@
-"""Reads the backend's events for one HTTP request: one or several streams merged into one.
+"""Reads the backend's events for one HTTP request. Streams of several prompts are merged into one.
 
-`open` submits the requests to the backend. `read` starts one task per prompt that reads the
-backend, or lets it push, whether or not the client keeps up. So this class buffers events, never
-formatted bytes, and at most as many as tokens were requested. Every early end (client disconnect,
-drain timeout, deadline, backend failure) is one call of `fail`, which cancels the tasks. Closing a
-backend's iterator releases what the request held there.
+`open` submits the requests to the backend. `read` starts one task per prompt, which reads the
+backend's events even if the client reads slowly. Events are buffered until the client takes them.
+There are at most about as many as requested tokens. If a request ends early (client disconnect,
+drain timeout, deadline or backend failure), `fail` is called and cancels the tasks. Closing the
+backend's iterators releases what the request held there.
 """
 
 import asyncio
@@ -34,16 +34,20 @@ from engine.servers.http.errors import ClientDisconnectedError, opaque_error
 
 logger = logging.getLogger(__name__)
 
-# The backend enforces the deadline itself; the server stops waiting for it this much later.
+# The backend enforces a request's deadline. If it does not, the server ends the request this many
+# seconds later.
 DEADLINE_MARGIN_S = 5.0
 
 OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
-# Seconds since the same choice's previous tokens, and how many tokens arrived now.
+# Called when tokens arrive, with the seconds since the previous tokens of the same choice and the
+# number of new tokens.
 OnTokens = Callable[[float, int], None]
 
 
 class EventPump:
-    """Call `take` until it returns an empty list, then read `usage`. Always `close` it."""
+    """Reads and buffers events. Call `take` until it returns an empty list, then read `usage`.
+    Always call `close`.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class EventPump:
         self._open = num_sources
         self._choices_per_source = choices_per_source
         self._loop = asyncio.get_running_loop()
-        # resolved when `take` has something to return
+        # The future that `take` waits for.
         self._reader: asyncio.Future[None] | None = None
         self._nudged = False
         self._tasks: list[asyncio.Task[Any]] = []
@@ -121,7 +125,7 @@ class EventPump:
         return source
 
     def read(self, sources: Sequence[AsyncIterator[Event]]) -> None:
-        """Start reading the events of all sources; a source may push them instead."""
+        """Start reading the events of all sources. A source may also push its events."""
         for position, source in enumerate(sources):
             pumping = self._pump(source, position * self._choices_per_source)
             self._tasks.append(asyncio.create_task(pumping))
@@ -137,9 +141,10 @@ class EventPump:
             raise self.failure
 
     async def take(self) -> list[OutputEvent] | None:
-        """All events that have arrived, in order; empty at the end; None after a bare `nudge`.
+        """Wait for events and return all that have arrived, in order. Returns an empty list at the
+        end of the stream, and None if `nudge` was called and there are no events.
 
-        Raises the failure that ended the stream, after all earlier events have been taken.
+        If the stream failed, raises the error after all earlier events have been taken.
         """
         if not self._pending and not await self._wait():
             return None
@@ -151,15 +156,15 @@ class EventPump:
         return []
 
     async def wait_whole(self, add: Callable[[list[OutputEvent]], None] | None = None) -> None:
-        """Wait for the end of the stream, passing each batch of events to `add`. Raises on an early
-        end.
+        """Wait for the end of the stream and pass all events to `add`. Raises if the stream
+        failed.
         """
         while events := await self.take():
             if add is not None:
                 add(events)
 
     def nudge(self) -> None:
-        """Wake the task that waits in `take`, without an event."""
+        """Make `take` return None if it waits for events."""
         self._nudged = True
         self._wake()
 
@@ -172,7 +177,7 @@ class EventPump:
             self._wake()
 
     async def close(self) -> None:
-        """Release everything. Returns once the backend's iterators are closed."""
+        """End all tasks and close the backend's iterators."""
         if self._deadline is not None:
             self._deadline.cancel()
         for task in self._tasks:
@@ -189,7 +194,7 @@ class EventPump:
         return not self._pending and self.failure is None and self._open > 0
 
     async def _wait(self) -> bool:
-        """Wait until there is something to take. False if a nudge came first."""
+        """Wait for events or the end of the stream. False if `nudge` was called first."""
         self._nudged = False
         while self._is_waiting:
             if self._nudged:
@@ -249,7 +254,7 @@ class EventPump:
 
 
 def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
-    """Sum of the token counts. Prompts run in parallel, so of each time the longest is kept."""
+    """Add the token counts. Prompts run in parallel, so each time is the longest of all prompts."""
     return UsageEvent(
         prompt_tokens=total.prompt_tokens + part.prompt_tokens,
         completion_tokens=total.completion_tokens + part.completion_tokens,
@@ -262,9 +267,9 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
 
 
 def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Merge consecutive pieces of the same text, for a client that reads slower than tokens arrive.
-    Events that only carry token counts are dropped: they are counted already and would block
-    merging.
+    """Merge consecutive events of the same text, for a client that reads slower than tokens arrive.
+    Events that have only a token count are dropped. They are counted already, and other events
+    could not be merged across them.
     """
     joined: list[OutputEvent] = []
     shown = [each for each in events if not _is_silent(each)]
@@ -282,7 +287,7 @@ def _is_silent(event: OutputEvent) -> bool:
 
 
 def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
-    """Merge key: events with equal keys can be merged. None for events that never are."""
+    """A key that is equal for events that can be merged. None for events that can't be merged."""
     if isinstance(event, FinishEvent):
         return None
     call = event.index if isinstance(event, ToolCallEvent) else 0

@@ -33,12 +33,12 @@ from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
-# Loading or restarting takes seconds, so clients should not retry sooner.
+# Retry delay while the model loads or the engine restarts, which takes seconds.
 NOT_READY_RETRY_S = 5.0
 _MAX_NAMED_MODELS = 20
 _DEFAULT_PARAMS = SamplingParams()
 SESSION_HEADER = "x-session-id"
-# Warnings are sent in a header and may quote a client's text, so other characters are removed.
+# Warnings are sent in a header and may quote a client's text. So these characters are replaced.
 _UNPRINTABLE = re.compile(r"[^ -~]")
 
 
@@ -68,7 +68,7 @@ class Services:
         return self.holder.current
 
     async def admit(self, request: Request) -> Ticket:
-        """Admit the request, or raise at once. The caller closes the ticket."""
+        """Admit the request, or raise without waiting. The caller must close the ticket."""
         if not self.backend.is_ready:
             why = self.backend.health().detail.rstrip(".")
             raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
@@ -151,7 +151,9 @@ class Services:
         completion_id: str,
         grammar: GrammarSpec | None = None,
     ) -> GenerationContext:
-        """The request's context for the backend, without the text. Some of it is also logged."""
+        """Everything that the backend needs besides the text. Also sets some fields of the request
+        log.
+        """
         self._check_params(request, card, params)
         self.check_priority(request, card, body.priority)
         principal = principal_of(request)
@@ -177,14 +179,16 @@ class Services:
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
-        """How long the request may wait for its first step. None for offline work: no client waits
-        for it.
+        """Max seconds that the request may wait for its first step. None for batches and other
+        offline work, for which no client waits.
         """
         is_own = is_acting(request.scope)
         return None if is_own else self.settings.server.queue_timeout_s
 
     def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
-        """Refuse, or warn about, sampling parameters that the model's backend lacks."""
+        """Refuse sampling parameters that the model's backend lacks, and warn about those that it
+        emulates.
+        """
         if not (card.lacks or card.emulated):
             return
         for name in SamplingParams.__struct_fields__:
@@ -197,8 +201,8 @@ class Services:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 
     def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
-        """Priority is a hint: if the backend ignores it, the client gets a warning, not an
-        error.
+        """Warn the client if the backend ignores priorities. This is no error, because a priority
+        is only a hint.
         """
         if priority and "priority" in card.lacks:
             self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
@@ -226,7 +230,7 @@ def _digest(principal: str, text: str) -> str:
 
 
 def _session(request: Request, body: SamplingBody) -> str:
-    """Hash that is equal for requests of one conversation and reveals nothing else."""
+    """A hash of the client's name for the conversation. Empty if the client sent none."""
     named = request.headers.get(SESSION_HEADER) or body.conversation_key
     return _digest(principal_of(request).name, named) if named else ""
 
@@ -236,7 +240,9 @@ def new_completion_id(prefix: str) -> str:
 
 
 async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
-    """Start a streaming response. Raises before any header is sent if the backend refused."""
+    """Start a streaming response. If the backend refuses the request soon, this raises before any
+    header is sent.
+    """
     await pump.accepted(sse.ACCEPT_WAIT_S)
     return sse.EventStream(pump, format)
 

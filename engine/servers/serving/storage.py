@@ -1,9 +1,10 @@
-"""Asynchronous access to SQLite: one file, one connection, one thread that owns it.
+"""Asynchronous access to a SQLite file, with one connection in one thread.
 
-The file is opened on first use, so a server that stores nothing writes nothing. Every call is one
-atomic transaction, even if the process dies. A corrupt file is moved aside for inspection and a new
-one is created: stored data is lost, the server keeps running. A deleted or replaced file is
-reopened too: writes to the old file would be lost at the next start.
+The file is created on first use, so a server that stores nothing does not create it. Every call is
+one atomic transaction. A corrupt file is renamed, so that it can be inspected, and a new one is
+created: the stored data are lost, but the server keeps running. If the file was deleted or
+replaced, it is opened again. Otherwise writes would go to the old file and be lost at the next
+start.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ T = TypeVar("T")
 
 
 class Database:
-    """`schema` is SQL that can run repeatedly (`IF NOT EXISTS`)."""
+    """A SQLite file. `schema` is SQL that creates the tables. It runs at every opening, so it must
+    use `IF NOT EXISTS`.
+    """
 
     def __init__(self, path: Path, schema: str) -> None:
         self._path = path
@@ -51,11 +54,11 @@ class Database:
         try:
             return self._transact(work)
         except (sqlite3.Error, OSError) as error:
-            # An OSError's text is clear to the operator. A failing SQL statement may be our own
-            # bug.
+            # The text of an `OSError` says enough. A SQL error may be our bug, so its traceback is
+            # logged.
             is_sql = isinstance(error, sqlite3.Error)
             logger.error("the storage in %s failed: %r", self._path.parent, error, exc_info=is_sql)
-            # A new connection recovers from whatever state this one is in.
+            # This connection may be in any state, so the next call opens a new one.
             self._close()
             if _is_damage(error):
                 self._set_aside()
@@ -95,7 +98,7 @@ class Database:
         return connection
 
     def _set_aside(self) -> None:
-        """Move the corrupt file aside. Only the latest one is kept."""
+        """Rename the corrupt file. An earlier corrupt file is overwritten."""
         aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
         for companion in ("", *_COMPANIONS):
             damaged = self._path.with_name(self._path.name + companion)
@@ -110,7 +113,9 @@ class Database:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """(device, inode), which a replaced file does not share. None if there is no file."""
+    """(device, inode) of the file, which change if the file is replaced. None if there is no
+    file.
+    """
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -119,7 +124,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_damage(error: Exception) -> bool:
-    # The low byte of SQLite's extended code is the primary code. Errors of the Python module have
-    # no code.
+    # The low byte of SQLite's extended error code is the primary code. Errors that Python's module
+    # raises itself have no code.
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in _DAMAGE

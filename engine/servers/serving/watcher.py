@@ -9,7 +9,7 @@ INTERVAL_S = 0.5
 
 
 class EngineWatcher:
-    """Reads the backend's published statistics; it never sends the engine a request."""
+    """Reads statistics that the backend already has. It sends no request to the engine."""
 
     def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
         self._backend = backend
@@ -23,7 +23,7 @@ class EngineWatcher:
             await asyncio.sleep(INTERVAL_S)
 
     def observe(self) -> None:
-        """Add what changed since the last observation."""
+        """Update the metrics from the backend's current statistics."""
         backend = self._backend.current
         health, stats = backend.health(), backend.stats()
         for _ in range(health.num_restarts - self._num_restarts):

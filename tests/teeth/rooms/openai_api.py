@@ -79,8 +79,8 @@ MUTATIONS = [
     Mutation(
         "best_of judges the prompt",
         "engine.servers.openai.format",
-        "                if event.num_tokens:  # an",
-        "                if True:  # an",
+        "                if event.num_tokens:  # it",
+        "                if True:  # it",
         "tests/unit/test_server_parameters.py::test_best_of_does_not_judge_the_prompt",
     ),
     Mutation(
