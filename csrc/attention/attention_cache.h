@@ -10,16 +10,12 @@ ENGINE_INLINE size_t value_bytes(KvType type) {
 }
 
 ENGINE_INLINE size_t key_offset(KvType type, int lane, int column) {
-    int packed = type == KvType::F32    ? 1
-                 : type == KvType::BF16 ? 2
-                                        : 4;  // dimensions of a token that are adjacent
+    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // adjacent dimensions per token
     return size_t((column / packed * 16 + lane) * packed + column % packed) * value_bytes(type);
 }
 
 ENGINE_INLINE size_t value_offset(KvType type, int dim, int lane, int column) {
-    int packed = type == KvType::F32    ? 1
-                 : type == KvType::BF16 ? 2
-                                        : 4;  // tokens whose values of a dimension are adjacent
+    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // adjacent tokens per dimension
     return size_t((lane / packed * dim + column) * packed + lane % packed) * value_bytes(type);
 }
 

@@ -30,8 +30,7 @@ struct Op {
     const float* positions = nullptr;
 
     // Fields of Linear. AddNorm uses only `norm`: out += norm(source).
-    const Matrix* per_channel =
-        nullptr;  // copy of `matrix` requantized to int8, for steps with many rows; or null
+    const Matrix* per_channel = nullptr;  // `matrix` requantized to int8, for many rows; or null
     Norm norm;
     const float* bias = nullptr;
     Activation activation = Activation::None;

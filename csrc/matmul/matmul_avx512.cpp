@@ -117,8 +117,7 @@ ENGINE_INLINE void add_group(__m512 (&sums)[R], const uint8_t* panel, int groups
 template <Layout L, int R>
 void dot_int8(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
               float* out) {
-    const int stream =
-        L == Layout::Q8 ? 544 : int(group_bytes(L));  // with Q8, including the scales of the group
+    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // with the scales of Q8
     InputRows<R> rows(input, stride);
     __m512 sums[R];
     unroll<R>([&](auto i) ENGINE_UNROLLED { sums[i] = _mm512_setzero_ps(); });

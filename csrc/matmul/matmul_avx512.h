@@ -9,8 +9,7 @@
 namespace engine {
 namespace {
 
-constexpr int kBlockRows =
-    12;  // max rows per block; with two accumulators per row, a few registers stay free
+constexpr int kBlockRows = 12;  // max rows per block; two accumulators per row leave some registers free
 
 // Turns off UBSan in these functions. With its checks on every address, a sanitized build takes many minutes.
 #define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
@@ -86,8 +85,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
 }
 
 static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
-    constexpr size_t kPassBytes =
-        512 << 10;  // bytes of activations per pass, which fit into a part of the L2 cache
+    constexpr size_t kPassBytes = 512 << 10;  // activations per pass, a part of the L2 cache
     constexpr int kMinRows = 6 * kBlockRows;
     int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
     if (pass < kMinRows) pass = kMinRows;

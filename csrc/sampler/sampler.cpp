@@ -230,8 +230,7 @@ void Sampler::penalize(float* logits, int row, SampleScratch& scratch) const {
     const int32_t* tokens = tokens_of(in_.slots[row]);
     int length = in_.position[row], num_prompt = num_prompt_[size_t(in_.slots[row])];
     float repetition = in_.repetition[row];
-    int32_t* seen =
-        scratch.seen.data();  // per token: 1 if it occurred, plus 2 for each occurrence in the output
+    int32_t* seen = scratch.seen.data();  // 1 if the token occurred, plus 2 per occurrence in the output
     for (int i = 0; i < length; i++) seen[tokens[i]] = (seen[tokens[i]] | 1) + (i >= num_prompt ? 2 : 0);
     for (int i = 0; i < length; i++) {
         int32_t token = tokens[i];

@@ -30,11 +30,10 @@ struct SamplingArrays {
     const float* frequency = nullptr;    // 0: off; counts output tokens
     const int64_t* seed = nullptr;
     const int32_t* choice = nullptr;
-    const int32_t* position = nullptr;  // position of the sampled token
-    const int32_t* forced = nullptr;    // token to return without sampling, or kNotForced
-    const int32_t* num_logprobs =
-        nullptr;                     // -1: none. 0: the sampled token's. k: also those of the top k tokens
-    const uint32_t* mask = nullptr;  // (rows, mask_words) bit v allows token v; null: all are allowed
+    const int32_t* position = nullptr;      // position of the sampled token
+    const int32_t* forced = nullptr;        // token to return without sampling, or kNotForced
+    const int32_t* num_logprobs = nullptr;  // -1: none; 0: sampled token only; k: also the top k tokens
+    const uint32_t* mask = nullptr;         // (rows, mask_words) bit v allows token v; null: all are allowed
     int mask_words = 0;
     int biases = 0;
     const int32_t* bias_rows = nullptr;
