@@ -55,7 +55,7 @@ void AttentionSchedule::add_shared_spans() {
     for (int token = batch_->decode_tokens - 1; token >= 0; token--)
         if (shared_[size_t(token)] > 0)
             item_tokens_[base + size_t(--group_ends_[size_t(group_of(token))])] = token;
-    for (size_t group = 0; group < group_ends_.size(); group++) {  // now each is a begin
+    for (size_t group = 0; group < group_ends_.size(); group++) {  // the loop above turned ends into starts
         int begin = group_ends_[group], end = group + 1 < group_ends_.size() ? group_ends_[group + 1] : total;
         if (end - begin == 1) shared_[size_t(item_tokens_[base + size_t(begin)])] = 0;
         if (end - begin <= 1) continue;
