@@ -1,10 +1,10 @@
 // The attention schedule of one step: which tokens attend to which chunks, and which partial results are
 // merged.
 //
-// It depends only on the batch, so it is built once per step and serves all layers. Tokens that attend to the
-// same blocks of a chunk (rows with a common prefix, tokens of one prefill) form one item, so that the chunk
-// is read once for all of them. An item that covers its tokens' whole context writes to `out`. The other
-// items leave parts, which a second round merges.
+// The schedule depends only on the batch, so it is built once per step and used in all layers. Tokens that
+// attend to the same KV blocks of a chunk form one item, and the chunk is read once for all of them. Examples
+// are sequences with a common prefix and the tokens of one prefill. An item that covers the whole context of
+// its tokens writes to `out`. The other items write parts, which are merged in a second round.
 #pragma once
 #include <vector>
 
@@ -18,13 +18,13 @@ constexpr int kMaxItemTokens = kMaxPrefillTokens;
 
 struct AttentionItem {
     int32_t first;       // index into Batch::item_tokens
-    int32_t count;       // tokens; they all use the block table of the first one
-    int32_t chunk;       // first chunk; it starts at position chunk * kChunk
+    int32_t count;       // tokens; all of them use the block table of the first token
+    int32_t chunk;       // number of the first chunk, which starts at position chunk * kChunk
     int32_t chunks;      // consecutive chunks, processed in order
-    int32_t part;        // first part, the parts of a token adjacent; -1: the item covers its tokens' whole
-                         // context, merges its chunks itself and writes to `out`
-    bool merges_chunks;  // no token attends to earlier positions: the item merges its chunks in order and
-                         // leaves one part per token; otherwise one part per token and chunk
+    int32_t part;        // index of the first part; the parts of a token are adjacent. -1: the item covers
+                         // the whole context of its tokens, merges its chunks and writes to `out`
+    bool merges_chunks;  // true: no token attends to earlier positions, so the item merges its chunks in
+                         // order and writes one part per token. false: one part per token and chunk
     bool is_prefill;
 
     int parts_per_token() const { return merges_chunks ? 1 : chunks; }
@@ -32,22 +32,23 @@ struct AttentionItem {
 
 struct AttentionMerge {
     int32_t token;
-    int32_t first;  // index into Batch::merge_parts, in chunk order
+    int32_t first;  // index into Batch::merge_parts, which is in chunk order
     int32_t count;
 };
 
 class AttentionSchedule {
   public:
-    // Fills the batch's attention fields. They point into this object until the next call.
+    // Fills the attention fields of `batch`. They point into this object and are valid until the next call.
     void build(Batch& batch, int block_size, int window);
     int num_parts() const { return num_parts_; }
 
   private:
+    // A group of tokens and the range of chunks that they attend to together.
     struct Span {
         int first, count;  // range of item_tokens_
         int begin, end;    // range of chunks
-        bool is_first;     // its tokens have no earlier span
-        bool is_only;      // its tokens have no other span
+        bool is_first;     // no span covers earlier chunks of these tokens
+        bool is_only;      // no other span has these tokens
         bool is_prefill;
     };
     struct TokenPart {
@@ -70,15 +71,17 @@ class AttentionSchedule {
     std::vector<int32_t> merge_parts_;
     std::vector<Span> spans_;
     std::vector<TokenPart> token_parts_;
-    std::vector<int32_t> shared_;  // (tokens) leading chunks that a shared span covers
+    std::vector<int32_t> shared_;  // (tokens) number of leading chunks that a shared span covers
     std::vector<int32_t> group_ends_, starts_;
 };
 
-// Floats of a part: unnormalized outputs [heads][dim], then (max, sum) pairs [heads], in whole cache lines.
+// Size of a part in floats: unnormalized outputs [heads][dim], then (max, sum) pairs [heads], rounded up to
+// whole cache lines.
 size_t part_floats(const AttentionShape& shape);
 
-// Zeroes the keys and values of `slot` in all layers. Kernels read whole tiles, past the end of a sequence
-// too, so the cache must never hold NaN or infinity. A failed step is erased before its blocks are freed.
+// Zeroes the keys and values of cache slot `slot` in all layers. Kernels read whole tiles, also past the end
+// of a sequence, so the cache must never hold NaN or infinity. If a step fails, its slots are erased before
+// its blocks are freed.
 void erase_kv(const KvCache& cache, int64_t slot);
 
 }  // namespace engine

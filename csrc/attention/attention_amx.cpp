@@ -1,9 +1,9 @@
-// Prefill attention over a bfloat16 cache on AMX tiles: 16 queries against 16 keys, or against 16 columns of
-// values.
+// Prefill attention over a bfloat16 cache with AMX tiles. QK multiplies 16 queries by 16 keys. PV multiplies
+// the softmax weights of 16 queries by 16 columns of values.
 //
-// Key tiles of the cache are B operands as stored; two value tiles form one B operand. Queries and softmax
-// weights are rounded to bfloat16, accumulators are float. Decode tokens and other cache types use the float
-// kernels.
+// A key tile of the cache is a B operand as it is stored. Two value tiles form one B operand. Queries and
+// softmax weights are rounded to bfloat16; accumulators are float. Decode tokens and other cache types use
+// the float kernels.
 #include "attention/attention_float.h"
 #include "base/amx.h"
 #include "base/dispatch.h"
@@ -11,16 +11,16 @@
 namespace engine {
 namespace {
 
-constexpr int kRows = 32;                // queries whose scores are held at a time: two tiles
+constexpr int kRows = 32;                // max queries whose scores are in memory at the same time: two tiles
 constexpr int kStride = kChunk + 16;     // floats between the scores of two queries
 constexpr int kPairs = kChunkTiles / 2;  // pairs of tiles, 32 positions each
 
 struct TileScratch {
     uint16_t* queries;  // [16 queries][dim / 32] tiles of [16][32]
     float *state, *state_max_sum;
-    float* scores;    // [kRows][kStride]; overwritten by the softmax weights as bfloat16
+    float* scores;    // [kRows][kStride], later overwritten by the bfloat16 softmax weights
     float* sums;      // [kRows][dim]
-    uint8_t* values;  // [kPairs][16 token pairs][dim][2], for pairs of tiles that are not adjacent
+    uint8_t* values;  // [kPairs][16 token pairs][dim][2], copies of tiles that are not adjacent
     size_t bytes;
 };
 
@@ -59,8 +59,9 @@ void pack_queries(const Queries& queries, uint16_t* packed) {
     }
 }
 
-// The tiles of a chunk in pairs. At either end the other tile of a pair may be invisible and belong to
-// another sequence's block. The visible tile then takes its place, with softmax weights of zero.
+// The tiles of a chunk in pairs. In the first and the last pair, one tile may be outside the visible range
+// and belong to another sequence. The visible tile of the pair then stands in for it, with softmax weights of
+// zero.
 struct TilePairs {
     const uint8_t *even_keys[kPairs], *odd_keys[kPairs], *values[kPairs];
     int begin, end;
@@ -90,7 +91,7 @@ TilePairs pair_tiles(const ChunkTiles& tiles, int dim, uint8_t* joined) {
     return pairs;
 }
 
-// Accumulators 0-3 (two query tiles times two column tiles) += A tiles 4, 5 times B tiles 6, 7.
+// Adds to accumulator tiles 0-3 the product of A tiles 4 and 5 (queries) and B tiles 6 and 7 (columns).
 template <int tiles>
 ENGINE_INLINE void multiply(const void* left, size_t left_stride, size_t next_left, const void* right_0,
                             const void* right_1, size_t right_stride) {
@@ -116,7 +117,7 @@ ENGINE_INLINE void zero_accumulators() {
     }
 }
 
-// Stores the column tiles side by side and the second query tile 16 rows below the first.
+// Stores the accumulators: column tiles side by side, the second query tile 16 rows below the first.
 template <int tiles>
 ENGINE_INLINE void store_accumulators(float* to, size_t stride) {
     tile_store<0>(to, stride * sizeof(float));
@@ -168,7 +169,7 @@ ENGINE_INLINE void mask_positions(float* scores, int position, Range seen) {
     if (hidden) _mm512_mask_storeu_ps(scores + position, __mmask16(hidden), never);
 }
 
-// Softmax of one query's scores. The bfloat16 weights overwrite the scores.
+// Softmax of one query's scores over a chunk. The bfloat16 weights overwrite the scores.
 ENGINE_INLINE void softmax_pairs(float* scores, const TilePairs& pairs, Range seen, float* max_sum) {
     uint16_t* weights = reinterpret_cast<uint16_t*>(scores);
     int begin = seen.begin / 32, end = seen.empty() ? begin : div_up(seen.end, 32);

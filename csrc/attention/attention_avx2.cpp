@@ -1,4 +1,4 @@
-// Attention in AVX2.
+// Attention kernels for AVX2.
 #include "attention/attention_float.h"
 #include "base/dispatch.h"
 

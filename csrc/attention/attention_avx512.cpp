@@ -1,4 +1,4 @@
-// Attention in AVX-512, and writes to a bfloat16 cache.
+// Attention kernels for AVX-512, and writes to a bfloat16 cache.
 #include "attention/attention_cache.h"
 #include "attention/attention_float.h"
 #include "base/dispatch.h"
@@ -11,7 +11,7 @@ ENGINE_INLINE __m512 load_some(const float* from, int count) {
     return _mm512_maskz_loadu_ps(present, from);
 }
 
-// Stores dimensions 2 i and 2 i + 1 side by side in row i of the tile.
+// Writes the keys of one token as bfloat16. Dimensions 2 i and 2 i + 1 are adjacent in row i of the tile.
 ENGINE_INLINE void write_keys(uint8_t* tile, int lane, const float* keys, int size) {
     const __m512i rows = _mm512_slli_epi32(
         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);  // in words
@@ -23,8 +23,8 @@ ENGINE_INLINE void write_keys(uint8_t* tile, int lane, const float* keys, int si
     }
 }
 
-// The values of two tokens are interleaved. The store is masked because another thread may be writing the
-// other token.
+// Writes the values of one token as bfloat16. The values of two tokens are interleaved, and another thread
+// may be writing the other token, so the store is masked.
 ENGINE_INLINE void write_values(uint8_t* tile, int dim, int lane, const float* values, int size) {
     const __mmask32 own = lane % 2 ? 0xaaaaaaaa : 0x55555555;
     for (int column = 0; column < size; column += 16) {

@@ -1,4 +1,4 @@
-// Byte offsets of one token's elements inside a cache tile (see KvCache).
+// Byte offsets of one token's keys and values inside a tile of the KV cache. See KvCache for the layout.
 #pragma once
 #include "base/kernels.h"
 
@@ -10,16 +10,16 @@ ENGINE_INLINE size_t value_bytes(KvType type) {
 }
 
 ENGINE_INLINE size_t key_offset(KvType type, int lane, int column) {
-    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // adjacent dimensions of a token
+    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // adjacent dimensions per token
     return size_t((column / packed * 16 + lane) * packed + column % packed) * value_bytes(type);
 }
 
 ENGINE_INLINE size_t value_offset(KvType type, int dim, int lane, int column) {
-    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // adjacent tokens of a dimension
+    int packed = type == KvType::F32 ? 1 : type == KvType::BF16 ? 2 : 4;  // adjacent tokens per dimension
     return size_t((lane / packed * dim + column) * packed + lane % packed) * value_bytes(type);
 }
 
-// The INT8 scale of a token, in a key tile or a value tile.
+// Address of the int8 scale of a token in a key tile or value tile.
 ENGINE_INLINE float* scale_at(uint8_t* tile, int dim, int lane) {
     return reinterpret_cast<float*>(tile + size_t(dim) * 16) + lane;
 }

@@ -1,7 +1,8 @@
-// Attention in float arithmetic over every cache type, in the vectors of the including file.
+// Attention in float arithmetic over every cache type. The vector width is that of the including file's
+// instruction set.
 //
-// QK has the 16 tokens of a tile as lanes, PV has the dimensions as lanes. Each query goes through the same
-// operations in the same order, whichever queries share the registers.
+// In QK, the vector lanes are the 16 tokens of a tile. In PV, they are dimensions. Every query goes through
+// the same operations in the same order, so its result does not depend on the queries computed with it.
 #pragma once
 #include "attention/attention_softmax.h"
 
@@ -9,9 +10,10 @@ namespace engine {
 namespace {
 
 constexpr int kMaxConvertedDim =
-    256;  // max head dimension for which a tile of keys is converted on the stack
+    256;  // max head dimension for which a key tile is converted to float on the stack
 
-// Dimensions [column, column + 4) of the keys of tokens [lane, lane + kLanes). INT8 keys are not scaled yet.
+// Loads dimensions [column, column + 4) of the keys of tokens [lane, lane + kLanes). INT8 keys are not scaled
+// yet.
 template <KvType type>
 ENGINE_INLINE void load_keys(const uint8_t* tile, int column, int lane, Floats (&keys)[4]) {
     if constexpr (type == KvType::F32) {
@@ -27,8 +29,8 @@ ENGINE_INLINE void load_keys(const uint8_t* tile, int column, int lane, Floats (
     }
 }
 
-// Dimensions [column, column + kLanes) of the values of tokens 2 * pair and 2 * pair + 1. INT8 values are not
-// scaled yet.
+// Loads dimensions [column, column + kLanes) of the values of tokens 2 * pair and 2 * pair + 1. INT8 values
+// are not scaled yet.
 template <KvType type>
 ENGINE_INLINE void load_values(const uint8_t* tile, int dim, int pair, int column, Floats& even,
                                Floats& odd) {
@@ -49,7 +51,7 @@ constexpr int four_columns_bytes(KvType type) {
     return type == KvType::F32 ? 256 : type == KvType::BF16 ? 128 : 64;
 }
 
-// QK: scores[query][0:16] of `N` queries over one tile.
+// QK: computes scores[query][0:16] of `N` queries for the 16 tokens of one tile.
 template <KvType type, int N>
 ENGINE_INLINE void score_tile(const uint8_t* tile, Prefetch prefetch, const float* queries, int dim,
                               float* scores) {
@@ -84,7 +86,7 @@ void score_queries(const uint8_t* tile, Prefetch prefetch, const float* queries,
         if (count > 0) score_queries<type, N - 1>(tile, prefetch, queries, count, dim, scores);
 }
 
-// Converts a tile of keys to float.
+// Converts a tile of keys to the F32 layout. INT8 keys are not scaled.
 template <KvType type>
 void convert_key_tile(const uint8_t* tile, Prefetch prefetch, int dim, float* out) {
     constexpr int kBytes = four_columns_bytes(type);
@@ -98,7 +100,7 @@ void convert_key_tile(const uint8_t* tile, Prefetch prefetch, int dim, float* ou
     }
 }
 
-// QK: scores[query][0:16] of `count` queries over one tile.
+// QK: computes scores[query][0:16] of `count` queries for the 16 tokens of one tile.
 template <KvType type>
 void score_batch(const uint8_t* tile, Prefetch prefetch, const float* queries, int count, int dim,
                  float* scores) {
@@ -120,11 +122,11 @@ void score_batch(const uint8_t* tile, Prefetch prefetch, const float* queries, i
     }
 }
 
-constexpr int value_pair_bytes(KvType type) {  // of one dimension of two tokens
+constexpr int value_pair_bytes(KvType type) {  // bytes of one dimension of two tokens
     return type == KvType::F32 ? 8 : type == KvType::BF16 ? 4 : 2;
 }
 
-// PV: sums[query][column : column + C * kLanes] of `N` queries over the tiles of a chunk.
+// PV: computes sums[query][column : column + C * kLanes] of `N` queries over the tiles of a chunk.
 template <KvType type, int N, int C>
 ENGINE_INLINE void accumulate_columns(const ChunkTiles& tiles, const float* weights, int dim, int column,
                                       float* sums) {
@@ -151,8 +153,8 @@ ENGINE_INLINE void accumulate_columns(const ChunkTiles& tiles, const float* weig
     });
 }
 
-// Converts dimensions [column, column + kColumns * kLanes) of a chunk's values to float, one position after
-// another.
+// Converts dimensions [column, column + kColumns * kLanes) of the values of a chunk to float. The output has
+// one row per position.
 template <KvType type>
 void convert_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     constexpr int kWidth = kColumns * kLanes;
@@ -171,7 +173,8 @@ void convert_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     }
 }
 
-// PV: sums[query][0 : kColumns * kLanes] of `N` queries over 4 * `fours` converted positions.
+// PV: computes sums[query][0 : kColumns * kLanes] of `count` queries, N at a time, over 4 * `fours` positions
+// whose values were converted to float.
 template <int N>
 void accumulate_converted(const float* values, int fours, const float* weights, int count, int dim,
                           float* sums) {
@@ -206,7 +209,7 @@ void accumulate_queries(const ChunkTiles& tiles, const float* weights, int count
         if (count > 0) accumulate_queries<type, N - 1>(tiles, weights, count, dim, sums);
 }
 
-// PV: sums[query][0:dim] of `count` queries over the tiles of a chunk.
+// PV: computes sums[query][0:dim] of `count` queries over the tiles of a chunk.
 template <KvType type>
 void accumulate_batch(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
     constexpr int kWidth = kColumns * kLanes;

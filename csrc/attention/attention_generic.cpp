@@ -1,4 +1,4 @@
-// Attention and cache writes for any CPU.
+// Portable attention kernels and cache writes.
 #include "attention/attention_cache.h"
 #include "attention/attention_float.h"
 #include "base/dispatch.h"
@@ -10,8 +10,8 @@ struct Int8Scale {
     float scale, inverse;
 };
 
-// int8 scale of a head: absmax maps to 127. NaN or infinity gives a NaN scale, so that the step is found
-// non-finite.
+// int8 scale for the keys or values of one head: the absmax maps to 127. NaN or infinity gives a NaN scale,
+// so that the results of the step are detected as non-finite.
 Int8Scale find_int8_scale(const float* x, int size) {
     float absmax = 0;
     bool finite = true;
@@ -33,7 +33,7 @@ ENGINE_INLINE void write_value(KvType type, uint8_t* to, float value, Int8Scale 
     } else {
         float quantized = int8_scale.inverse == 0.0f ? 0.0f : value * int8_scale.inverse;
 #if defined(__aarch64__)
-        __asm__("" : "+w"(quantized));  // stops the compiler from fusing the product with the addition below
+        __asm__("" : "+w"(quantized));  // keeps the product and the addition below from becoming an FMA
 #endif
         *to = uint8_t(float_to_bits(quantized + kRoundShift));
     }

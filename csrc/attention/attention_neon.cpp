@@ -1,8 +1,8 @@
-// Attention over an INT8 cache in int8 dot products.
+// Attention over an INT8 cache with int8 dot products on Arm.
 //
-// Queries are quantized to 15 bits and softmax weights to 14 bits, each as a high and a low 7-bit term, so
-// the error is that of the cache itself. The accumulators are exact integers. Other cache types use the
-// portable kernels.
+// Queries are quantized to 15 bits and softmax weights to 14 bits, each as a high and a low 7-bit term. Their
+// rounding error is far below that of the INT8 cache. The accumulators are exact integers. Other cache types
+// use the portable kernels.
 #include <arm_neon.h>
 
 #include "attention/attention_cache.h"
@@ -12,7 +12,8 @@
 namespace engine {
 namespace {
 
-// Queries whose accumulators are in registers during QK, during PV, and the vectors of values in PV.
+// Queries whose accumulators are in registers at the same time: kScored in QK, kAccumulated in PV. kVectors:
+// vectors of accumulators per query in PV.
 constexpr int kScored = 6, kAccumulated = 3, kVectors = 8;
 constexpr float kMaxQuery = 127 * 128, kMaxWeight = 127 * 128 + 127;
 
@@ -24,7 +25,8 @@ struct Int8Scale {
     float scale, inverse;
 };
 
-// NaN or infinity gives a non-finite scale, so that the step is found non-finite.
+// The absmax maps to `max_quantized`. NaN or infinity gives a non-finite scale, so that the results of the
+// step are detected as non-finite.
 ENGINE_INLINE Int8Scale scale_to(float max_quantized, float absmax) {
     return {absmax / max_quantized, absmax > 1e-30f && absmax <= __FLT_MAX__ ? max_quantized / absmax : 0.0f};
 }
@@ -35,7 +37,7 @@ ENGINE_INLINE int8x16_t narrowed(const int32x4_t (&x)[4]) {
     return vuzp1q_s8(vreinterpretq_s8_s16(first), vreinterpretq_s8_s16(second));
 }
 
-// Quantized queries [query][size]: value = scale * (128 * high + low).
+// Quantized queries or softmax weights, [query][size]: value = scale * (128 * high + low).
 struct Terms {
     int8_t *high, *low;
     float* scales;
@@ -69,7 +71,7 @@ void quantize_query(const float* query, const Terms& to) {
     }
 }
 
-// Quantizes 16 values, or `count` if there are fewer.
+// Quantizes 16 values. If `count` is less than 16, only `count` values are read; the others are zero.
 ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     float padded[16] = {};
     if (count < 16) x = static_cast<const float*>(memcpy(padded, x, size_t(count) * sizeof(float)));
@@ -78,8 +80,8 @@ ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     return narrowed(quantized);
 }
 
-// Writes one token of one head. Its keys are in groups of four adjacent bytes, its values are every fourth
-// byte. Other threads may be writing the bytes in between.
+// Writes the keys and values of one token and kv head. The keys are groups of four adjacent bytes. The values
+// are every fourth byte. Other threads may be writing the bytes in between.
 void write_head(const float* keys, const float* values, int size, int dim, int lane, uint8_t* key_tile,
                 uint8_t* value_tile) {
     Int8Scale of_keys = scale_to(127, reduce_max(keys, size));
@@ -110,7 +112,7 @@ void write_kv(const KvCache& cache, int layer, int64_t slot, const float* keys, 
                    cache.value_tile(layer, place.block, head, place.tile));
 }
 
-// Multiplies the softmax weights by the scales of their values, then quantizes them.
+// Multiplies the softmax weights of one query by the int8 scales of the values, then quantizes the products.
 void quantize_weights(float* weights, const ChunkTiles& tiles, int dim, const Terms& to) {
     float32x4_t absmax[4] = {};
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
@@ -137,13 +139,14 @@ void quantize_weights(float* weights, const ChunkTiles& tiles, int dim, const Te
     }
 }
 
-// `V` accumulator vectors for each of `N` queries. The high terms are accumulated first and then shifted left
-// by 7 bits, then the low terms are added. Separate accumulators for both would not fit into the registers.
+// `V` accumulator vectors for each of `N` queries. The high terms are accumulated first. Then the sums are
+// shifted left by 7 bits, and the low terms are added. Separate accumulators for high and low terms would not
+// fit into the registers.
 template <int N, int V>
 struct Sums {
     int32x4_t sums[N][V] = {};
 
-    // Accumulates 16 bytes times four bytes of each query's term into vector `v`.
+    // Adds to vector `v` of each query the dot products of 16 bytes with four bytes of the query's terms.
     template <int v, int FOUR>
     __attribute__((always_inline)) void add(int8x16_t bytes, const int8x16_t (&terms)[N]) {
         unroll<N>([&](auto n) __attribute__((always_inline)) {
@@ -162,7 +165,7 @@ ENGINE_INLINE void load_terms(const int8_t* from, int stride, int8x16_t (&terms)
     unroll<N>([&](auto n) __attribute__((always_inline)) { terms[n] = vld1q_s8(from + n * stride); });
 }
 
-// QK: scores[query][0:16] over one tile.
+// QK: computes scores[query][0:16] of N queries for the 16 tokens of one tile.
 template <int N>
 void score(const uint8_t* tile, Prefetch prefetch, const Terms& queries, float* scores) {
     const int8_t* keys = reinterpret_cast<const int8_t*>(tile);
@@ -187,7 +190,7 @@ void score(const uint8_t* tile, Prefetch prefetch, const Terms& queries, float* 
     });
 }
 
-// PV: results[query][column : column + 4 * kVectors] over the tiles of a chunk.
+// PV: computes results[query][column : column + 4 * kVectors] of N queries over the tiles of a chunk.
 template <int N>
 void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int column, float* results) {
     Sums<N, kVectors> found;
@@ -213,7 +216,7 @@ void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int colu
     });
 }
 
-// Calls f for blocks of N queries, then of fewer.
+// Calls f for blocks of N queries. The remaining queries are handled in smaller blocks.
 template <int N, class F>
 ENGINE_INLINE void by_blocks(int count, int first, F&& f) {
     for (; count - first >= N; first += N) f(std::integral_constant<int, N>(), first);

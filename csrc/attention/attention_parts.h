@@ -1,8 +1,9 @@
-// What all attention kernels share: the visible part of a chunk, and the merge of partial results.
+// Code that all attention kernels share: the range of positions that a token sees, and the merge of partial
+// results.
 //
-// Base-2 online softmax: queries are pre-multiplied by scale * log2(e), so weights are exp2(score - max).
-// `merge_into` must give the same bits in every instruction set. It therefore uses no FMA, and floating-point
-// contraction is off.
+// The online softmax is in base 2: queries are pre-multiplied by scale * log2(e), so weights are exp2(score -
+// max). `merge_into` must give the same bits in every instruction set. It therefore uses no FMA, and
+// floating-point contraction is off.
 #pragma once
 #include "attention/attention.h"
 
@@ -31,18 +32,19 @@ ENGINE_INLINE Range visible(const AttentionJob& job, int token) {
     return {window > 0 && position >= window ? position - window + 1 : 0, position + 1};
 }
 
-// The visible positions of one chunk, relative to its start.
+// The positions of a chunk that a token attends to, relative to the start of the chunk.
 ENGINE_INLINE Range visible_in_chunk(const AttentionJob& job, int token, int chunk) {
     Range range = visible(job, token);
     int begin = range.begin - chunk * kChunk, end = range.end - chunk * kChunk;
     return {begin > 0 ? begin : 0, end < kChunk ? end : kChunk};
 }
 
-// Addresses of the tiles [begin, end) that any token of the item sees, and of the tiles to prefetch.
+// Addresses of the tiles [begin, end) of a chunk that any token of the item sees, and of the tiles to
+// prefetch.
 struct ChunkTiles {
-    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // followed by the first value tiles
-    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // followed by the first value tiles again
-    const uint8_t* next_keys[kChunkTiles];  // of the chunk that is read next, one for each tile of this chunk
+    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // then the first value tiles, which are read next
+    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // then the first value tiles again
+    const uint8_t* next_keys[kChunkTiles];  // tiles of the next chunk, one for each tile of this chunk
     const uint8_t* next_values[kChunkTiles];
     int begin, end;
 };
@@ -70,8 +72,8 @@ struct ChunkPlace {
     int index, head, chunk;  // item, kv head, chunk
 };
 
-// The chunk that the thread most likely reads next: of the same item, of the next kv head, or of the next
-// item.
+// The chunk that the thread most likely reads next. It is the next chunk of the same item, else the first
+// chunk for the next kv head, else the first chunk of the next item.
 ENGINE_INLINE ChunkPlace next_place(const AttentionJob& job, ChunkPlace place) {
     const AttentionItem& item = job.batch->items[place.index];
     if (place.chunk + 1 < item.chunk + item.chunks) return {place.index, place.head, place.chunk + 1};
@@ -109,7 +111,7 @@ ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
     return tiles;
 }
 
-// The partial result of one head: unnormalized output, max and sum of the online softmax.
+// The partial result of one head of one token: unnormalized output, and max and sum of the online softmax.
 struct Part {
     float* values;   // [dim]
     float* max_sum;  // {max, sum}
@@ -168,13 +170,14 @@ inline void merge(const AttentionJob& job, int index) {
     }
 }
 
-// The queries of an item: token by token, and per token the heads that share the kv head (GQA).
+// The queries of an item for one kv head. They are in the order of the tokens. Each token has one query for
+// every head of the GQA group.
 struct Queries {
     const AttentionJob* job;
     const AttentionItem* item;
-    int index;  // of the item
+    int index;  // index of the item
     int kv_head, group, count;
-    float* state;  // [count][dim]: running results of an item that writes to `out`
+    float* state;  // [count][dim] running results, used if the item writes to `out`
     float* state_max_sum;
 
     int token(int query) const { return job->batch->item_tokens[item->first + query / group]; }
@@ -187,24 +190,25 @@ struct Queries {
         float* of_token = job->out + size_t(token(query)) * size_t(job->out_stride);
         return of_token + head(query) * job->shape->head_dim;
     }
-    // Where the result of a chunk is accumulated.
+    // Where the results of the chunks of a query are accumulated.
     Part destination(int query, int chunk) const {
         if (item->part < 0) return {state + query * job->cache->dim(), state_max_sum + 2 * query};
         int index = item->part + query / group * item->parts_per_token();
         return part_at(*job, item->merges_chunks ? index : index + chunk - item->chunk, head(query));
     }
-    // Whether the destination holds no result yet.
+    // Whether the destination of the query holds no result of an earlier chunk.
     bool is_empty(int query, int chunk) const {
         bool merges = item->part < 0 || item->merges_chunks;
         return !merges || chunk == item->chunk || visible(*job, token(query)).begin >= chunk * kChunk;
     }
-    // Where to compute the results of a chunk for `query` and the following ones, [queries][dim]: in the
-    // destination if possible.
+    // Where to compute the results [queries][dim] of a chunk for `query` and the queries after it. If
+    // possible, this is the destination, which saves a copy; otherwise it is `elsewhere`.
     float* result_buffer(int query, int chunk, float* elsewhere) const {
         bool in_place = item->part < 0 && chunk == item->chunk;
         return in_place ? state + query * job->cache->dim() : elsewhere;
     }
-    // Merges the result of a chunk into its destination if the query sees any of the chunk.
+    // Merges the result of a chunk into the destination. Does nothing if the query sees no position of the
+    // chunk.
     void add(int query, int chunk, Part result) const {
         if (visible_in_chunk(*job, token(query), chunk).empty()) return;
         Part to = destination(query, chunk);

@@ -1,4 +1,5 @@
-// The softmax between QK and PV, and the scratch memory of attention, in the vectors of the including file.
+// Softmax between QK and PV, and the scratch memory of attention. The vector width is that of the including
+// file's instruction set.
 #pragma once
 #include "attention/attention_parts.h"
 #include "attention/attention_vectors.h"
@@ -7,10 +8,10 @@
 namespace engine {
 namespace {
 
-constexpr int kBatch = 48;  // queries whose scores are held at a time
+constexpr int kBatch = 48;  // max queries whose scores are in memory at the same time
 
-// What to prefetch while a tile is read: a tile that is read soon, into L1, and a tile of the next chunk,
-// into L2. Both may be null.
+// The tiles to prefetch while a tile is read. `soon` is read soon and goes to L1. `later` belongs to the next
+// chunk and goes to L2. Both may be null.
 struct Prefetch {
     const uint8_t *soon, *later;
 
@@ -21,7 +22,7 @@ struct Prefetch {
     }
 };
 
-// The tiles of a chunk, and those to prefetch.
+// Addresses of the tiles of a chunk and of the tiles to prefetch meanwhile.
 ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     const ChunkPlace place{queries.index, queries.kv_head, chunk};
     ChunkTiles tiles = find_tiles(*queries.job, place);
@@ -42,7 +43,7 @@ ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, f
     for (int i = begin + kLanes; i < end; i += kLanes) lane_max = vmax(lane_max, load(scores + i));
     float max = reduce_max(lane_max);
     Floats sums = {};
-    for (int i = begin; i < end; i += 16) {  // one tile at a time, so that its vectors are independent
+    for (int i = begin; i < end; i += 16) {  // one tile per iteration, whose vectors are independent
         Floats weights[16 / kLanes];
         unroll<16 / kLanes>([&](auto v) __attribute__((always_inline)) {
             weights[v] = vexp2(load(scores + i + v * kLanes) - all(max));

@@ -1,5 +1,5 @@
-// Vector operations of attention for the instruction set of the including file. Some intrinsics are used in
-// their masked form with all lanes on, because GCC 12 warns about the plain form.
+// Vector operations for attention in the instruction set of the including file. Some intrinsics are used in
+// their masked form with all lanes on, because GCC 12 warns about the unmasked form.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -12,7 +12,8 @@
 namespace engine {
 namespace {
 
-// Queries, and vectors of dimensions, whose accumulators are in registers together.
+// The accumulators of kQueries queries are in registers at the same time. In PV, each query has kColumns
+// vectors of dimensions.
 #if defined(__AVX512F__)
 constexpr int kQueries = 6, kColumns = 4;
 #elif defined(__aarch64__)
@@ -21,8 +22,9 @@ constexpr int kQueries = 6, kColumns = 2;
 constexpr int kQueries = 4, kColumns = 2;
 #endif
 
-// Whether keys and values are converted to float once for all queries of a batch that spans several blocks,
-// and how many queries share the converted values.
+// kConvertsOnce: whether keys and values are converted to float once for all queries of a batch, if the batch
+// has more than kQueries queries. kQueriesConverted: how many queries are then accumulated at the same time
+// in PV.
 #if defined(__aarch64__)
 constexpr bool kConvertsOnce = true;
 constexpr int kQueriesConverted = 8;
@@ -48,7 +50,7 @@ ENGINE_INLINE __m256 low_half(Floats a) {
 #endif
 }
 
-// The upper half of 16 lanes. With 8 lanes, all of them again.
+// The upper half of a 16-lane vector. An 8-lane vector is returned unchanged.
 ENGINE_INLINE __m256 high_half(Floats a) {
 #if defined(__AVX512F__)
     return _mm512_maskz_extractf32x8_ps(0xff, (__m512)a, 1);
@@ -90,7 +92,8 @@ ENGINE_INLINE float reduce_sum(Floats a) {
 }
 #endif
 
-// Splits bfloat16 pairs into the first and the second elements, as floats.
+// Splits pairs of bfloat16 into a vector of the first elements and a vector of the second elements, as
+// floats.
 ENGINE_INLINE void widen_bf16_pairs(const uint8_t* from, Floats& first, Floats& second) {
     Words pairs = load_words(from);
     first = (Floats)(pairs << 16);
@@ -110,7 +113,7 @@ ENGINE_INLINE Floats vfma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// a * factors[index] + c. `count` factors are readable.
+// a * factors[index] + c. At least `count` factors must be readable.
 template <int count, int index>
 ENGINE_INLINE Floats vfma_lane(Floats a, const float* factors, Floats c) {
     static_assert(index < count && (count == 2 || count == 4));
@@ -133,7 +136,7 @@ ENGINE_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
 // exp2(x) for x <= 0, with a relative error of about 1e-7. Minus infinity gives exactly 0, NaN gives NaN.
 ENGINE_INLINE Floats vexp2(Floats x) {
 #if defined(__AVX512F__)
-    // The fraction above floor(x). `scalef` applies the floor itself.
+    // r is the fraction x - floor(x). `scalef` multiplies by 2 ** floor(x).
     const float coefficients[] = {
         1.0f,           6.931470444e-1f, 2.402293056e-1f, 5.548528058e-2f, 9.675451627e-3f, 1.246784596e-3f,
         2.161291642e-4f};

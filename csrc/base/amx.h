@@ -13,8 +13,8 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Configures the tiles of this thread while the object lives. Tiles are released afterwards because a
-// configured tile state slows down other code.
+// While an object of this class lives, the tile registers of its thread are configured. The destructor
+// releases them, because a configured tile state slows down other code.
 class TileScope {
   public:
     TileScope() {
@@ -25,8 +25,8 @@ class TileScope {
     TileScope(const TileScope&) = delete;
 };
 
-// Inline assembly, because the compiler's intrinsics do not declare the memory that they read and do not
-// accept the tile number as a template constant.
+// The tile operations below are inline assembly. The compiler's intrinsics do not declare the memory that
+// they read, and they do not accept the tile number as a template constant.
 template <int kTile>
 ENGINE_INLINE void tile_zero() {
     __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
@@ -43,13 +43,15 @@ ENGINE_INLINE void tile_store(void* to, size_t stride = 64) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
-// sums[m][n] += rows[m][2 k] * pairs[k][n][0] + rows[m][2 k + 1] * pairs[k][n][1]
+// For all k: sums[m][n] += rows[m][2 k] * pairs[k][n][0] + rows[m][2 k + 1] * pairs[k][n][1]. Inputs are
+// bfloat16, sums are float.
 template <int kSums, int kRows, int kPairs>
 ENGINE_INLINE void tile_multiply_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kPairs), "i"(kRows), "i"(kSums));
 }
 
-// sums[m][n] += sum over i < 4 of rows[m][4 k + i] * fours[k][n][i], in signed int8
+// For all k and i < 4: sums[m][n] += rows[m][4 k + i] * fours[k][n][i]. Inputs are signed int8, sums are
+// int32.
 template <int kSums, int kRows, int kFours>
 ENGINE_INLINE void tile_multiply_int8() {
     __asm__ volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));

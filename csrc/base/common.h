@@ -1,6 +1,6 @@
-// Helpers that every file uses. All of them are `static` or macros. Files are compiled for different
-// instruction sets, and the linker may keep any copy of a shared inline function: it could keep one that this
-// CPU can't run.
+// Helpers that every file uses. All of them are `static` functions or macros, so each file has its own copy.
+// Files are compiled for different instruction sets. Of a shared inline function, the linker would keep any
+// one copy, perhaps one that this CPU cannot run.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,8 +20,9 @@ ENGINE_INLINE size_t round_up_size(size_t a, size_t b) {
     return (a + b - 1) / b * b;
 }
 
-// 1.5 * 2^23. Adding it to a float rounds to the nearest integer, ties to even, and leaves the integer in the
-// low mantissa bits. Adding an integer to its bits gives the float kRoundShift + integer.
+// kRoundShift is 1.5 * 2^23. Adding it to a float rounds the float to the nearest integer, ties to even, and
+// leaves this integer in the low mantissa bits. Conversely, kRoundShiftBits + integer, read as a float, is
+// kRoundShift + integer.
 constexpr float kRoundShift = 12582912.0f;
 constexpr int32_t kRoundShiftBits = 0x4b400000;
 
@@ -64,7 +65,7 @@ ENGINE_INLINE uint16_t float_to_half(float value) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (bits >= 0x47800000) return uint16_t(sign | 0x7c00);
-    if (bits < 0x38800000) {  // subnormal half: the float addition rounds
+    if (bits < 0x38800000) {  // a subnormal half: adding 0.5 rounds it
         float shifted = bits_to_float(bits) + 0.5f;
         return uint16_t(sign | (float_to_bits(shifted) - 0x3f000000));
     }

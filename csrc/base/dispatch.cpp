@@ -50,7 +50,8 @@ bool has_avx512() {
     return has_avx2() && (enabled_states() & 0xe6) == 0xe6 && base && vnni && bf16;
 }
 
-// Linux grants the tile data state to a process only on request.
+// The CPU must have AMX tiles with bfloat16 arithmetic. On Linux, a process must also ask for permission to
+// use the tile registers.
 bool has_amx() {
     Registers seven = cpuid(7, 0);
     bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24);
@@ -67,7 +68,7 @@ bool has_int8_tiles() {
     return has(cpuid(7, 0).edx, 25);
 }
 #elif defined(__aarch64__)
-// int8 dot products (sdot) and half-precision arithmetic.
+// The NEON kernels need int8 dot products (sdot) and half-precision arithmetic.
 bool has_neon() {
 #if defined(__linux__)
     constexpr unsigned long kHalves = 1 << 10, kDotProducts = 1 << 20;

@@ -1,4 +1,4 @@
-// Each kernel file exports one function that fills its part of a table.
+// Each kernel file exports one function, which enters the kernels of this file into a kernel table.
 #pragma once
 #include "base/kernels.h"
 

@@ -1,6 +1,6 @@
-// The kernels of one instruction set, as a table of function pointers. A table starts as a copy of the next
-// lower instruction set's and replaces what it does faster. `dispatch.cpp` fills one table for each set that
-// the CPU has.
+// `Kernels`: the kernels of one instruction set, as a table of function pointers. A table starts as a copy
+// of the next lower instruction set's table. Kernels that are faster with this instruction set replace the
+// copied ones. `dispatch.cpp` fills one table for each instruction set of the CPU.
 //
 // Numerics. A matmul runs in one of four modes. The mode may depend on the weight layout and on whether a
 // token is prefill or decode. Only INT8_PER_CHANNEL may also depend on the number of tokens in the step.
@@ -11,7 +11,8 @@
 //   INT8_PER_CHANNEL  weights of layout I8, which have one scale per output channel. Activations are
 //         Hadamard-rotated like the weights (hadamard.h) and quantized to int8 with one scale per row.
 //         The integer dot product over all of K is exact.
-// A row's result is bit-identical for every batch: it depends neither on `rows` nor on the other rows.
+// In one mode, a row's result is bit-identical in every batch. It depends neither on the number of rows nor
+// on the other rows.
 #pragma once
 #include "base/layout.h"
 #include "executor/batch.h"
@@ -27,24 +28,25 @@ enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
 struct Epilogue {
     float* out;         // output row r starts at out + r * stride
     int stride;         // in floats
-    const float* bias;  // one per output channel, padded to whole panels; or null
+    const float* bias;  // one value per output channel, padded to whole panels; null: no bias
     Activation activation;
-    bool gated;     // panels come in pairs (gate, up): out = activation(gate) * up, 16 outputs per pair
-    bool residual;  // out += result
+    bool gated;     // panels are (gate, up) pairs; a pair gives 16 outputs activation(gate) * up
+    bool residual;  // the result is added to `out`, not stored over it
 };
 
 struct MatmulJob {
     const Matrix* weights;
-    const uint8_t* input;  // written by `pack` of the same table and numerics
+    const uint8_t* input;  // packed activations, written by `pack` of the same table and numerics
     int rows;              // tokens
     Epilogue epilogue;
 };
 
 enum class KvType : uint8_t { F32, BF16, INT8 };
 
-// The paged KV cache. A tile holds 16 tokens. Each layer and block stores the keys of all kv heads, then the
-// values; each kv head has block_size / 16 tiles. `dim` is head_dim rounded up to 32, and the padding is
-// zero. A key tile has tokens as vector lanes, a value tile has dimensions as lanes:
+// The paged KV cache. A tile holds 16 tokens of one kv head. Each layer and block stores the keys of all kv
+// heads, then the values of all kv heads. Each kv head has block_size / 16 tiles. `dim` is head_dim rounded
+// up to 32; the padding is zero. In a key tile the vector lanes are tokens. In a value tile the vector lanes
+// are dimensions:
 //   F32   keys [dim][16], values [16][dim]
 //   BF16  keys [dim / 2][16][2], values [8 token pairs][dim][2]
 //   INT8  keys [dim / 4][16][4] then 16 float scales; values [4 token quads][dim][4] then 16 float scales
@@ -74,13 +76,13 @@ struct KvCache {
 struct AttentionShape {
     int heads, kv_heads, head_dim;
     float scale;
-    int window;  // sliding window in tokens, the query's own included; 0: no window
+    int window;  // sliding window in tokens, including the query's own token; 0: no window
 };
 
 // Attention is split over the KV sequence (split-K) into chunks of 256 positions at fixed boundaries. A part
-// is the partial result (unnormalized output, max, sum) of one head of one token over one or more chunks.
-// Parts are merged in ascending order, so the result depends neither on the thread that computed them nor on
-// the tokens that shared a chunk.
+// is the partial result (unnormalized output, max, sum) of one head of one token over one or more chunks. The
+// parts of a token are merged in ascending order of position. The result therefore depends neither on the
+// threads that computed the parts nor on the other tokens that read the same chunks.
 constexpr int kChunk = 256;
 
 struct AttentionJob {
@@ -90,56 +92,60 @@ struct AttentionJob {
     int layer;
     const float* queries;  // token t, head h starts at queries + t * query_stride + h * head_dim
     int query_stride;
-    float* out;  // the same layout as `queries`
+    float* out;  // as `queries`, with out_stride
     int out_stride;
     float* parts;  // partial results, see part_floats in attention.h
 };
 
 struct Kernels {
     const char* name;         // "generic", "avx2", "avx512", "amx", "neon"
-    bool has_bf16;            // has BF16 numerics
-    bool has_int8_attention;  // integer arithmetic over an INT8 cache, faster than other caches
+    bool has_bf16;            // whether matmuls support BF16 numerics
+    bool has_int8_attention;  // attends to an INT8 cache in integer arithmetic, faster than to other caches
 
-    // `pack` converts rows [begin, end) of `rows` float rows to the packed form that `matmul` reads. `input`
-    // has `packed_bytes(rows, columns)` bytes and is 64-byte aligned. `matmul` computes units [begin, end). A
-    // unit is one panel, or a (gate, up) pair of panels if the epilogue is gated. `scratch` belongs to the
-    // calling thread, has `scratch_bytes(columns)` bytes and is 64-byte aligned.
+    // `pack` converts rows [begin, end) of the `rows` rows of floats in `x` to the packed form that `matmul`
+    // reads. `input` has `packed_bytes(rows, columns)` bytes and is 64-byte aligned. `matmul` computes units
+    // [begin, end) of the output. A unit is one panel, or a (gate, up) pair of panels if the epilogue is
+    // gated. `scratch` belongs to the calling thread, has `scratch_bytes(columns)` bytes and is 64-byte
+    // aligned.
     size_t (*packed_bytes[kNumerics])(int rows, int columns);
     void (*pack[kNumerics])(const float* x, int stride, int columns, int rows, int begin, int end,
                             uint8_t* input);
     void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
     size_t (*scratch_bytes)(int columns);
-    // Requantizes panel `panel` of any other layout to layout I8. `values` has room for one panel of floats,
-    // padded to whole tiles. Null if the table has no INT8_PER_CHANNEL.
+    // Requantizes panel `panel` of `from`, which has any layout but I8, to layout I8. `values` has room for
+    // one panel of floats, padded to whole tiles. Null if this instruction set has no INT8_PER_CHANNEL
+    // matmul.
     void (*requantize_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
 
-    // out[columns] = row `index` of the table, dequantized.
+    // Dequantizes row `index` of the embedding table to out[0:columns].
     void (*embed)(const Matrix& table, int index, float* out);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size,
                        float* out);
-    // RoPE on x[0:dim] of each of `heads` consecutive heads. Dimension i pairs with i + dim / 2.
+    // Applies RoPE in place to the first `dim` dimensions of each of `heads` consecutive heads. Dimension i
+    // pairs with i + dim / 2.
     void (*rope)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
-    // Writes the keys and values of one token (kv_heads * head_dim floats each) to `slot` = block *
-    // block_size + offset.
+    // Writes the keys and values of one token (kv_heads * head_dim floats each) to cache slot `slot`, which
+    // is block * block_size + offset.
     void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);
 
     // Computes attention for item `index` of the batch's schedule (attention.h) and one kv head.
     void (*attend)(const AttentionJob& job, int index, int head, uint8_t* scratch);
     size_t (*attend_scratch_bytes)(const AttentionShape& shape);
-    // Merges the parts of Batch::merges[index] into `out`. All instruction sets give the same bits.
+    // Merges the parts of one token, listed in Batch::merges[index], into `out`. All instruction sets give
+    // the same bits.
     void (*merge)(const AttentionJob& job, int index);
 
-    // Reductions over one row of logits, for sampling.
-    int (*argmax)(const float* x, int size);  // the first maximum; NaN is never the maximum
+    // The reductions below take one row of logits. Sampling uses them.
+    int (*argmax)(const float* x, int size);  // index of the first maximum; NaN is never the maximum
     float (*max)(const float* x, int size);
-    // sum of exp((x[i] - max) * scale), accumulated in double
+    // Sum of exp((x[i] - max) * scale), accumulated in double.
     double (*sum_exp)(const float* x, int size, float max, float scale);
     bool (*all_finite)(const float* x, int size);
 };
 
-// The tables of this CPU, fastest last.
+// The kernel tables that this CPU can run, fastest last.
 struct KernelSet {
     const Kernels* tables[4];
     int count;

@@ -1,22 +1,23 @@
-// Packed weight layouts. A panel holds 16 output channels and is cut along the input dimension (K) into
-// groups of 32 values.
+// Packed weight layouts. A panel holds 16 output channels. It is cut along the input dimension (K) into
+// groups of 32 values per channel.
 //
-// The groups of a panel are contiguous, so a GEMV streams memory sequentially. Within a group the 16 channels
-// are the lanes of a vector register:
+// The groups of a panel are contiguous, so a GEMV reads memory sequentially. Within a group the 16 channels
+// are the lanes of a vector register. The bytes of one group:
 //
 //   Q4     256 B of nibbles, 16 half scales, 16 half minima = 320 B. Byte 64 j + 4 n + c (j < 4, c < 4)
 //          holds channel n: value 4 j + c in its low nibble, value 16 + 4 j + c in its high nibble.
 //          weight = scale * nibble + minimum.
-//   Q4G16  the same nibbles; scales[2][16] then minima[2][16] for values 0-15 and 16-31 = 384 B.
+//   Q4G16  256 B of nibbles as in Q4, then half scales[2][16] and half minima[2][16] = 384 B. The first
+//          16 of each are for values 0-15, the others for values 16-31.
 //   Q8     512 B: byte 64 j + 4 n + c (j < 8) is value 4 j + c of channel n, plus 128. The half scales
 //          [group][16] follow the panel's last group, padded to 64 B.  weight = scale * (byte - 128).
 //   Q8M    512 B as in Q8, without the offset of 128; 16 half scales, 16 half minima = 576 B.
-//   Q8G16  512 B as in Q8, then scales[2][16] = 576 B.
+//   Q8G16  512 B as in Q8, then half scales[2][16] for values 0-15 and 16-31 = 576 B.
 //   F16, BF16   [16 pairs][16 channels][2] = 1024 B.
 //   F32    [32][16 channels] = 2048 B.
-//   I8     requantized in memory from the layouts above, never stored in a file: 512 B of signed bytes in
-//          the order of Q8, two groups to a tile. 16 float scales, one per channel, follow the panel's
-//          last tile.  weight = scale * byte.
+//   I8     512 B of signed bytes in the order of Q8; a tile is two groups. 16 float scales, one per
+//          channel, follow the panel's last tile.  weight = scale * byte. These weights are requantized
+//          in memory from the layouts above and never stored in a file.
 //
 // Padding channels and padding columns dequantize to zero. Panels are 64-byte aligned.
 #pragma once
@@ -28,7 +29,7 @@ enum class Layout : uint8_t { Q4, Q4G16, Q8, Q8M, Q8G16, F16, BF16, F32, I8 };
 
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
-constexpr int kTileColumns = 64;  // of a tile of layout I8
+constexpr int kTileColumns = 64;  // input columns of a tile of layout I8
 constexpr size_t kTileBytes = kTileColumns * kPanelRows;
 
 ENGINE_INLINE constexpr bool is_4_bit(Layout layout) {
@@ -37,12 +38,12 @@ ENGINE_INLINE constexpr bool is_4_bit(Layout layout) {
 ENGINE_INLINE constexpr bool has_minima(Layout layout) {
     return is_4_bit(layout) || layout == Layout::Q8M;
 }
-// Scales that a channel has in a group; each covers an equal number of values.
+// Number of scales that a channel has in a group of 32. With two scales, each covers 16 values.
 ENGINE_INLINE constexpr int scales_per_group(Layout layout) {
     return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
 }
 
-// Bytes from one group to the next.
+// Bytes from the start of one group to the start of the next.
 ENGINE_INLINE size_t group_bytes(Layout layout) {
     switch (layout) {
         case Layout::Q4:
@@ -71,7 +72,7 @@ ENGINE_INLINE size_t panel_bytes(Layout layout, int columns) {
     return layout == Layout::Q8 ? bytes + round_up_size(groups * 32, 64) : bytes;
 }
 
-// A weight matrix, or several stacked along the output dimension. It does not own its bytes.
+// One weight matrix, or several matrices stacked along the output dimension. The object does not own `data`.
 struct Matrix {
     Layout layout;
     int rows;     // output channels; padding channels of the last panel are zero

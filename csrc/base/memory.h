@@ -1,4 +1,5 @@
-// Page-aligned zeroed memory. The system commits a page when it is first touched.
+// `Block`: page-aligned zeroed memory from mmap. The operating system commits a page when it is first
+// touched.
 #pragma once
 #include <sys/mman.h>
 

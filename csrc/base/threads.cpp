@@ -50,8 +50,8 @@ void wake_all(std::atomic<uint32_t>&) {}
 void pin_to(int) {}
 #endif
 
-// Returns when `word` differs from `value`. It spins first, then sleeps; `sleepers` tells the writer whether
-// it must wake a thread.
+// Waits until `word` differs from `value`. The thread spins first, then sleeps. It counts itself in
+// `sleepers` while it sleeps, so that the thread that changes `word` knows whether it must wake others.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& sleepers) {
     auto deadline = std::chrono::steady_clock::now() + kSpin;
     do {
@@ -77,7 +77,7 @@ ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus) : size_(thread
                 work(thread);
             });
         }
-    } catch (const std::system_error&) {  // the system refused another thread
+    } catch (const std::system_error&) {  // the operating system refused to start another thread
         stop();
         throw;
     }

@@ -1,7 +1,7 @@
-// A thread pool that runs one function on all threads together.
+// A thread pool that runs one function on all threads at the same time.
 //
-// Between jobs and at barriers a thread spins for some microseconds, then sleeps. An idle engine uses no CPU,
-// and a busy one leaves the cores to the server process while it waits.
+// While a thread waits for a job or at a barrier, it spins for some microseconds, then sleeps. An idle engine
+// therefore uses no CPU time, and a thread with a long wait leaves its core to the server process.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -14,15 +14,16 @@ namespace engine {
 
 class ThreadPool {
   public:
-    // The caller is thread 0. `cpus` has one CPU number per thread, or is empty for no pinning.
+    // The thread that calls `run` is thread 0. `cpus` has one CPU number per thread. If it is empty, threads
+    // are not pinned.
     ThreadPool(int threads, const std::vector<int>& cpus);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
 
     int size() const { return size_; }
-    // Runs `job(thread)` on all threads and returns when all are done. Not reentrant.
+    // Runs `job(thread)` on all threads and returns when all of them are done. A job must not call `run`.
     void run(const std::function<void(int)>& job);
-    // Every thread of a job must call it. It returns when all of them have arrived.
+    // Every thread of a job must call `barrier`. It returns when all threads have called it.
     void barrier();
 
   private:
@@ -39,12 +40,14 @@ class ThreadPool {
     std::atomic<bool> stopping_{false};
 };
 
-// Work stealing over [0, count): a thread claims pieces of `grain` from its own share, then from the others'.
+// Work stealing over the indices [0, count). Each thread has a share of them. It claims ranges of `grain`
+// indices from its own share, then from the shares of other threads.
 class WorkQueue {
   public:
     explicit WorkQueue(int threads) : shares_(size_t(threads)) {}
     // Called by one thread, before the barrier that starts the work.
     void reset(int count, int grain);
+    // Claims [begin, end) for `thread`. Returns false if nothing is left.
     bool take(int thread, int& begin, int& end);
 
   private:

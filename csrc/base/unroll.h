@@ -9,7 +9,7 @@
 namespace engine {
 namespace {
 
-// Calls f with 0, 1, ... as integral constants, so that arrays indexed by them stay in registers.
+// Calls f with 0, 1, ... as integral constants. Arrays that f indexes with them can stay in registers.
 template <int... i, class F>
 ENGINE_INLINE void for_each(std::integer_sequence<int, i...>, F&& f) {
     (f(std::integral_constant<int, i>()), ...);

@@ -1,4 +1,4 @@
-// Dispatches a layout that is known at run time to code that was compiled for it.
+// Selects, for a layout known only at run time, the code that was compiled for this layout.
 #pragma once
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 namespace engine {
 namespace {
 
-// Calls f with the layout as an integral constant.
+// Calls f with `layout` as an integral constant. Does nothing for layout I8.
 template <class F>
 ENGINE_INLINE void with_layout(Layout layout, F f) {
     switch (layout) {
@@ -28,7 +28,7 @@ ENGINE_INLINE void with_layout(Layout layout, F f) {
         case Layout::F32:
             return f(std::integral_constant<Layout, Layout::F32>());
         case Layout::I8:
-            return;  // per_channel/ has its kernels
+            return;  // the kernels for layout I8 are in per_channel/
     }
 }
 

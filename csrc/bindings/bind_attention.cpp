@@ -15,7 +15,8 @@ namespace {
 
 using Floats2 = Array<float, 2>;
 
-// On the heap, so that AddressSanitizer detects accesses past the end.
+// Aligned memory for the cache and for scratch. It is on the heap, so that AddressSanitizer detects accesses
+// past the end.
 struct alignas(64) Line {
     uint8_t bytes[64];
 };
@@ -88,7 +89,7 @@ class Cache {
     Lines memory_;
 };
 
-// A batch of attention with its schedule.
+// The tokens of one attention call, with their attention schedule.
 class BoundBatch {
   public:
     BoundBatch(int heads, double scale, int window, int decode_tokens, Array<const int32_t, 1> positions,
@@ -115,7 +116,7 @@ class BoundBatch {
 
     void schedule(int block_size) { schedule_.build(batch_, block_size, window_); }
 
-    // (tokens, first chunk, chunks, part) of each item
+    // Returns (tokens, first chunk, number of chunks, first part) for each item of the schedule.
     std::vector<std::tuple<std::vector<int>, int, int, int>> items() const {
         std::vector<std::tuple<std::vector<int>, int, int, int>> result;
         for (int i = 0; i < batch_.num_items; i++) {
@@ -127,7 +128,8 @@ class BoundBatch {
         return result;
     }
 
-    // Runs `repeats` layers round robin, starting with `layer`. Returns the seconds of each.
+    // Computes attention `repeats` times. The first run uses layer `layer`; each further run uses the next
+    // layer, round robin. Returns the seconds of each run.
     std::vector<double> run(const std::string& isa, const Cache& holder, int layer,
                             Array<const float, 2> queries, Floats2 out, int threads, int repeats) {
         const KvCache& cache = holder.get();

@@ -1,4 +1,4 @@
-// `Model`: weights, programs, and the forward and sample halves of a step, for Python.
+// Binds `Model`: weights, programs, and the two halves of a step, `forward` and `sample`.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -14,7 +14,7 @@ namespace {
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
 
-// The weights stay in Python arrays, which the model keeps alive.
+// A model whose weights are Python arrays. The object keeps these arrays alive.
 class BoundModel {
   public:
     BoundModel(const std::string& isa, int threads, const std::vector<int>& cpus)
@@ -39,7 +39,7 @@ class BoundModel {
         return int(vectors_.size()) - 1;
     }
 
-    // Returns the indices of the requantized copies.
+    // Requantizes the matrices `numbers` to per-channel int8. Returns the indices of the new matrices.
     std::vector<int> add_per_channel(const std::vector<int>& numbers) {
         if (!model.executor.kernels().requantize_panel)
             throw nb::value_error("this instruction set has no per-channel int8 matmul");
@@ -78,8 +78,8 @@ class BoundModel {
     Model model;
 
   private:
-    std::deque<Matrix> matrices_;  // as added, then requantized copies
-    std::vector<int> panels_;      // of the matrices that Python added
+    std::deque<Matrix> matrices_;  // the matrices that Python added, then the requantized ones
+    std::vector<int> panels_;      // number of panels of each matrix that Python added
     std::vector<const float*> vectors_;
     std::vector<nb::object> keep_;
     std::vector<Block> per_channel_;
@@ -217,7 +217,7 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
 }
 
-// The borrowed arrays of one step, with their sizes checked against each other.
+// Collects the arrays of one step, which are borrowed, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
                        Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
                        Ints prefix_blocks) {

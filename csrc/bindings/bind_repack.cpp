@@ -11,10 +11,11 @@ namespace engine {
 
 namespace {
 
-// (type, bytes, rows, order or None, transposed)
+// One stored tensor: (type, bytes, rows, order of the rows or None, whether it is transposed).
 using Order = std::optional<Array<const int64_t, 1>>;
 using PartArgument = std::tuple<std::string, Array<const uint8_t, 1>, int, Order, bool>;
-// (layout, columns, interleaved, parts, out)
+// One matrix to pack: (layout, columns, whether the panels of two parts are interleaved, parts, output
+// bytes).
 using MatrixArgument = std::tuple<int, int, bool, std::vector<PartArgument>, Array<uint8_t, 1>>;
 
 const StoredType& type_named(const std::string& name) {

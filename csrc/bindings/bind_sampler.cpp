@@ -9,7 +9,7 @@ size_t length(nb::handle sampling, const char* name) {
     return nb::len(nb::object(sampling.attr(name)));
 }
 
-// A new array; `data` points to its memory.
+// Returns a new NumPy array and sets `data` to its memory.
 template <class T, size_t N>
 nb::object new_array(const size_t (&shape)[N], T*& data) {
     size_t size = 1;

@@ -1,4 +1,5 @@
-// The model runner's `SamplingInputs` as raw arrays, and new arrays for the results of a step.
+// `SamplingCall`: converts the `SamplingInputs` of the Python model runner to raw arrays, and allocates
+// arrays for the sampled tokens of a step.
 //
 //   SamplingCall call(sampling);
 //   sampler.begin(call.inputs, call.outputs);
@@ -15,9 +16,9 @@ namespace engine {
 
 class SamplingCall {
   public:
-    // Raises ValueError if sizes disagree.
+    // Raises ValueError if the sizes of the arrays do not match.
     explicit SamplingCall(nb::handle sampling);
-    // (tokens, logprobs, top_ids, top_logprobs) as in `StepOutput`; the last three may be None.
+    // Returns (tokens, logprobs, top_ids, top_logprobs) as in `StepOutput`. The last three may be None.
     nb::tuple results() const;
 
     SamplingArrays inputs;
@@ -29,7 +30,7 @@ class SamplingCall {
     void read_biases(nb::handle sampling);
     void read_histories(nb::handle sampling);
 
-    std::vector<nb::object> keep_;  // the arrays that `inputs` borrows from
+    std::vector<nb::object> keep_;  // keeps alive the arrays that `inputs` points into
     nb::object tokens_, logprobs_, top_ids_, top_logprobs_;
 };
 

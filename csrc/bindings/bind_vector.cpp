@@ -1,4 +1,5 @@
-// Norms, RoPE, embedding and logit reductions, one row at a time, for tests and benchmarks.
+// Binds norms, RoPE, embedding and reductions over logits, for tests and benchmarks. Each call handles one
+// row.
 #include <nanobind/stl/optional.h>
 
 #include "bindings/bindings.h"

@@ -1,4 +1,5 @@
-// The Python module. Serving uses `Model`; single kernels are bound for tests and micro-benchmarks.
+// The Python module `_native`. Serving uses its class `Model`. Single kernels are bound for tests and
+// micro-benchmarks.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/vector.h>
@@ -18,7 +19,7 @@ const Kernels& kernels_named(const std::string& name) {
 
 NB_MODULE(_native, module) {
     using namespace engine;
-    nb::set_leak_warnings(false);  // a model may outlive the interpreter at exit
+    nb::set_leak_warnings(false);  // at exit, a model may outlive the interpreter
     module.def("instruction_sets", [] {
         std::vector<std::string> names;
         for (int i = 0; i < kernel_set().count; i++) names.emplace_back(kernel_set().tables[i]->name);

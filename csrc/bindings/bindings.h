@@ -1,4 +1,4 @@
-// The parts of the Python module, one file each.
+// Shared by the bindings, which are one file for each part of the Python module.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -17,7 +17,7 @@ inline void require(bool holds, const char* message) {
     if (!holds) throw nb::value_error(message);
 }
 
-// The kernel table of that name. Raises ValueError if this CPU has none.
+// Returns the kernel table with this name. Raises ValueError if this CPU has no such table.
 const Kernels& kernels_named(const std::string& name);
 
 void bind_matmul(nb::module_& module);

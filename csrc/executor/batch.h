@@ -1,27 +1,27 @@
-// The tokens of one step, as the executor and the kernels see them.
+// `Batch`: the tokens of one step, in the order in which the executor and the kernels process them.
 #pragma once
 #include "base/common.h"
 
 namespace engine {
 
-// Decode tokens come first, then prefill tokens, each in the order of their sequences. The arrays are
-// borrowed for the step.
+// Decode tokens come first, then prefill tokens. Within each kind, tokens are in the order of their
+// sequences. The arrays are borrowed for the step.
 struct Batch {
     int tokens = 0;
-    int decode_tokens = 0;                 // tokens [0, decode_tokens) are decode, the others prefill
+    int decode_tokens = 0;                 // tokens [0, decode_tokens) are decode, the others are prefill
     int rows = 0;                          // sequences in the step
     const int32_t* token_ids = nullptr;    // (tokens)
     const int32_t* positions = nullptr;    // (tokens)
-    const int64_t* write_slots = nullptr;  // (tokens) block * block_size + offset
-    const int32_t* row_of = nullptr;       // (tokens) the row of the token's sequence
-    const int32_t* tables = nullptr;       // (rows, table_width) block ids
+    const int64_t* write_slots = nullptr;  // (tokens) cache slot to write: block * block_size + offset
+    const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
+    const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids
     int table_width = 0;
     const int32_t* prefix_groups =
-        nullptr;  // (rows) rows of the same group share leading blocks; -1: no group
-    const int32_t* prefix_blocks = nullptr;  // (groups) number of shared blocks
+        nullptr;  // (rows) rows of one group share their first blocks; -1: no group
+    const int32_t* prefix_blocks = nullptr;  // (groups) number of blocks that the rows share
     const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are computed, ascending
     int logits = 0;
-    int decode_logits = 0;  // how many of these are decode tokens
+    int decode_logits = 0;  // how many of logit_tokens are decode tokens
     // The attention schedule, see attention.h.
     const struct AttentionItem* items = nullptr;
     int num_items = 0;

@@ -7,16 +7,17 @@
 namespace engine {
 namespace {
 
-// Up to this many rows each thread packs the activations for itself, which is faster than a barrier.
+// If a matmul has at most this many rows, each thread packs all activations for itself. This is faster than
+// sharing the work and waiting at a barrier.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;  // at least this many rows use the per-channel weights in fast mode
+constexpr int kFastRows = 16;  // fast mode uses the per-channel weights from this many rows on
 static_assert(kFastRows > kPrivateRows);
 
-constexpr int kClaims = 4;  // each thread claims at least this often, for load balance
+constexpr int kClaims = 4;  // min claims per thread and round, for load balance
 constexpr int kTokenGrain = 4;
 constexpr int kAttentionGrain = 1;
 
-// Whether the matmul result goes to a buffer of its own first and is merged into `out` afterwards.
+// Whether the matmul result is stored in a separate buffer first and combined with `out` afterwards.
 bool is_apart(const Op& op) {
     return op.multiply || (op.residual && op.scale != 1);
 }
@@ -173,8 +174,9 @@ void Executor::plan_rounds(const Program& program) {
     queues_[0].reset(rounds_[0].count, rounds_[0].grain);
 }
 
-// One round: claim pieces until the queue is empty, then wait at the barrier. Thread 0 resets the queue of
-// the next round meanwhile; its last users left it before the barrier of the previous round.
+// One round: the thread claims pieces until the queue is empty, then waits at the barrier. Two queues take
+// turns. Meanwhile thread 0 resets the queue of the next round, which no thread has used since the barrier of
+// the previous round.
 template <class F>
 void Executor::round(int thread, int& index, const F& piece) {
     if (thread == 0)
@@ -261,7 +263,7 @@ void Executor::pack(const Op& op, const Segment& segment, int begin, int end, fl
             kernels_.rms_norm(x, norm.weight, norm.eps, columns, row);
         else
             kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, columns, row);
-        // `row` is the only source row, so the stride is 0.
+        // `row` holds only the normalized row r, so the stride is 0.
         pack(row, 0, columns, segment.rows, r, r + 1, segment.input);
     }
 }

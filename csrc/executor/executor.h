@@ -1,7 +1,7 @@
-// Runs a program for one mixed batch of prefill and decode tokens, op by op, on all threads together.
+// Runs a program op by op for one mixed batch of prefill and decode tokens. All threads work on the same op.
 //
-// An op is one or two rounds of work. The pieces of a round are independent; threads claim them from a queue.
-// All threads go through the same rounds, with a barrier after each.
+// An op is one or two rounds of work. A round consists of independent pieces, which threads claim from a
+// queue. All threads go through the same rounds, with a barrier after each.
 #pragma once
 #include <memory>
 
@@ -12,10 +12,11 @@
 
 namespace engine {
 
+// The memory for activations. Buffers that are never in use at the same time share a place.
 struct ArenaShape {
     struct Place {
-        int width;  // floats per row
-        bool over_logits;
+        int width;         // floats per row
+        bool over_logits;  // one row per token with logits; otherwise one row per token
     };
     struct Buffer {
         int place;
@@ -35,18 +36,19 @@ class Executor {
     void set_cache(const KvCache& shape);
     void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
     void add_program(Program program);
-    // Fast mode: an op over many rows uses the per-channel int8 weights for all tokens. Without such weights
-    // it computes decode tokens with prefill numerics. A token's rounding then depends on the number of rows
-    // in its step.
+    // Turns fast mode on or off. In fast mode, a matmul with many rows uses the per-channel int8 weights for
+    // all tokens. If the op has no such weights, decode tokens are computed with prefill numerics. The
+    // rounding of a token then depends on the number of rows in its step.
     void set_fast(bool on) { fast_ = on; }
 
-    // Computes the batch and fills its attention fields. finite[t] is 0 if token t produced NaN or infinity.
+    // Computes the batch and fills its attention fields. finite[t] becomes 0 if the activations of token t
+    // contain NaN or infinity.
     void run(Batch& batch, std::vector<uint8_t>& finite);
 
     ThreadPool& pool() { return pool_; }
     const Kernels& kernels() const { return kernels_; }
     const KvCache& cache() const { return cache_; }
-    // Row `row` of a buffer.
+    // Address of row `row` of a buffer.
     float* at(int buffer, int row) const {
         return buffers_[size_t(buffer)] + size_t(row) * size_t(width(buffer));
     }
@@ -65,15 +67,15 @@ class Executor {
     };
     void reserve_scratch();
     void plan_rounds(const Program& program);
-    int rows_of(const Op& op) const;            // M dimension of the op's matmul
-    bool uses_per_channel(const Op& op) const;  // in this step
+    int rows_of(const Op& op) const;            // M of the op's GEMM, in this step
+    bool uses_per_channel(const Op& op) const;  // whether the op uses them in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
     template <class F>
     void round(int thread, int& index, const F& piece);
 
     void embed(const Op& op, int begin, int end);
-    // Consecutive rows of a matmul that share numerics and weights.
+    // Consecutive rows of a matmul that use the same numerics and the same weights.
     struct Segment {
         Numerics numerics;
         const Matrix* matrix;
@@ -81,9 +83,9 @@ class Executor {
         uint8_t* input;  // packed activations
     };
     struct Segments {
-        Segment items[2];  // one may be empty
-        int rows;          // in both together
-        bool is_private;
+        Segment items[2];  // decode rows, prefill rows; either may be empty
+        int rows;          // rows of both segments
+        bool is_private;   // every thread packs the activations for itself
     };
     Segments split(const Op& op, int thread);
     void linear(const Op& op, int thread, int& index);

@@ -18,7 +18,7 @@ bool all_within(const int32_t* values, int count, int limit) {
 
 }  // namespace
 
-// Checks every index that later addresses memory.
+// Checks every index of the step that is used to address memory later.
 void Model::check(const StepArrays& step) const {
     const Program& program = executor.program(step.tokens);
     const KvCache& cache = executor.cache();
@@ -48,8 +48,8 @@ void Model::check(const StepArrays& step) const {
     }
 }
 
-// Puts decode tokens before prefill tokens. The two use different numerics, so each kind is one contiguous
-// range.
+// Puts decode tokens before prefill tokens. The two kinds may use different numerics, so each must be one
+// contiguous range.
 void Model::reorder(const StepArrays& step) {
     size_t tokens = size_t(step.tokens);
     order_.clear();

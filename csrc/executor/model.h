@@ -1,18 +1,20 @@
-// A loaded model: weights, KV cache, programs, and the forward and sample halves of a step.
+// `Model`: a loaded model with its weights, KV cache and programs. A step has two halves, `forward` and
+// `sample`.
 #pragma once
 #include "executor/executor.h"
 #include "sampler/sampler.h"
 
 namespace engine {
 
-// A step as the scheduler describes it: rows in order, each with consecutive tokens. The arrays are borrowed.
+// A step as the scheduler describes it. Each row is a sequence and has consecutive tokens. The arrays are
+// borrowed.
 struct StepArrays {
     int tokens, rows, table_width, logits, groups;
     const int32_t* token_ids;
     const int32_t* positions;
     const int64_t* write_slots;
     const int32_t* query_start;  // (rows + 1)
-    const int32_t* num_prompt;   // (rows) positions below are prefill
+    const int32_t* num_prompt;   // (rows) prompt length; positions below it are prefill
     const int32_t* block_tables;
     const int32_t* logit_rows;  // (logits) indices into tokens
     const int32_t* prefix_groups;
@@ -24,10 +26,10 @@ class Model {
     Model(const Kernels& kernels, int threads, const std::vector<int>& cpus)
         : executor(kernels, threads, cpus) {}
 
-    // Computes the step. Throws std::invalid_argument before any state changes. finite[r] is 0 if row r
-    // produced NaN or infinity.
+    // Computes the step. On invalid input, throws std::invalid_argument before any state changes. finite[r]
+    // becomes 0 if the activations of row r contain NaN or infinity.
     void forward(const StepArrays& step, uint8_t* finite);
-    // Samples one token for each entry of `logit_rows`, in that order.
+    // Samples one token for each entry of `logit_rows` of the last step, in the same order.
     void set_sampler(int vocab, int max_slots, int max_seq_len);
     void sample(const SamplingArrays& inputs, const SampledArrays& outputs);
 
@@ -35,7 +37,7 @@ class Model {
     float* logits(int index) const { return executor.at(output, logit_place_[size_t(index)]); }
     int num_logits() const { return batch_.logits; }
     int hidden_size() const { return executor.program(1).ops.back().matrix->columns; }
-    // The hidden state behind those logits, after the final norm.
+    // The hidden state of token `logit_rows[index]` after the final norm.
     void hidden(int index, float* out) const;
 
     Executor executor;
@@ -47,7 +49,7 @@ class Model {
     void reorder(const StepArrays& step);
 
     Batch batch_;
-    std::vector<int32_t> order_;  // batch token -> token of the step
+    std::vector<int32_t> order_;  // index in the batch -> index in the step
     std::vector<int32_t> token_ids_, positions_, row_of_, logit_tokens_, logit_place_, place_of_;
     std::vector<int64_t> write_slots_;
     std::vector<uint8_t> finite_;

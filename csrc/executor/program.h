@@ -1,4 +1,5 @@
-// An execution plan in executable form: ops over arena buffers, with weights resolved to pointers.
+// `Program`: an execution plan in the form that the executor runs. Its ops read and write arena buffers, and
+// weights are pointers.
 #pragma once
 #include <vector>
 
@@ -21,31 +22,32 @@ struct Op {
     int out = -1;
     int layer = 0;
 
-    float scale = 1;  // Embed: multiplies the embedding; Linear: multiplies the result before it is added
+    float scale = 1;  // Embed: factor of the embedding. Linear: factor of the result
 
-    // Embed: `matrix` is the embedding table. Learned position embeddings are added if `positions` is set.
+    // Fields of Embed. `matrix` is the embedding table; Linear uses it for the weights. If `positions` is
+    // set, these learned position embeddings are added.
     const Matrix* matrix = nullptr;
     const float* positions = nullptr;
 
-    // Linear. AddNorm uses `norm` alone: out += norm(source).
-    const Matrix* per_channel = nullptr;  // requantized copy of `matrix` for many rows; or null
+    // Fields of Linear. AddNorm uses only `norm`: out += norm(source).
+    const Matrix* per_channel = nullptr;  // `matrix` requantized to int8, for many rows; or null
     Norm norm;
     const float* bias = nullptr;
     Activation activation = Activation::None;
     bool gated = false;
     bool residual = false;
-    bool multiply = false;  // out *= result
-    bool over_logits = false;
-    int column = 0;  // first column of `out` that is written
-    int grain = 1;   // units that a thread claims at a time
+    bool multiply = false;     // the result multiplies `out` instead of replacing it
+    bool over_logits = false;  // computed only for tokens with logits
+    int column = 0;            // first column of `out` that the op writes
+    int grain = 1;             // units that a thread claims at a time
     Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
-    // RopeWrite, Attention
+    // Fields of RopeWrite and Attention.
     AttentionShape shape{};
     int rope_dim = 0;
     const float* query_norm = nullptr;
     const float* key_norm = nullptr;
-    bool whole_norm = false;  // one RMS norm over all heads of a token; else one per head
+    bool whole_norm = false;  // true: one RMS norm over all heads of a token; false: one per head
     float eps = 0;
 
     int units() const { return gated ? div_up(matrix->rows / 2, kPanelRows) : matrix->panels(); }

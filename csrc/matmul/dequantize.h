@@ -1,5 +1,5 @@
-// Reads the values, scales and minima of a panel (layout.h) for as many channels at a time as a vector has
-// lanes.
+// Reads the values, scales and minima of a panel (layout.h). Each call handles as many channels as a vector
+// has lanes.
 #pragma once
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -13,7 +13,8 @@
 namespace engine {
 namespace {
 
-// The scales [scale][16 channels] of a group. Its minima, if it has any, follow in the same order.
+// Address of the scales [scale][16 channels] of a group. If the layout has minima, they follow in the same
+// order.
 template <Layout layout>
 ENGINE_INLINE const uint16_t* scales_of(const uint8_t* panel, int groups, int group) {
     size_t where = size_t(group) * group_bytes(layout) + (is_4_bit(layout) ? 256 : 512);
@@ -42,7 +43,7 @@ ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     return vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(halves)));
 }
 #else
-// The half floats are in the low 16 bits of each lane.
+// The half-precision float is in the low 16 bits of each lane.
 ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     Floats magnitude = (Floats)((halves & 0x7fff) << 13) * 0x1p112f;
     Ints special = (magnitude >= 65536.0f) & 0x7f800000;
@@ -57,7 +58,7 @@ ENGINE_INLINE Floats load_halves(const uint16_t* from) {
 }
 #endif
 
-// The stored integer `k` of channels [n, n + kLanes) of a quantized group.
+// Integer `k` of channels [n, n + kLanes) of a quantized group, without scale and minimum.
 template <Layout layout>
 ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     constexpr bool nibbles = is_4_bit(layout);
@@ -66,7 +67,7 @@ ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     return __builtin_convertvector(value, Floats);
 }
 
-// Value `k` of channels [n, n + kLanes) of a group that holds floats.
+// Value `k` of channels [n, n + kLanes) of a group that is stored as floats.
 template <Layout layout>
 ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     if (layout == Layout::F32) return load(reinterpret_cast<const float*>(group) + k * kPanelRows + n);
@@ -75,8 +76,8 @@ ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     return halves_to_floats(k % 2 ? pair >> 16 : pair);
 }
 
-// Dequantizes a group to float [32 values][16 channels]. The loop over k is fully unrolled, so that offsets
-// and shifts are constants.
+// Dequantizes a group to float [32 values][16 channels]. The loop over k is fully unrolled, so offsets and
+// shifts are constants.
 template <Layout layout>
 ENGINE_INLINE void dequantize_group(const uint8_t* panel, int groups, int g, float* out) {
     const uint8_t* group = panel + size_t(g) * group_bytes(layout);

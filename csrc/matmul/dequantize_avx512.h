@@ -1,9 +1,9 @@
 // Dequantizes weights of any layout to bfloat16. A group of a panel becomes [16 pairs][16 channels][2] = 1024
-// B, the operand form of both vdpbf16ps and the AMX tile multiply.
+// B. Both vdpbf16ps and the AMX tile multiply read this form.
 //
-// A quantized value q is placed into the mantissa of a float in [1, 2) at bit `place`, which gives 1 + q *
-// 2^(place - 23). One FMA maps that float to scale * q + minimum. Several places work, so most values need no
-// shift of their own.
+// A quantized value q is placed into the mantissa of a float in [1, 2) at bit `place`. The float is then 1 +
+// q * 2^(place - 23), and one FMA maps it to scale * q + minimum. The method works for several places, so
+// most values can stay at the bits where they are stored and need no shift.
 #pragma once
 #include <immintrin.h>
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kBf16GroupBytes = 1024;
 
-// Affine map from such floats to the weights of 16 channels.
+// Affine map for 16 channels from these floats in [1, 2) to the weights.
 struct MantissaAffine {
     __m512 scale, offset;
 };
@@ -25,15 +25,15 @@ ENGINE_INLINE MantissaAffine mantissa_affine(int place, __m512 scale, __m512 min
     return {wide, _mm512_sub_ps(minimum, wide)};
 }
 
-// `mask` selects the bits of the value.
+// Applies the map to the values in `bits`. `mask` selects the bits of the value.
 ENGINE_INLINE __m512 apply_affine(const MantissaAffine& affine, __m512i bits, int mask) {
     const __m512i one = _mm512_set1_epi32(0x3f800000);
     __m512i number = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(mask), one, 0xea);  // a & b | c
     return _mm512_fmadd_ps(_mm512_castsi512_ps(number), affine.scale, affine.offset);
 }
 
-// Rounds to nearest, ties away from zero, which takes fewer instructions than ties to even. Stores the two
-// values of each channel interleaved.
+// Rounds two values of each channel to bfloat16 and stores them interleaved. Ties are rounded away from zero,
+// which takes fewer instructions than ties to even.
 ENGINE_INLINE void store_pair(uint8_t* out, __m512 first, __m512 second) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
@@ -41,7 +41,7 @@ ENGINE_INLINE void store_pair(uint8_t* out, __m512 first, __m512 second) {
     _mm512_store_si512(out, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
 }
 
-// 256 B of nibbles. `low` maps values 0-15, `high` maps values 16-31.
+// Dequantizes the 256 B of nibbles of a group. `low` maps values 0-15, `high` maps values 16-31.
 ENGINE_INLINE void dequantize_nibbles(const uint8_t* from, const MantissaAffine& low,
                                       const MantissaAffine& high, uint8_t* out) {
     constexpr int kLow = 0xf0000, kHigh = 0xf000;  // places 16 and 12
@@ -57,7 +57,7 @@ ENGINE_INLINE void dequantize_nibbles(const uint8_t* from, const MantissaAffine&
     }
 }
 
-// 256 B of bytes: values 0-15 or 16-31 of the group.
+// Dequantizes 256 B of bytes: values 0-15 or 16-31 of a group.
 ENGINE_INLINE void dequantize_bytes(const uint8_t* from, const MantissaAffine& affine, uint8_t* out) {
     constexpr int kMask = 0xff00;  // place 8
 #pragma GCC unroll 4
@@ -70,7 +70,8 @@ ENGINE_INLINE void dequantize_bytes(const uint8_t* from, const MantissaAffine& a
     }
 }
 
-// Bytes with an offset of 128. The affine offset is exact: 11 significant bits of a half times 2^15 + 128.
+// Affine map for bytes with an offset of 128. The offset of the map is exact: it is a half with 11
+// significant bits times 2^15 + 128.
 ENGINE_INLINE MantissaAffine centered_affine(const uint8_t* scales) {
     __m512 scale = load_halves(scales);
     return mantissa_affine(8, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)));
@@ -95,7 +96,7 @@ ENGINE_INLINE void convert_f32(const uint8_t* from, uint8_t* out) {
     }
 }
 
-// Dequantizes group `group` of a panel and prefetches the bytes that are read some groups later.
+// Dequantizes group `group` of a panel and prefetches bytes that are needed some groups later.
 template <Layout kLayout>
 ENGINE_INLINE void dequantize_group(const uint8_t* panel, int group, int groups, uint8_t* out) {
     const size_t bytes = group_bytes(kLayout);

@@ -1,4 +1,5 @@
-// The epilogue in portable vectors: bias, activation, gate, residual, and the tail of the last panel.
+// The epilogue of a matmul in portable vectors: bias, activation, gate, residual. The last panel may be
+// partly filled.
 #pragma once
 #include "base/kernels.h"
 #include "vector/vector_math.h"
@@ -30,7 +31,7 @@ ENGINE_INLINE Floats activate(Floats x) {
     return x;
 }
 
-// Works in place and without branches, so that the vectors of a unit are independent.
+// Applies activation and gate in place. There are no branches, so the vectors of a unit are independent.
 template <Activation activation, bool gated>
 ENGINE_INLINE void activate_unit(float* sums) {
     for (int i = 0; i < kPanelRows; i += kLanes) {
@@ -57,21 +58,22 @@ ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums)
     }
 }
 
-// Outputs that a unit has per row.
+// Number of outputs that a unit has per row. It is below 16 only in the last unit.
 ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
     int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
     int left = width - unit * kPanelRows;
     return left < kPanelRows ? left : kPanelRows;
 }
 
-// Prefetches the output lines of rows [row, row + rows): one cache line per row, usually not cached.
+// Prefetches the outputs of rows [row, row + rows). They are one cache line per row and usually not cached.
 ENGINE_INLINE void prefetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
     const Epilogue& to = job.epilogue;
     const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
     for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
 }
 
-// `sums` holds the 16 accumulators of the panel, or 16 of the gate and 16 of the up panel.
+// Applies the epilogue to one row of a unit. `sums` holds the 16 accumulators of the panel, or those of the
+// gate panel, then those of the up panel.
 __attribute__((noinline)) void apply_epilogue(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
     if (to.bias) {

@@ -1,4 +1,5 @@
-// The epilogue in AVX-512 registers: bias, activation, gate, residual, and the tail of the last panel.
+// The epilogue of a matmul in AVX-512 registers: bias, activation, gate, residual. The last panel may be
+// partly filled.
 #pragma once
 #include <immintrin.h>
 
@@ -8,7 +9,7 @@
 namespace engine {
 namespace {
 
-// Mask of the outputs that a unit has. The rows of a gated matrix count gate and up.
+// Mask of the outputs that a unit has. `rows` of a gated matrix counts both gate and up rows.
 ENGINE_INLINE __mmask16 output_lanes(const MatmulJob& job, int unit) {
     int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
     int left = width - unit * kPanelRows;
@@ -23,9 +24,9 @@ static inline __m512 activate(Activation activation, __m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), half = _mm512_mul_ps(_mm512_set1_ps(0.5f), x);
     switch (activation) {
         case Activation::Silu: {
-            // x / (1 + exp(-x)) by a reciprocal estimate and one Newton step, half the cost of a division.
-            // The min keeps the estimate a normal number. NaN is the second operand of the min and survives
-            // it.
+            // x / (1 + exp(-x)), computed with a reciprocal estimate and one Newton step, which costs half as
+            // much as a division. The min keeps the estimate a normal number. NaN is the second operand of
+            // the min and survives it.
             __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
             __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
             __m512 inverse = _mm512_rcp14_ps(divisor);
@@ -53,7 +54,7 @@ ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 
     _mm512_mask_storeu_ps(out, lanes, value);
 }
 
-// Epilogue for one row of one panel, not gated.
+// Epilogue for one row of one panel that is not gated.
 ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
     store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));
 }
@@ -68,7 +69,7 @@ ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmas
 // The outputs of two adjacent panels, or of the last panel alone.
 struct PairOutput {
     const Epilogue& to;
-    int panel;  // the first
+    int panel;  // the first panel
     bool is_single;
     __mmask16 lanes[2];
 };
@@ -80,7 +81,7 @@ ENGINE_INLINE PairOutput pair_output(const MatmulJob& job, int panel, bool is_si
     return {job.epilogue, panel, is_single, {output_lanes(job, unit), next}};
 }
 
-// `second` is ignored if there is only one panel.
+// Epilogue for one row of two panels. `second` is ignored if there is only one panel.
 ENGINE_INLINE void store_pair_row(const PairOutput& pair, int row, __m512 first, __m512 second) {
     if (pair.to.gated) return store_gated_row(pair.to, pair.panel / 2, row, pair.lanes[0], first, second);
     store_row(pair.to, pair.panel, row, pair.lanes[0], first);

@@ -1,5 +1,5 @@
-// GEMM in AVX2. The 16 channels of a panel are two registers, and up to four rows of activations share each
-// load of the weights.
+// INT8 and F32 GEMM in AVX2. The 16 channels of a panel are two registers. Up to four rows of activations
+// share each load of the weights.
 #include <immintrin.h>
 
 #include "base/dispatch.h"
@@ -15,7 +15,7 @@ ENGINE_INLINE __m256i load_bytes(const uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-// Four values of each of eight channels, from the half of the group that starts at value 16 * half.
+// Loads four values of each of eight channels, from the half of the group that starts at value 16 * half.
 template <Layout layout>
 ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int part) {
     if (!is_4_bit(layout)) {
@@ -26,8 +26,9 @@ ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int 
     return _mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
 }
 
-// Accumulates dot products. Eight pairs of 4-bit products fit into 16 bits. Pairs of 8-bit products fit
-// because x is within [-127, 127]; they are then accumulated in 32 bits.
+// Accumulates int8 dot products. For 4-bit weights, the sum of eight pairs of products fits into 16 bits. For
+// 8-bit weights, one pair of products fits because x is in [-127, 127]; pairs are then accumulated in 32
+// bits.
 template <Layout layout>
 ENGINE_INLINE __m256i add_dot_products(__m256i sums, __m256i weights, __m256i x) {
     if (is_4_bit(layout)) return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, x));
@@ -41,7 +42,8 @@ ENGINE_INLINE __m256i broadcast_four(const int8_t* from) {
     return _mm256_set1_epi32(four);
 }
 
-// Scales the integer dot products that share a scale (a group, or half of it) and accumulates them in float.
+// Scales the integer dot products of a group, or of half a group that has its own scale. Adds them to the
+// float accumulators.
 template <Layout layout, int rows>
 ENGINE_INLINE void add_scaled(const uint16_t* scales, const PackedGroup* const* x, int half,
                               __m256i (&dots)[rows][2], __m256 (&sums)[rows][2]) {
@@ -65,7 +67,7 @@ ENGINE_INLINE void add_scaled(const uint16_t* scales, const PackedGroup* const* 
     });
 }
 
-// `rows` rows of activations times one panel. The accumulators of row r go to out + 32 r.
+// Multiplies `rows` rows of activations by one panel. The accumulators of row r go to out + 32 r.
 template <Layout layout, int rows>
 void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, float* out) {
     __m256 sums[rows][2];
@@ -87,7 +89,8 @@ void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, 
                     __m256i four = broadcast_four(x[r]->values + 16 * half + 4 * quad);
                     dots[r][0] = add_dot_products<layout>(dots[r][0], low, four);
                     dots[r][1] = add_dot_products<layout>(dots[r][1], high, four);
-                    // Fixes the order: the compiler would otherwise keep all products and add them as a tree.
+                    // Keeps this order. Otherwise the compiler would compute all products first and add them
+                    // as a tree.
                     __asm__("" : "+x"(dots[r][0]), "+x"(dots[r][1]));
                 });
             });
@@ -122,8 +125,8 @@ void multiply_quantized(const MatmulJob& job, int begin, int end) {
         }
 }
 
-// Accumulates one dequantized group. The group has accumulators of its own, so that groups do not depend on
-// each other. Row r's sums are at sums + 32 r.
+// Adds the products of one dequantized group. Each group starts with accumulators of its own, so that groups
+// do not depend on each other. The sums of row r are at sums + 32 r.
 template <int rows>
 void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     __m256 total[rows][2];
@@ -158,7 +161,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-// The scratch size is that of the generic kernels.
+// `scratch_bytes` of the generic kernels stays in the table.
 void fill_matmul_avx2(Kernels& table) {
     constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
     table.pack[kInt8] = pack_int8;

@@ -1,14 +1,15 @@
 // INT8 GEMM with VNNI, and F32 GEMM, in AVX-512.
 //
-// INT8: the exact integer dot product of a group (or of half a group that has its own scale) is multiplied by
-// the activation scale. Then these terms are added to the float accumulator, in this order, each rounded
-// once:
+// INT8: the integer dot product of a group, or of half a group that has its own scale, is exact. It is
+// multiplied by the activation scale, which gives `dot` below. Then these terms are added to the float
+// accumulator, in this order, each rounded once:
 //     one scale per group    dot * scale,  activation sum * minimum
 //     two scales per group   dot * scale of the first half, dot * scale of the second half,
 //                            activation sum of the first half * (first minimum - second minimum),
 //                            activation sum * second minimum
-// A byte offset of 128 counts as a minimum of -128 * scale. F32 keeps one accumulator for even values and one
-// for odd values.
+// In layouts whose bytes have an offset of 128, the minimum is -128 * scale.
+//
+// F32: one accumulator sums up the even values of K and one the odd values.
 #include "matmul/matmul_avx512.h"
 
 #include "base/dispatch.h"
@@ -19,14 +20,14 @@ namespace {
 
 // 32 activations of a row, quantized to int8.
 struct InputGroup {
-    int32_t values[8];  // four int8 values each
-    float scale;        // the low bits are cleared, so that `shift` is exact
+    int32_t values[8];  // each holds four int8 values
+    float scale;        // its low bits are cleared, so that `shift` is exact
     float shift;        // -kRoundShift * scale
     float sum;          // sum of the values * scale
-    float first_sum;    // the same over the first 16 values
+    float first_sum;    // the same for the first 16 values
 };
 
-// Values 16 * Half + 4 * quad and the next three of 16 channels, as unsigned bytes.
+// Values 16 * Half + 4 * quad and the three after it, of 16 channels, as unsigned bytes.
 template <Layout L, int Half>
 ENGINE_INLINE __m512i four_values(const uint8_t* group, int quad) {
     if constexpr (!is_4_bit(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
@@ -38,7 +39,7 @@ struct Scales {
     __m512 scale, minimum;
 };
 
-// The scales of half `half` of group `index`, or of the whole group if it has one scale.
+// The scales and minima of half `half` of group `index`. If the group has one scale per channel, `half` is 0.
 template <Layout L>
 ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, int half) {
     const uint8_t* at = panel + size_t(index) * group_bytes(L) + (is_4_bit(L) ? 256 : 512) + 32 * half;
@@ -48,8 +49,9 @@ ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, in
     return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
 }
 
-// dots[i] += bytes . word `word` of row i, in each lane. The intrinsic would compile to a load, a broadcast
-// and a dot product instead of one instruction with a broadcast operand.
+// In each lane, adds to dots[i] the dot product of four bytes and word `word` of row i. This is inline
+// assembly because the intrinsic compiles to a load, a broadcast and a dot product instead of one instruction
+// with a broadcast operand.
 template <int R>
 ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R>& rows, int word) {
     unroll<R>([&](auto i) ENGINE_UNROLLED {
@@ -59,7 +61,8 @@ ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R
     });
 }
 
-// `dots` were initialized to kRoundShiftBits, so that they convert to float without an instruction.
+// Scales the dot products and adds them to `sums`. `dots` started at kRoundShiftBits, so they are valid
+// floats without a conversion.
 template <int R>
 ENGINE_INLINE void add_dots(__m512 (&sums)[R], const __m512i (&dots)[R], __m512 scale,
                             const InputRows<R>& rows) {
@@ -114,7 +117,7 @@ ENGINE_INLINE void add_group(__m512 (&sums)[R], const uint8_t* panel, int groups
 template <Layout L, int R>
 void dot_int8(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
               float* out) {
-    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // includes the group's Q8 scales
+    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // with the scales of Q8
     InputRows<R> rows(input, stride);
     __m512 sums[R];
     unroll<R>([&](auto i) ENGINE_UNROLLED { sums[i] = _mm512_setzero_ps(); });
@@ -148,7 +151,7 @@ void pack_groups(const float* x, int columns, InputGroup* out) {
     auto load = [&](int at)
                     ENGINE_UNROLLED { return _mm512_maskz_loadu_ps(first_lanes(columns - at), x + at); };
     for (int i = 0; i < count; i++) {
-        // absmax compared as uint32 bit patterns: NaN sorts highest and so reaches the scale
+        // The absmax is compared as uint32 bit patterns. NaN is the largest there and so reaches the scale.
         __m512i low = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup)));
         __m512i high = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup + 16)));
         absmax_bits[i] = _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
@@ -196,7 +199,8 @@ void pack_f32(const float* x, int stride, int columns, int, int begin, int end, 
     }
 }
 
-// Calls sink(k, value k of 16 channels as floats) for the 32 values of a group, in ascending order.
+// Dequantizes a group. Calls sink(k, value) for its 32 values in ascending order; `value` holds value k of 16
+// channels as floats.
 template <Layout L, class Sink>
 ENGINE_INLINE void dequantize_quants(const uint8_t* panel, int groups, int index, Sink sink) {
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
@@ -254,7 +258,7 @@ void dequantize_panel(const uint8_t* panel, int groups, float* out) {
         });
 }
 
-// GEMV: dequantizes in registers, without scratch.
+// GEMV: multiplies one row by a panel. Weights are dequantized in registers, without scratch memory.
 template <Layout L>
 void dot_f32_row(const uint8_t* panel, const uint8_t* input, size_t, int groups, bool, float* out) {
     const float* values = reinterpret_cast<const float*>(input);
@@ -322,7 +326,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout, [&](auto layout) { matmul_f32_for<layout>(job, begin, end, scratch); });
 }
 
-// Two dequantized panels.
+// The scratch memory holds two dequantized panels.
 size_t scratch_bytes(int columns) {
     return 2 * panel_bytes(Layout::F32, columns);
 }

@@ -1,5 +1,6 @@
-// Loop order of the AVX-512 GEMM. Rows are taken in passes that stay in the L2 cache while the panels stream
-// by, and in blocks whose accumulators fit into registers.
+// Loop order of the AVX-512 GEMM. Rows are processed in passes. The activations of a pass stay in the L2
+// cache while the panels are read. Within a pass, rows are processed in blocks whose accumulators fit into
+// registers.
 #pragma once
 #include "base/unroll.h"
 #include "matmul/epilogue_avx512.h"
@@ -8,13 +9,13 @@
 namespace engine {
 namespace {
 
-constexpr int kBlockRows = 12;  // two accumulators per row leave a few registers free
+constexpr int kBlockRows = 12;  // max rows per block; two accumulators per row leave some registers free
 
-// UBSan checks on every address would make a sanitized build take many minutes.
+// Turns off UBSan in these functions. With its checks on every address, a sanitized build takes many minutes.
 #define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
 
-// R rows of packed input, `stride` bytes apart. Three rows share one base pointer and use scaled-index
-// addressing (0, 1 or 2 strides): one pointer per row would not fit into the registers.
+// R rows of packed activations, `stride` bytes apart. Three rows share one base pointer and use scaled-index
+// addressing (0, 1 or 2 strides). One pointer per row would not fit into the registers.
 template <int R>
 struct InputRows {
     const uint8_t* bases[(R + 2) / 3];
@@ -32,14 +33,15 @@ struct InputRows {
     }
 };
 
-// Computes a block of rows times one panel: sums[row][16]. `prefetch` is set on the first pass over a panel.
+// Multiplies a block of rows by one panel: sums[row][16]. `prefetch` is set for the first block of rows,
+// which reads the panel from memory.
 using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
                      float* sums);
 
 struct GemmKernel {
-    const Dot* dots;   // indexed by rows in the block - 1
-    size_t row_bytes;  // of packed activations
-    // Dequantizes a panel to the form that `dots` read; null if it is stored in that form.
+    const Dot* dots;   // one function per block size; dots[r - 1] is for r rows
+    size_t row_bytes;  // bytes of a row of packed activations
+    // Dequantizes a panel to the form that `dots` read. Null if `dots` read the stored form.
     void (*dequantize)(const uint8_t* panel, int groups, float* out);
 };
 
@@ -72,7 +74,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
     alignas(64) float sums[2 * kBlockRows * kPanelRows];
     const int blocks = div_up(end_row - begin_row, kBlockRows);
     for (int block = 0, row = begin_row; block < blocks; block++) {
-        const int size = div_up(end_row - row, blocks - block);  // blocks of nearly equal size
+        const int size = div_up(end_row - row, blocks - block);  // all blocks have nearly the same size
         const uint8_t* input = job.input + size_t(row) * kernel.row_bytes;
         for (int i = 0; i < panels; i++)
             kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
@@ -83,7 +85,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
 }
 
 static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
-    constexpr size_t kPassBytes = 512 << 10;  // of activations; a part of the L2 cache
+    constexpr size_t kPassBytes = 512 << 10;  // activations per pass, a part of the L2 cache
     constexpr int kMinRows = 6 * kBlockRows;
     int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
     if (pass < kMinRows) pass = kMinRows;

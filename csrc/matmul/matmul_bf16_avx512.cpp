@@ -1,6 +1,6 @@
-// BF16 GEMM with vdpbf16ps: two panels are dequantized to scratch, then all rows are multiplied with them.
+// BF16 GEMM with vdpbf16ps. Two panels are dequantized to scratch memory, then multiplied by all rows.
 //
-// Packed activations: [row tile][group][16 rows][32 values], zero past the last column and row.
+// Packed activations are [row tile][group][16 rows][32 values]. Values past the last column or row are zero.
 #include <utility>
 
 #include "base/dispatch.h"
@@ -11,7 +11,7 @@ namespace engine {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kBlockRows = 8;  // rows whose accumulators are in registers
+constexpr int kBlockRows = 8;  // rows whose accumulators are in registers together
 
 size_t packed_bytes(int rows, int columns) {
     return size_t(div_up(rows, kTileRows)) * size_t(div_up(columns, kGroup)) * kBf16GroupBytes;
@@ -22,7 +22,7 @@ size_t packed_offset(int groups, int row) {
     return tile + size_t(row % kTileRows) * 64;
 }
 
-// The thread that packs the last row zeroes the rest of its tile.
+// Packs rows [begin, end). The thread that packs the last row also zeroes the rest of its row tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const int groups = div_up(columns, kGroup), rest = columns - (groups - 1) * kGroup;
     const __mmask32 lanes = rest == kGroup ? ~0u : (1u << rest) - 1;
@@ -48,7 +48,7 @@ ENGINE_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i row) {
     return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)row);
 }
 
-size_t (*other_scratch_bytes)(int columns);  // what the other numerics of the table need
+size_t (*other_scratch_bytes)(int columns);  // scratch size for the other numerics of the table
 
 size_t scratch_bytes(int columns) {
     const size_t other = other_scratch_bytes ? other_scratch_bytes(columns) : 0;
@@ -56,7 +56,7 @@ size_t scratch_bytes(int columns) {
     return two_panels > other ? two_panels : other;
 }
 
-// Eight packed rows, starting at `row`, times two dequantized panels.
+// Multiplies eight packed rows, starting at `row`, by two dequantized panels.
 template <int... kRow>
 ENGINE_INLINE void multiply_rows(const PairOutput& output, const uint8_t* input, const uint8_t* const* panels,
                                  int groups, int row, int rows, std::integer_sequence<int, kRow...>) {

@@ -1,4 +1,5 @@
-// F32 GEMM around a kernel for one group. Weights are dequantized once per panel, or on the fly for few rows.
+// F32 GEMM built on a kernel for one group. If there are few rows, each group is dequantized when it is
+// needed. Otherwise whole panels are dequantized first.
 #pragma once
 #include "matmul/dequantize.h"
 #include "matmul/epilogue.h"
@@ -8,12 +9,12 @@ namespace {
 
 constexpr int kBlock = 4;  // rows of activations that share each load of the weights
 
-// Accumulates one dequantized group for a fixed number of rows. Row r of the input is at input + r * stride,
-// its sums at sums + 32 r.
+// Adds the products of one dequantized group, for a fixed number of rows. Row r of the input is at input + r
+// * stride. Its sums are at sums + 32 r.
 using AddGroup = void (*)(const float* weights, const float* input, int stride, float* sums);
 
-// The groups of a unit's panels as floats. Layout F32 is read in place. Other layouts are dequantized when
-// read if each group is read once, else all are dequantized first.
+// The groups of a unit's panels as floats. Layout F32 is read in place. For other layouts, if each group is
+// read once, it is dequantized when it is read. Otherwise all groups are dequantized first.
 template <Layout layout>
 struct FloatUnit {
     static constexpr int kGroupFloats = kGroup * kPanelRows;

@@ -1,6 +1,6 @@
-// GEMM for any CPU; it also defines the arithmetic of F32 and INT8.
+// Portable GEMM. It also defines the arithmetic of F32 and INT8.
 //
-// A panel is dequantized once to scratch, then multiplied with all rows.
+// A panel is dequantized once to scratch memory, then multiplied by all rows.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -12,13 +12,13 @@ namespace {
 
 constexpr int kVectors = kPanelRows / kLanes;
 
-// A group of a panel, dequantized.
+// A dequantized group of a panel.
 struct FloatGroup {
     float values[kGroup * kPanelRows];
 };
 
-// A group of a panel before scaling. The integers are stored as floats. Their sums are exact below 2^24, and
-// the largest dot product of a group is 32 * 255 * 127.
+// A group of a panel before scaling. The integers are stored as floats. Sums of such floats are exact below
+// 2^24, and the largest dot product of a group is 32 * 255 * 127.
 struct QuantizedGroup {
     float values[kGroup * kPanelRows];
     float scales[2 * kPanelRows];  // [scale][16 channels]
@@ -29,11 +29,11 @@ struct FloatInput {
     float values[kGroup];
 };
 
-size_t scratch_bytes(int columns) {  // two panels, for a gated unit
+size_t scratch_bytes(int columns) {  // room for two panels, which a gated unit needs
     return 2 * size_t(div_up(columns, kGroup)) * sizeof(QuantizedGroup);
 }
 
-// sums[16 channels] += values[k] * x[k] over `count` values.
+// sums[n] += values[k][n] * x[k] for 16 channels n and `count` values k.
 ENGINE_INLINE void add_products(const float* values, const float* x, int count, Floats (&sums)[kVectors]) {
     for (int k = 0; k < count; k++)
         for (int i = 0; i < kVectors; i++) sums[i] += load(values + k * kPanelRows + i * kLanes) * x[k];

@@ -1,10 +1,13 @@
 // INT8 GEMM in NEON. Up to twelve rows of activations share each load of the weights.
 //
-// The exact integer dot product of a group (or of half a group that has its own scale) is multiplied by the
-// activation scale. Then these terms are added to the float accumulator, in this order, each rounded once:
+// The integer dot product of a group, or of half a group that has its own scale, is exact. It is multiplied
+// by the activation scale, which gives `dot` below. Then these terms are added to the float accumulator, in
+// this order, each rounded once:
 //     activation sum * minimum,  dot * scale
-// Q8M bytes are read as byte - 128, so their minimum is 128 * scale larger. Operands are loaded rather than
-// copied or broadcast, because copies and broadcasts occupy the multiply pipelines.
+// Bytes of layout Q8M are read as byte - 128, so 128 * scale is added to their minimum.
+//
+// Operands are loaded from memory again rather than copied or broadcast between registers, because copies and
+// broadcasts occupy the multiply pipelines.
 #include "base/dispatch.h"
 #include "base/unroll.h"
 #include "base/with_layout.h"
@@ -19,7 +22,8 @@ constexpr int kVectors = kPanelRows / 4;
 
 alignas(16) const int32_t kZeroDots[4] = {kRoundShiftBits, kRoundShiftBits, kRoundShiftBits, kRoundShiftBits};
 
-// An intrinsic would compile to a copy of the register that already holds the value.
+// Loads a vector from memory. An intrinsic would compile to a copy of the register that already holds the
+// value.
 template <class T>
 ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     float32x4_t loaded;
@@ -27,7 +31,7 @@ ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     return loaded;
 }
 
-// Four values of each of four channels. A group has eight such vectors.
+// Loads four values of each of four channels. A group of four channels has eight such vectors.
 template <Layout layout, int index>
 ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
     if (!is_4_bit(layout)) {
@@ -55,14 +59,14 @@ struct Weights {
     }
 };
 
-// sum += weights . word `word` of x, in each lane
+// In each lane, adds to `sum` the dot product of four weights and word `word` of x.
 template <int word>
 ENGINE_INLINE void add_dots(float32x4_t& sum, int8x16_t weights, int8x16_t x) {
     __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(weights), "w"(x), "i"(word));
 }
 
-// The same for four words and four rows. It is one asm statement because the compiler would insert register
-// copies between separate ones.
+// The same for four words and four rows. It is one asm statement, because the compiler would insert register
+// copies between separate statements.
 #define ADD_WORD(weights, word)                  \
     "sdot %0.4s, %" weights ".16b, %8.4b[" word  \
     "]\n"                                        \
@@ -89,9 +93,9 @@ ENGINE_INLINE void fma_lane(float32x4_t& sum, float32x4_t a, float32x4_t b) {
     __asm__ volatile("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(a), "w"(b), "i"(lane));
 }
 
-// Accumulates one group, four sums at a time: sum c is row c % rows and vector c / rows. Dot products are
-// grouped together, and so is their scaling, in exactly this order: alternating between the two costs an
-// issue slot.
+// Accumulates one group, four sums at a time. Sum c belongs to row c % rows and vector c / rows. All dot
+// products of the four sums come first, then all scaling, in exactly this order: alternating between the two
+// costs an issue slot.
 template <Layout layout, int rows, int wide>
 ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x,
                              float32x4_t (&sums)[wide * rows]) {
@@ -128,16 +132,17 @@ ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x
     });
 }
 
-// Prefetches the weights that follow: with few rows the hardware prefetcher is too slow.
+// Prefetches the weights that are needed next. With few rows, the hardware prefetcher is too slow.
 template <Layout layout>
 ENGINE_INLINE void prefetch_weights(const uint8_t* panel, int g) {
     constexpr int kAhead = is_4_bit(layout) ? 2048 : 8192;
     const int stream =
-        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // includes the group's Q8 scales
+        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // with Q8, including the scales of the group
     for (int i = 0; i < stream; i += 64) __builtin_prefetch(panel + size_t(g) * size_t(stream) + kAhead + i);
 }
 
-// `rows` rows of activations times 4 * `vectors` channels of a panel. The sums of row r go to out + 32 r.
+// Multiplies `rows` rows of activations by 4 * `vectors` channels of a panel. The sums of row r go to out +
+// 32 r.
 template <Layout layout, int rows, int vectors>
 ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, const InputGroup* x,
                                   float* out) {
@@ -162,7 +167,7 @@ ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, c
     });
 }
 
-// Vectors whose accumulators fit into registers beside the operands.
+// Number of vectors of channels whose accumulators fit into registers beside the operands.
 constexpr int vectors_for(int rows) {
     return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }

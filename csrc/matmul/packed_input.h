@@ -1,14 +1,14 @@
-// Packed activations of the generic and AVX2 kernels, zero-padded to whole groups.
+// Packed activations of the generic and AVX2 kernels. Rows are zero-padded to whole groups.
 #pragma once
 #include "base/layout.h"
 
 namespace engine {
 namespace {
 
-// INT8: value = scale * integer.
+// 32 activations of a row for INT8 numerics: activation = scale * value.
 struct PackedGroup {
     int8_t values[kGroup];
-    int32_t sums[2];  // of values 0-15 and of values 16-31
+    int32_t sums[2];  // sum of values 0-15, sum of values 16-31
     float scale;
 };
 
@@ -20,9 +20,10 @@ ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
     return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
 }
 
-// NaN or infinity in the group makes the scale non-finite, and with it every result.
+// Quantizes 32 activations. If one of them is NaN or infinity, the scale is non-finite, and so is every
+// result computed from this group.
 ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
-    int32_t absmax_bits = 0;  // absmax compared as integer bit patterns: NaN sorts highest
+    int32_t absmax_bits = 0;  // magnitudes are compared as integer bit patterns: NaN is the largest
     for (int i = 0; i < kGroup; i++) {
         int32_t size = int32_t(float_to_bits(x[i]) & 0x7fffffff);
         absmax_bits = size > absmax_bits ? size : absmax_bits;
@@ -33,7 +34,7 @@ ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
     out.scale = is_zero ? 0.0f : absmax / 127.0f;
     float scaled[kGroup];
     for (int i = 0; i < kGroup; i++) scaled[i] = x[i] * inverse;
-    __asm__("" : "+m"(scaled));  // stops the compiler from fusing the product with the addition below
+    __asm__("" : "+m"(scaled));  // keeps the product and the addition below from becoming an FMA
     for (int half = 0; half < 2; half++) {
         int32_t sum = 0;
         for (int i = half * 16; i < half * 16 + 16; i++) {

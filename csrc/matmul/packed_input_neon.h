@@ -1,4 +1,4 @@
-// Packed int8 activations of the NEON kernels, zero-padded to whole groups.
+// Packed int8 activations of the NEON kernels. Rows are zero-padded to whole groups.
 #pragma once
 #include <arm_neon.h>
 
@@ -12,17 +12,17 @@ namespace {
 struct InputGroup {
     int8_t values[kGroup];
     float shift[4];   // each is -kRoundShift * scale
-    float scale;      // the low bits are cleared, so that `shift` is exact
+    float scale;      // its low bits are cleared, so that `shift` is exact
     float sum;        // sum of the values * scale
-    float halves[2];  // the same over values 0-15 and over values 16-31
+    float halves[2];  // the same for values 0-15 and for values 16-31
 };
 
-// Within a block of rows the order is [group][row].
+// Size of the packed activations. Their order within a block of rows is [group][row].
 ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
     return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
 }
 
-// absmax of 32 values, compared as uint32 bit patterns so that NaN sorts highest.
+// absmax of 32 values. They are compared as uint32 bit patterns, in which NaN is the largest.
 ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
     uint32x4_t magnitudes[8];
     for (int i = 0; i < 8; i++) magnitudes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
@@ -32,19 +32,20 @@ ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
     return bits_to_float(vmaxvq_u32(absmax_bits));
 }
 
-// Quantizes 16 values. Adding kRoundShift leaves the integers in the low bits.
+// Quantizes 16 values. Adding kRoundShift leaves the rounded integers in the low bits.
 ENGINE_INLINE int8x16_t quantize_values(const float32x4_t* x, float factor) {
     int16x8_t words[4];
     for (int i = 0; i < 4; i++) {
         float32x4_t scaled = vmulq_n_f32(x[i], factor);
-        __asm__("" : "+w"(scaled));  // stops the compiler from fusing the product with the addition
+        __asm__("" : "+w"(scaled));  // keeps the product and the addition from becoming an FMA
         words[i] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(kRoundShift)));
     }
     int16x8_t low = vuzp1q_s16(words[0], words[1]), high = vuzp1q_s16(words[2], words[3]);
     return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
 }
 
-// NaN or infinity in the group makes the scale non-finite, and with it every result.
+// Quantizes 32 activations. If one of them is NaN or infinity, the scale is non-finite, and so is every
+// result computed from this group.
 ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     float32x4_t x[8];
     for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);
@@ -56,7 +57,8 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     vst1q_s8(out.values, first);
     vst1q_s8(out.values + 16, second);
     vst1q_f32(out.shift, vdupq_n_f32(-kRoundShift * scale));
-    // Horizontal sums, arranged as {sum, first half, second half} to match InputGroup after `scale`.
+    // The horizontal sums are arranged as {sum, first half, second half}, the order of the fields of
+    // InputGroup after `scale`.
     const int32x4_t none = vdupq_n_s32(0);
     int32x4_t halves =
         vpaddq_s32(vdotq_s32(none, first, vdupq_n_s8(1)), vdotq_s32(none, second, vdupq_n_s8(1)));

@@ -1,4 +1,5 @@
-// Rows of activations that the NEON kernels take at a time. All blocks have one size except the last.
+// Number of activation rows that the NEON kernels process together. All blocks have the same size; only the
+// last may be smaller.
 #pragma once
 #include "base/common.h"
 

@@ -1,4 +1,4 @@
-// The register-blocked core of the AMX GEMMs: up to 32 rows times up to two panels, over all of K.
+// The register-blocked core of the AMX GEMMs. It multiplies up to 32 rows by up to two panels, over all of K.
 #pragma once
 #include <type_traits>
 
@@ -9,17 +9,18 @@ namespace engine {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr size_t kTileLoadBytes = 1024;  // of one tile: 16 rows of 64 bytes
+constexpr size_t kTileLoadBytes = 1024;  // size of one tile: 16 rows of 64 bytes
 
-// Accumulators of two row tiles times two panels: tile 2 * row tile + panel.
+// Accumulators of two row tiles times two panels. The accumulator of row tile r and panel p is values[2 * r +
+// p].
 template <class Sum>
 struct alignas(64) TileSums {
     Sum values[4][kTileRows][kPanelRows];
 };
 
-// Float accumulators multiply bfloat16 tiles, int32 accumulators multiply int8 tiles. Tiles 4 and 5 hold
-// activations, 6 and 7 the panels. Each is reloaded right after its last use, which hides the load latency
-// behind one or two multiplies.
+// One block of the GEMM. With float accumulators the operands are bfloat16 tiles, with int32 accumulators
+// int8 tiles. Tile registers 4 and 5 hold activations, 6 and 7 hold weights. Each register is reloaded right
+// after its last use, so one or two multiplies hide the load latency.
 template <class Sum, int kRowTiles, int kPanels>
 struct TileBlock {
     static constexpr bool kMoreRows = kRowTiles == 2, kMorePanels = kPanels == 2;
@@ -41,7 +42,7 @@ struct TileBlock {
         if constexpr (kMoreRows) tile_load<5>(rows[1]);
     }
 
-    // Multiplies the loaded tiles and loads those at byte offset `next`.
+    // Multiplies the loaded tiles, then loads the tiles at byte offset `next`.
     __attribute__((always_inline)) void multiply_and_load(size_t next) const {
         multiply_tile<0, 4, 6>();
         if constexpr (kMorePanels) multiply_tile<1, 4, 7>();
@@ -60,7 +61,8 @@ struct TileBlock {
         if constexpr (kMoreRows && kMorePanels) multiply_tile<3, 5, 7>();
     }
 
-    // Accumulates `tiles` tiles along K in ascending order and calls `overlapped(tile)` before each.
+    // Accumulates `tiles` tiles along K in ascending order. It calls `overlapped(tile)` before each of them,
+    // for work that runs in parallel to the tile multiplies.
     template <class Overlapped>
     __attribute__((always_inline)) void run(int tiles, TileSums<Sum>& sums, Overlapped overlapped) const {
         tile_zero<0>();

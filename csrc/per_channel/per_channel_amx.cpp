@@ -1,11 +1,12 @@
-// Per-channel int8 GEMM on AMX tiles. Tiles load the weights straight from memory, two panels at a time.
+// Per-channel int8 GEMM with AMX tiles. It computes two panels at a time and loads weight tiles straight from
+// memory.
 //
 // Activations are Hadamard-rotated (hadamard.h) and quantized with one scale per row. Accumulators over all
-// of K are exact integers, so the order of accumulation is free. The vector units run the epilogue of the
-// previous 32 rows between the tile multiplies of the current ones.
+// of K are exact integers, so any order of accumulation gives the same result. While the tile unit multiplies
+// 32 rows, the vector units run the epilogue of the previous 32 rows.
 //
-// Packed activations: [16 rows][tile][16 rows][64 values], then one dequantization scale per row; zero past
-// the last column and row.
+// Packed activations are [row tile][column tile][16 rows][64 values]. Each row tile is followed by one
+// dequantization scale per row. Values past the last column or row are zero.
 #include <cmath>
 
 #include "base/dispatch.h"
@@ -18,9 +19,9 @@ namespace {
 static_assert(kTileBytes == kTileLoadBytes);
 using Sums = TileSums<int32_t>;
 constexpr int kRowsAtOnce = 2 * kTileRows;
-constexpr int kEpilogueRowsPerTile = 4;  // of the previous rows, with each tile of columns
+constexpr int kEpilogueRowsPerTile = 4;  // previous rows stored during each tile of columns
 
-// Sizes and offsets of 16 packed rows.
+// Sizes and offsets within a tile of 16 packed rows.
 struct PackedRows {
     int tiles;
 
@@ -42,8 +43,8 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(div_up(rows, kTileRows)) * PackedRows(columns).bytes();
 }
 
-// One Hadamard stage on 16 lanes: v[i] and v[i ^ apart] become their sum and difference. `swapped` is v[i ^
-// apart]; `second` masks the lanes i that have the bit `apart`.
+// One stage of the Hadamard transform on 16 lanes. v[i] and v[i ^ apart] are replaced by their sum and
+// difference. `swapped` is v[i ^ apart]. `second` masks the lanes i that have the bit `apart`.
 ENGINE_INLINE __m512 butterfly(__m512 v, __m512 swapped, __mmask16 second) {
     const __m512 one = _mm512_set1_ps(1.0f);
     return _mm512_fmadd_ps(v, _mm512_mask_sub_ps(one, second, _mm512_setzero_ps(), one), swapped);
@@ -56,7 +57,7 @@ ENGINE_INLINE __m512 hadamard16(__m512 v) {
     return butterfly(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
 }
 
-// Rotates 64 values. Only `count` exist; the others are zero.
+// Rotates 64 values. Only `count` of them exist; the others are zero.
 ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     for (int i = 0; i < 4; i++) {
         v[i] = hadamard16(_mm512_maskz_loadu_ps(first_lanes(count - 16 * i), from + 16 * i));
@@ -69,7 +70,7 @@ ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     v[3] = _mm512_sub_ps(differences[0], differences[1]);
 }
 
-// absmax of a rotated row, compared as integer bit patterns so that NaN sorts highest.
+// absmax of a rotated row. Values are compared as integer bit patterns, in which NaN is the largest.
 float rotated_absmax(const float* x, int columns) {
     __m512i absmaxes = _mm512_setzero_si512();
     for (int k = 0; k < columns; k += kTileColumns) {
@@ -83,8 +84,8 @@ float rotated_absmax(const float* x, int columns) {
     return bits_to_float(uint32_t(_mm512_reduce_max_epi32(absmaxes)));
 }
 
-// Rotates the row twice, once for the scale and once to quantize, so that it needs no buffer. NaN or infinity
-// makes the row's scale non-finite, and with it every result of the row.
+// Packs one row. It rotates the row twice, first to find the scale, then to quantize, so that it needs no
+// buffer. If the row contains NaN or infinity, its scale is non-finite, and so is every result of the row.
 void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
     const float absmax = rotated_absmax(x, columns);
     const bool is_normal = absmax > 1e-30f && std::isfinite(absmax);
@@ -100,7 +101,7 @@ void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
     }
 }
 
-// The thread that packs the last row zeroes the rest of its tile.
+// Packs rows [begin, end). The thread that packs the last row also zeroes the rest of its row tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const PackedRows packed(columns);
     auto scale_of = [&](int row) { return const_cast<float*>(packed.row_scales(input, row)); };
@@ -114,7 +115,7 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
-// All rows times panels [begin, end), 32 rows by two panels at a time.
+// Multiplies all rows by panels [begin, end), in blocks of 32 rows and two panels.
 class PanelMatmul {
   public:
     PanelMatmul(const MatmulJob& job, int begin, int end)
@@ -138,12 +139,12 @@ class PanelMatmul {
     }
 
   private:
-    // Up to 32 rows whose accumulators await the epilogue.
+    // A block of up to 32 rows whose accumulators wait for the epilogue.
     struct Pending {
         PairOutput output;
         const Sums& sums;
-        const float* row_scales[2];  // of the two row tiles
-        __m512 scales[2];            // per channel, of the two panels
+        const float* row_scales[2];  // scales of the rows of both row tiles
+        __m512 scales[2];            // scales of the channels of both panels
         int row, rows;
     };
 
@@ -190,8 +191,8 @@ class PanelMatmul {
         store_rows(previous, packed_.tiles * kEpilogueRowsPerTile, kRowsAtOnce);
     }
 
-    // Prefetches the next tiles of the two current panels into L1. The next two panels are prefetched into L2
-    // a few lines per tile, spread evenly over the work on the current ones.
+    // Prefetches the next tiles of the current two panels into L1. The next two panels are prefetched into
+    // L2. This is done a few lines per tile, spread evenly over the work on the current two panels.
     template <int kPanels>
     __attribute__((always_inline)) void prefetch_panels(const uint8_t* const (&panels)[2], int tile) {
         constexpr int kAhead = 2;
@@ -223,10 +224,10 @@ class PanelMatmul {
     const MatmulJob& job_;
     const PackedRows packed_;
     const int begin_, end_;
-    const uint8_t* next_ = nullptr;  // next line of the following two panels to prefetch
+    const uint8_t* next_ = nullptr;  // next line to prefetch, in the two panels after these
     int lines_per_tile_;             // lines prefetched with each tile
-    int count_ = 0;                  // blocks of 32 rows by two panels so far
-    int panel_, row_ = 0;            // of the last block
+    int count_ = 0;                  // number of blocks so far
+    int panel_, row_ = 0;            // first panel and first row of the last block
     Sums sums_[2];
 };
 

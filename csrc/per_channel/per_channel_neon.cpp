@@ -1,10 +1,10 @@
-// Per-channel int8 GEMM in NEON: int8 dot products over all of K, scaled once per output.
+// Per-channel int8 GEMM in NEON. Int8 dot products run over all of K, and each output is scaled once.
 //
-// Activation rows have a few outliers, and one int8 scale per row would leave few bits for the other values.
-// The Hadamard rotation (hadamard.h) of activations and weights spreads outliers over 64 columns and keeps
-// the dot products.
+// Rows of activations have a few outliers, so one int8 scale per row would leave few bits for the other
+// values. Activations and weights are therefore Hadamard-rotated (hadamard.h). This spreads outliers over 64
+// columns and does not change the dot products.
 //
-// Packed activations, in blocks of at most twelve rows: [piece of 16 columns][row][16], then one
+// Packed activations are blocks of at most twelve rows: [piece of 16 columns][row][16], then one
 // dequantization scale per row.
 #include <arm_neon.h>
 
@@ -29,7 +29,7 @@ struct RowBlock {
     uint8_t* data;
     int rows, columns;  // columns are padded to whole weight tiles
 
-    // The block that contains row `row` of `all_rows`.
+    // The block that contains row `row` of `all_rows` rows.
     RowBlock(const uint8_t* input, int all_rows, int all_columns, int row)
         : columns(round_up(all_columns, kTileColumns)) {
         const int size = block_rows(all_rows), first = row / size * size;
@@ -52,7 +52,7 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(rows) * RowBlock::row_bytes(columns);
 }
 
-// Rotates 64 values in registers and returns their absmax per lane.
+// Rotates 64 values in registers. Returns the absmax of each lane.
 ENGINE_INLINE float32x4_t rotate_values(const float* from, float* to) {
     static const float kEven[] = {1, -1, 1, -1}, kFirst[] = {1, 1, -1, -1};
     const float32x4_t even = vld1q_f32(kEven), first = vld1q_f32(kFirst);
@@ -78,7 +78,7 @@ ENGINE_INLINE float32x4_t rotate_values(const float* from, float* to) {
     return vmaxq_f32(vmaxq_f32(absmaxes[0], absmaxes[1]), vmaxq_f32(absmaxes[2], absmaxes[3]));
 }
 
-// Rotates a row, zero-padded to whole tiles. Returns its absmax, or NaN if it contains one.
+// Rotates a row, which is zero-padded to whole tiles. Returns its absmax, or NaN if the row contains NaN.
 float rotate_row(const float* x, int columns, std::vector<float>& to) {
     float32x4_t absmaxes = vdupq_n_f32(0);
     for (int i = 0; i < columns; i += kHadamardSize) {
@@ -98,7 +98,8 @@ ENGINE_INLINE int8x16_t quantize16(const float* x, float inverse) {
                        vqmovn_s16(vcombine_s16(integers[2], integers[3])));
 }
 
-// NaN or infinity makes the row's scale non-finite, and with it every result of the row.
+// Packs one row. If the row contains NaN or infinity, its scale is non-finite, and so is every result of the
+// row.
 void pack_row(const float* x, int columns, const RowBlock& block, int row) {
     thread_local std::vector<float> rotated;
     rotated.resize(size_t(block.columns));
@@ -117,7 +118,7 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
-// sums[r] += four channels . 16 values of row r
+// Adds to sums[r] the dot products of four channels and 16 values of row r.
 template <int rows>
 ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t (&sums)[rows]) {
     int8x16_t words[4], values[rows];
@@ -154,7 +155,7 @@ Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
     return all[rows - 1];
 }
 
-// Dequantizes the accumulators of one row.
+// Multiplies the accumulators of one row by the scales of the row and of the channels.
 ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int row, const BlockSums& sums,
                               float32x4_t (&out)[kVectors]) {
     const auto* scales = reinterpret_cast<const float*>(panel + size_t(block.columns) * kPanelRows);
@@ -165,7 +166,7 @@ ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int r
     });
 }
 
-// Epilogue without bias, activation and gate.
+// Epilogue of a matmul without bias, activation and gate.
 template <bool accumulates>
 void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums& sums) {
     const uint8_t* panel = job.weights->panel(unit);
@@ -179,7 +180,7 @@ void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& bloc
     }
 }
 
-// Epilogue of a SiLU-gated unit without bias and residual.
+// Epilogue of a matmul with SiLU gate, without bias and residual.
 void store_gated(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
     for (int r = 0; r < block.rows; r++) {
         float32x4_t gates[kVectors], values[kVectors];

@@ -1,4 +1,4 @@
-// Rotates panels of any layout and requantizes them to int8 with one scale per channel: layout I8.
+// Requantizes panels of any other layout to layout I8: Hadamard-rotated int8 with one scale per channel.
 #pragma once
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -7,7 +7,8 @@
 namespace engine {
 namespace {
 
-// The scales of channels [n, n + kLanes), and the factors that map their values to [-127, 127].
+// The scales of channels [n, n + kLanes), and the factors that map the values of these channels to [-127,
+// 127].
 struct ChannelScale {
     Floats scale, inverse;
 };
@@ -21,7 +22,7 @@ ChannelScale channel_scale(const float* values, int columns, int n) {
     return {absmax / 127.0f, absmax > 1e-30f ? 127.0f / absmax : Floats{}};
 }
 
-// Quantizes four values of each of kLanes channels to one word per channel.
+// Quantizes four values of each of kLanes channels. The four bytes of a channel form one word.
 ENGINE_INLINE Ints quantize_four(const float* values, Floats inverse) {
     Ints four = {};
     for (int c = 0; c < 4; c++) {

@@ -1,6 +1,6 @@
-// Requantized int8 copies of quantized matrices with one scale per output channel (layout I8). They are at
-// least a third larger than the originals, but the kernels read them without dequantizing and scale once per
-// output.
+// Makes int8 copies of quantized matrices, with one scale per output channel (layout I8). The copies are at
+// least a third larger than the originals. But the kernels read them without dequantizing, and they scale
+// each output only once.
 #pragma once
 #include <vector>
 
@@ -10,13 +10,13 @@
 
 namespace engine {
 
-// Above this, a dot product of int8 values could overflow 32 bits.
+// Max columns of a matrix. With more, a dot product of int8 values could overflow 32 bits.
 constexpr int kMaxPerChannelColumns = 1 << 17;
 static_assert(int64_t(kMaxPerChannelColumns) * 127 * 127 <= INT32_MAX);
 
 struct StoredPanels {
     const Matrix* matrix;
-    int panels;  // includes the padding panels between gate and up, which `matrix` does not count
+    int panels;  // including the padding panels of gate and up, which `matrix` does not count
 };
 
 struct RequantizedMatrices {

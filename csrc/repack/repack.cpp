@@ -10,9 +10,10 @@ namespace engine {
 namespace {
 
 constexpr int kPanelsAtOnce = 4;
-constexpr int kPieceColumns = 256;  // whole blocks of every type; 16 rows of a piece fit into L1
+constexpr int kPieceColumns = 256;  // a multiple of every block size; 16 rows of a piece fit into L1
 
-// Makes the panel dequantize to zero. A byte of 128 is zero in layouts with an offset of 128.
+// Fills a panel so that all of it dequantizes to zero. In layouts with an offset of 128, the byte 128 is
+// zero.
 void clear_panel(Layout layout, int columns, uint8_t* panel) {
     memset(panel, 0, panel_bytes(layout, columns));
     if (layout != Layout::Q8 && layout != Layout::Q8G16) return;
@@ -20,8 +21,8 @@ void clear_panel(Layout layout, int columns, uint8_t* panel) {
         memset(panel + size_t(group) * group_bytes(layout), 128, kPanelRows * kGroup);
 }
 
-// The part that row `row` of the matrix comes from. `row` becomes the row within the part. Null means
-// padding.
+// Returns the part that row `row` of the matrix comes from, and sets `row` to the row within this part.
+// Returns null for a padding row.
 const StoredPart* find_row(const Repacking& matrix, int& row) {
     if (matrix.interleaved) {
         int panel = row / kPanelRows;
@@ -36,11 +37,11 @@ const StoredPart* find_row(const Repacking& matrix, int& row) {
     return nullptr;
 }
 
-// Where a row of a panel is stored.
+// Where a row of a panel is stored in the checkpoint.
 struct PanelRow {
-    const StoredType* type;  // null: padding
+    const StoredType* type;  // null: a padding row
     const uint8_t* data;
-    size_t block_stride;  // bytes between blocks; a float is a block of its own
+    size_t block_stride;  // bytes from one block to the next; a float counts as a block
 };
 
 PanelRow locate(const Repacking& matrix, int row) {
@@ -120,7 +121,7 @@ int repack(const std::vector<Repacking>& matrices, int threads) {
         try {
             helpers.emplace_back([&queue] { queue.work(); });
         } catch (const std::system_error&) {
-            break;  // no more threads available: the running ones do the work
+            break;  // no more threads available: those that run do all the work
         }
     }
     queue.work();

@@ -1,7 +1,7 @@
-// Packs a row of each stored type into a row of a panel.
+// Packs rows of each stored type into rows of a panel.
 //
-// A type unpacks its block into groups of 32 values. The layout places the group: a row owns one word of
-// every 64 bytes of values, and one half of every 32 bytes of scales.
+// A type unpacks its blocks into groups of 32 values. The layout places these groups in the panel: a row has
+// one word of every 64 bytes of values, and one half of every 32 bytes of scales.
 #include "repack/repack.h"
 
 namespace engine {
@@ -9,8 +9,8 @@ namespace engine {
 namespace {
 
 struct Group {
-    uint8_t values[32];  // in the layout's encoding; 4-bit values are pairs (i, 16 + i) in the first 16 bytes
-    uint16_t scales[2];  // the second only in layouts with two scales per group
+    uint8_t values[32];  // as in the layout; if 4-bit, byte i < 16 holds values i and 16 + i
+    uint16_t scales[2];  // the second is used only in layouts with two scales per group
     uint16_t minima[2];
 };
 
@@ -62,7 +62,7 @@ bool pack_blocks(const RowPiece& piece, uint8_t* panel, int lane) {
     return finite;
 }
 
-// A float row owns one word of every 64 bytes of the panel.
+// In layout F32, a row has one word of every 64 bytes of the panel.
 bool pack_f32(const RowPiece& piece, uint8_t* panel, int lane) {
     const uint8_t* value = piece.data;
     for (int k = piece.begin; k < piece.end; k++, value += piece.block_stride)
@@ -82,12 +82,12 @@ bool pack_16bit(const RowPiece& piece, uint8_t* panel, int lane) {
     return true;
 }
 
-// Packs 32 values below 16 as pairs (i, 16 + i).
+// Packs 32 values below 16. Byte i holds value i in its low nibble and value 16 + i in its high nibble.
 void pair_up(const uint8_t* values, uint8_t* pairs) {
     for (int i = 0; i < 16; i++) pairs[i] = uint8_t(values[i] | values[16 + i] << 4);
 }
 
-// Unpacks the low nibbles of 16 bytes, then the high ones.
+// Unpacks 16 bytes to 32 values: the low nibbles, then the high nibbles.
 void split_nibbles(const uint8_t* packed, uint8_t* values) {
     for (int i = 0; i < 16; i++) {
         values[i] = packed[i] & 15;
@@ -150,7 +150,7 @@ struct Q8_0 {
     }
 };
 
-// The 16 quantization levels of the IQ4 types, plus 128.
+// The 16 quantization levels of the IQ4 types. 128 is added to each.
 constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 void look_up_levels(const uint8_t* packed, uint8_t* values) {

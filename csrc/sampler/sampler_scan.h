@@ -1,10 +1,12 @@
-// Passes over one row of logits, with one version per instruction set.
+// Functions that scan one row of logits. Each instruction set has its own version.
 #pragma once
 #include "base/kernels.h"
 
 namespace engine {
 
-// Maximum m covers up to kColumnDepth logits: first_of(m) and every kColumns-th after it.
+// A row of logits is cut into chunks, each a matrix of kColumnDepth rows and kColumns columns. There is one
+// maximum per column. The column of maximum m has up to kColumnDepth logits: first_of(m) and every
+// kColumns-th logit after it.
 constexpr int kColumns = 16;
 constexpr int kColumnDepth = 32;
 constexpr int kChunkLogits = kColumns * kColumnDepth;
@@ -16,29 +18,31 @@ ENGINE_INLINE int first_of(int maximum) {
     return maximum / kColumns * kChunkLogits + maximum % kColumns;
 }
 
-// Gumbel-max sampling: the largest logit / temperature + noise wins, among tokens with rank * rank_scale >=
-// floor.
+// Input of Gumbel-max sampling: the token with the largest logit / temperature + noise wins. Only tokens with
+// rank * rank_scale >= floor take part.
 struct GumbelJob {
     const float* logits;
-    const uint32_t* words;  // token hashes
+    const uint32_t* words;  // one hash per token
     const float* rank;
     float rank_scale, floor;
     float temperature;
-    uint32_t key, odd_key;  // of the row
+    uint32_t key, odd_key;  // hash keys of the row
     int size;
-    int first_guess;  // a likely winner; a good guess leaves fewer tokens to score
+    int first_guess;  // a token that is likely to win; fewer tokens are then scored
 };
 
 struct ScanKernels {
-    // out[i] = allowed bit i ? x[i] : -infinity
+    // out[i] = x[i] if bit i of `allowed` is set, else -infinity.
     void (*apply_mask)(const float* x, const uint32_t* allowed, int size, float* out);
-    // Writes `num_maxima(size)` maxima. NaN is never the maximum; the maximum of nothing is -infinity.
+    // Writes `num_maxima(size)` column maxima. NaN is never the maximum. A column without numbers has maximum
+    // -infinity.
     void (*column_maxima)(const float* x, int size, float* maxima);
-    // weights[i] = exp(x[i] / temperature - top), or 0 if x[i] < floor or NaN. Returns their sum.
+    // weights[i] = exp(x[i] / temperature - top), or 0 if x[i] is below `floor` or NaN. Returns the sum of
+    // the weights.
     double (*exp_weights)(const float* x, int size, float floor, float temperature, float top,
                           float* weights);
-    // Collects the values weights[i] * scale in [low, high). `out` may be `weights`; otherwise it has room
-    // for size + 16.
+    // Writes all probabilities weights[i] * scale that are in [low, high) to `out`. Returns their number.
+    // `out` may be `weights`; otherwise it has room for size + 16 floats.
     int (*gather_probs)(const float* weights, int size, float scale, float low, float high, float* out);
     // The sum of the probabilities >= `floor`.
     double (*mass_above)(const float* probs, int count, float floor);

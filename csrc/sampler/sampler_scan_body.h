@@ -1,4 +1,4 @@
-// The passes of sampler_scan.h, in the vectors of the including file.
+// The functions of sampler_scan.h. The vector width is that of the including file's instruction set.
 #pragma once
 #include <math.h>
 #if defined(__SSE2__)
@@ -12,9 +12,9 @@ namespace engine {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int kFlush = 32;  // vectors added in float before a flush to double
+constexpr int kFlush = 32;  // vectors that are added in float before their sum is added to a double
 
-// Loads up to kLanes values and pads with `rest`.
+// Loads up to kLanes values. Lanes past the end get the value `rest`.
 template <class V, class T>
 ENGINE_INLINE V load_up_to(const T* from, int left, T rest) {
     V value = V{} + rest;
@@ -39,7 +39,8 @@ ENGINE_INLINE unsigned lane_bits(Ints mask) {
 #endif
 }
 
-// Calls `pass(x, at, count)` for every vector. The last one may have fewer than kLanes values.
+// Calls `pass(values, at, count)` for every vector of x. The last vector may have fewer than kLanes values;
+// its other lanes are `rest`.
 template <class F>
 ENGINE_INLINE void for_vectors(const float* x, int size, float rest, const F& pass) {
     int at = 0;
@@ -47,7 +48,7 @@ ENGINE_INLINE void for_vectors(const float* x, int size, float rest, const F& pa
     if (at < size) pass(load_up_to<Floats>(x + at, size - at, rest), at, size - at);
 }
 
-// Accumulates in float for kFlush vectors, then in double.
+// Sums up vectors: up to kFlush vectors in float, then in double.
 struct Total {
     Floats some = {};
     double lanes[kLanes] = {};
@@ -95,7 +96,7 @@ void column_maxima(const float* x, int size, float* maxima) {
     }
 }
 
-// exp(x) for x <= 0, within 2 ulp. It is 0 below -87 and for NaN.
+// exp(x) for x <= 0, within 2 ulp. The result is 0 if x is below -87 or NaN.
 ENGINE_INLINE Floats exp_negative(Floats x) {
     constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
     Ints in_range = x > -87.0f;
@@ -150,7 +151,7 @@ double mass_above(const float* probs, int count, float floor) {
     return total.sum();
 }
 
-// 31 bits that depend on all bits of the row's keys and of the token's hash.
+// Hashes to 31 bits, which depend on all bits of the row's keys and of the token's hash.
 template <class W>
 ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
     word ^= key;
@@ -164,14 +165,16 @@ ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
 
 float gumbel_score(const GumbelJob& job, int token) {
     uint32_t bits = noise_bits(job.words[token], job.key, job.odd_key);
-    // Uniform in (0, 1), finest near 0, where the winning exponentials lie.
+    // A uniform variate in (0, 1). Its resolution is finest near 0, because the winner has a small
+    // exponential variate.
     float uniform = fminf(fmaxf(float(int32_t(bits)), 0.5f), 2147483520.0f) * 0x1p-31f;
     return job.logits[token] / job.temperature - logf(-log1pf(-uniform));
 }
 
-// A token beats `best` only if its exponential variate, which is at least its uniform variate, is at most
-// exp(logit / temperature - best). Reinterpreting a scaled integer as a float gives an upper bound of that
-// exp. Only the few tokens below the bound need logarithms.
+// A token can beat `best` only if its exponential variate is at most exp(logit / temperature - best). The
+// exponential variate is at least the uniform variate. The code computes an upper bound of that exp by
+// reinterpreting a scaled integer as a float. Only the few tokens whose uniform variate is below this bound
+// need logarithms.
 int gumbel_argmax(const GumbelJob& job) {
     constexpr float kPerUnit = 12102203.2f, kOne = 1065353216.0f, kBits = 21.4875626f;  // 31 ln 2
     float inverse = 1 / job.temperature;

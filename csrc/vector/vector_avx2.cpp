@@ -1,4 +1,4 @@
-// Norms, RoPE and logit reductions in AVX2.
+// Norms, RoPE and reductions over logits in AVX2.
 #include "base/dispatch.h"
 #include "vector/vector_kernels.h"
 

@@ -1,4 +1,4 @@
-// Norms, RoPE and logit reductions in AVX-512.
+// Norms, RoPE and reductions over logits in AVX-512.
 #include "base/dispatch.h"
 #include "vector/vector_kernels.h"
 

@@ -1,4 +1,4 @@
-// Norms, RoPE, logit reductions and the embedding lookup for any CPU.
+// Portable norms, RoPE, reductions over logits and embedding lookup.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"

@@ -1,6 +1,7 @@
-// Norms, RoPE and logit reductions, in the vectors of the including file.
+// Norms, RoPE and reductions over logits. The vector width is that of the including file's instruction set.
 //
-// Sums are accumulated in double per lane and reduced in a fixed order, so they depend only on the values.
+// Sums are accumulated in double in each lane, and lanes are added in a fixed order. A sum therefore depends
+// only on the values.
 #pragma once
 #include <cmath>
 
@@ -27,7 +28,7 @@ ENGINE_INLINE double sum_lanes(Doubles sums) {
     return total;
 }
 
-// The last `count` < kLanes values of a row, padded with `fill`.
+// Loads the last `count` < kLanes values of a row. The other lanes get the value `fill`.
 ENGINE_INLINE Floats load_tail(const float* x, int count, float fill) {
     float values[kLanes];
     for (int i = 0; i < kLanes; i++) values[i] = i < count ? x[i] : fill;
@@ -125,10 +126,10 @@ int argmax(const float* x, int size) {
     }
     for (; i < size; i++)
         if (x[i] == maximum) return i;
-    return 0;  // all are NaN
+    return 0;  // all values are NaN
 }
 
-// Adds four terms in float, then accumulates in double.
+// Every four terms are added in float. Their sums are accumulated in double.
 double sum_exp(const float* x, int size, float max, float scale) {
     constexpr int kStep = 4 * kLanes;
     Doubles sums[2] = {};

@@ -1,7 +1,7 @@
-// Elementary functions on 16 floats, with a relative error of about 2e-7. NaN gives NaN, infinities give the
-// limits.
+// Elementary functions on vectors of 16 floats, with a relative error of about 2e-7. NaN gives NaN.
+// Infinities give the limits of the function.
 #pragma once
-// GCC 12 warns about registers that its own intrinsics leave undefined on purpose.
+// GCC 12 warns about registers that its own intrinsics leave uninitialized on purpose.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -12,7 +12,7 @@
 namespace engine {
 namespace {
 
-// Mask of the first `count` lanes; `count` may be negative or above 16.
+// Mask of the first `count` lanes. `count` may be negative or above 16.
 ENGINE_INLINE __mmask16 first_lanes(int count) {
     return count >= 16 ? __mmask16(0xffff) : count > 0 ? __mmask16((1 << count) - 1) : __mmask16(0);
 }
@@ -30,12 +30,12 @@ ENGINE_INLINE __m512 polynomial(__m512 x, const float (&coefficients)[N]) {
 }
 
 ENGINE_INLINE __m512 vexp(__m512 x) {
-    // Outside these bounds the result is infinite or zero. NaN is the second operand of min and max and
+    // Outside these bounds the result is infinite or zero. NaN is the second operand of min and max, so it
     // survives both.
     x = _mm512_max_ps(_mm512_set1_ps(-110.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));
     __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // ln 2 as two constants; the first has few bits, so that its product is exact
+    // ln 2 is split into two constants. The first has few bits, so its product with `power` is exact.
     __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x);
     rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), rest);
     const float tail[] = {0.50000001201f,   0.16666665459f,   0.041665795894f,

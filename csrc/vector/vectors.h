@@ -1,5 +1,5 @@
-// Vectors as wide as the instruction set of the including file. They are GCC vector extensions, so that one
-// source serves every instruction set.
+// Vectors as wide as those of the including file's instruction set. They are GCC vector extensions, so the
+// same source works for every instruction set.
 #pragma once
 #include "base/common.h"
 
