@@ -1,8 +1,8 @@
 """A complete GPT-2 in one file, for reading and experiments: tokenizer, model, cache, sampling.
 
-It needs only numpy (and `safetensors` to read a checkpoint). Numpy is used because it hides
-nothing: each line is the arithmetic itself. The script starts at once, and GPT-2 is small enough
-for numpy. Without a checkpoint the weights are random, and so is the output.
+It needs only numpy (and `safetensors` to read a checkpoint). Numpy hides nothing: each line is the
+arithmetic itself, the script starts at once, and GPT-2 is small enough for it. Without a checkpoint
+the weights are random, and so is the output.
 
     python engine/scripts/dev/single_file_gpt2.py
     python engine/scripts/dev/single_file_gpt2.py --model gpt2/ --prompt "The meaning of life is"
@@ -32,13 +32,12 @@ Array = NDArray[np.float32]
 # ---------------------------------------------------------------- tokenizer: byte-level BPE
 
 _CONTRACTION = re.compile("'(?:s|t|re|ve|m|ll|d)")
-# The pattern is applied to the text with each character replaced by its class: L for letters, N for
-# numbers, P for others. White space is unchanged.
+# The pattern works on character classes: L letters, N numbers, P others, white space unchanged.
 _WORD = re.compile(r" ?L+| ?N+| ?P+|\s+(?!\S)|\s+")
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Maps each byte to a printable character. Printable bytes map to themselves."""
+    """Byte -> a printable character. Printable bytes map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
@@ -124,9 +123,7 @@ def softmax(x: Array) -> Array:
 
 
 class GPT2:
-    """A GPT-2 model: weights by Hugging Face's names, with matrices as (in, out), and a KV cache
-    per layer.
-    """
+    """Weights under Hugging Face's names, with matrices as (in, out), and each layer's KV cache."""
 
     def __init__(self, config: Config, weights: dict[str, Array]) -> None:
         self.config = config
@@ -139,9 +136,7 @@ class GPT2:
         self.cache = [(empty, empty)] * self.config.n_layer  # keys and values, (N, T, H)
 
     def forward(self, ids: Sequence[int]) -> Array:
-        """Compute `ids`, which continue the cached tokens, and append them to the cache. Returns
-        the logits after the last one.
-        """
+        """Logits after the last of these tokens, which are appended to the cached ones."""
         past = self.cache[0][0].shape[1]
         x = self.w["wte.weight"][list(ids)] + self.w["wpe.weight"][past : past + len(ids)]  # (T, D)
         for layer in range(self.config.n_layer):

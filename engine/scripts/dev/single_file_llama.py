@@ -1,5 +1,4 @@
-"""A complete Llama in one file, for llama2.c's story models. It is written like
-`single_file_gpt2.py`.
+"""A complete Llama in one file, twin of `single_file_gpt2.py`, for llama2.c's story models.
 
 It reads llama2.c files, such as stories15M.bin and its tokenizer.bin, and needs only numpy.
 Differences from GPT-2: RoPE instead of learned positions, RMSNorm, a gated MLP, grouped-query
@@ -29,7 +28,7 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 class Tokenizer:
     def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]) -> None:
         self.pieces, self.scores = list(pieces), list(scores)
-        for byte in range(256):  # some files spell byte tokens "<0x0A>"
+        for byte in range(256):  # some files spell these "<0x0A>"
             self.pieces[FIRST_BYTE + byte] = bytes([byte])
         text = enumerate(self.pieces[FIRST_BYTE + 256 :], FIRST_BYTE + 256)
         self.ids = {piece: index for index, piece in text}
@@ -47,9 +46,7 @@ class Tokenizer:
         return cls(pieces, scores)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a text. Start from its characters and merge neighbours, the pair with the best
-        score first.
-        """
+        """Start from characters and merge neighbours, the best-scoring pair first."""
         ids: list[int] = []
         for char in f" {text}" if text else "":
             raw = char.encode()
@@ -76,8 +73,8 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Config:
-    """The model's sizes: the seven integers at the start of a file. In the file, a negative
-    vocabulary size means that the head is not tied.
+    """The seven integers at the start of a file. A negative vocabulary size means that the head is
+    not tied.
     """
 
     dim: int = 64
@@ -108,8 +105,7 @@ class Config:
             "down": (layers, dim, hidden),
             "up": (layers, hidden, dim),
             "norm": (dim,),
-            # RoPE tables. They are not used: the script computes them.
-            "cos_sin": (2, self.seq_len, self.head_dim // 2),
+            "cos_sin": (2, self.seq_len, self.head_dim // 2),  # skipped: computed here instead
         }
         return shapes if self.vocab > 0 else shapes | {"head": (-self.vocab, dim)}
 
@@ -156,9 +152,7 @@ class Llama:
         self.cache = [(empty, empty)] * self.config.n_layers  # keys and values, (K, T, H)
 
     def forward(self, ids: Sequence[int]) -> Array:
-        """Compute `ids`, which continue the cached tokens, and append them to the cache. Returns
-        the logits after the last one.
-        """
+        """Logits after the last of these tokens, which are appended to the cached ones."""
         w = self.w
         x = w["embed"][list(ids)]  # (T, D)
         for layer in range(self.config.n_layers):
