@@ -110,5 +110,6 @@ def test_what_cannot_be_encoded_is_refused() -> None:
         quantize("Q8_0", np.zeros((2, 33), np.float32))
     with pytest.raises(ModelFormatError, match="nothing is written as Q6_K"):
         quantize("Q6_K", np.zeros((2, 256), np.float32))
-    with pytest.raises(ModelFormatError, match=r"65,504.*BF16"):
-        quantize("F16", np.full((1, 4), 1e6, np.float32))
+    for value in (1e6, -1e6):
+        with pytest.raises(ModelFormatError, match=r"65,504.*BF16"):
+            quantize("F16", np.full((1, 4), value, np.float32))

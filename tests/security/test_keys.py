@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from typer.testing import CliRunner
 
+from engine.cli.main import app as cli
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
 from engine.core.key_file import add_key, read_keys, remove_key, set_limits
 from engine.core.observability.metrics import Metrics
@@ -207,3 +209,16 @@ def test_two_keys_of_one_name_are_refused(keys_file: Path) -> None:
     keys_file.write_text(keys_file.read_text().replace("bob", "alice"))
     with pytest.raises(ConfigError, match="same name"):
         read_keys(keys_file)
+
+
+def test_every_limit_of_a_new_key_is_its_own(tmp_path: Path) -> None:
+    names = (
+        *("requests-per-minute", "tokens-per-minute", "max-concurrent"),
+        *("max-queued", "max-queued-tokens"),
+    )
+    path = tmp_path / "keys.json"
+    options = [part for index, name in enumerate(names, 3) for part in (f"--{name}", str(index))]
+    done = CliRunner().invoke(cli, ["keys", "new", "bob", "--file", str(path), *options])
+    assert done.exit_code == 0, done.output
+    (entry,) = read_keys(path)
+    assert [getattr(entry, name.replace("-", "_")) for name in names] == [3, 4, 5, 6, 7]

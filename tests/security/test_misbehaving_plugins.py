@@ -130,6 +130,10 @@ async def test_nothing_passes_a_plugin_that_keeps_things_back(hook: str, fault: 
         assert not health.ready and "faulty" in health.detail
         made.hosts[0].enable()
         assert made.health().ready
+        for _ in range(MAX_FAILURES - 1):  # failures from before count no more
+            with pytest.raises(UnavailableError, match="faulty"):
+                await fed(made, a_chat())
+            assert made.hosts[0].is_active
 
 
 async def test_no_text_slips_out_when_a_filter_fails_in_the_middle() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from engine.backends.custom.frameworks.layout import ALIGNMENT, Layout
 from engine.backends.custom.frameworks.parameters import parameter_tree, rope_factors
+from engine.backends.custom.frameworks.refusals import check_config
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.settings import (
     KEEPS,
@@ -19,6 +20,7 @@ from engine.backends.custom.frameworks.settings import (
 from engine.backends.custom.runtime.host_sampler import row_keys
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled, step_output
+from engine.core.errors import ConfigError
 from tests.parity.runner_driver import sampling_inputs
 
 NOBODY = 8
@@ -165,3 +167,17 @@ def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
     assert (plain.tokens.tolist(), plain.logprobs, plain.hidden) == ([0, 1], None, None)
     spare_slot = step_output(None, None, finite, query_start, given)
     assert (spare_slot.tokens.tolist(), spare_slot.finite.tolist()) == ([], [True, False])
+
+
+def test_learned_positions_are_a_limit_and_may_all_be_used() -> None:
+    model = SimpleNamespace(rope=None, max_position=8)
+
+    def check(max_seq_len: int) -> None:
+        config = SimpleNamespace(
+            kv_dtype="auto", dtype="float32", affinity="auto", max_seq_len=max_seq_len
+        )
+        check_config("jax", "JAX", model, config)
+
+    check(8)
+    with pytest.raises(ConfigError, match="max_seq_len 9 is beyond the model's 8"):
+        check(9)

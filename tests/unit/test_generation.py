@@ -220,6 +220,19 @@ async def test_a_slow_reader_gets_the_backlog_in_one_piece():
     assert (events[-1].cached_tokens, events[-1].completion_tokens) == (16, many + 1)
 
 
+async def test_a_merged_backlog_keeps_the_stop_token_of_its_end():
+    """The end is merged too where more deltas of another choice wait behind it."""
+    generation = opened(n=2, stop_token_ids=(5,))
+    generation.deliver(TokenDelta("r", 0, (0,)))
+    generation.deliver(TokenDelta("r", 0, (1, 5), finish_reason="stop", stop_token_id=5))
+    for index in range(MAX_BACKLOG + 2):
+        generation.deliver(TokenDelta("r", 1, (index,)))
+    events = await read(generation, TokenDelta("r", 1, (0,), finish_reason="length"))
+    assert text_of(events, 0) == "ab"
+    (finish,) = [each for each in events if isinstance(each, FinishEvent) and each.choice == 0]
+    assert (finish.reason, finish.stop_reason) == ("stop", 5)
+
+
 async def test_a_backlog_is_merged_within_its_choice_and_up_to_its_end():
     generation = opened(n=2)
     for index in range(MAX_BACKLOG + 4):

@@ -117,6 +117,7 @@ def test_gbnf_rejects(text: str) -> None:
     [
         ('root ::= ("a"*)* "b"', "aab"),
         ("root ::= [^a-c\\]]+ .", "xyz\n"),
+        ('root ::= [+-] "1"', "-1"),
         ('root ::= "" | root "a"', "aaa"),
         ('root ::= a-b | A_B\na-b ::= "x"\nA_B ::= "y" root', "yyx"),
         ('root ::= ("a" | "b" root){2,}', "aab" + "aa"),

@@ -226,6 +226,16 @@ async def test_idle_models_are_unloaded_and_busy_ones_are_not() -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.mark.parametrize("field", ["num_running", "num_waiting"])
+async def test_requests_from_before_it_was_wrapped_keep_a_model_busy(field: str) -> None:
+    factory = Factory()
+    model = OnDemand("used", factory, Residency(idle_s=0.01))
+    await model.start()
+    assert not model.is_busy
+    factory.made[0].stats_now = EngineStats(**{field: 1})
+    assert model.num_open == 0 and model.is_busy
+
+
 async def test_stopping_ends_a_load_that_is_under_way() -> None:
     factory = Factory(start_s=30)
     model = OnDemand("m", factory, Residency())

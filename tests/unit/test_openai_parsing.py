@@ -316,6 +316,8 @@ def test_our_own_key_is_not_the_clients_trouble(status: int) -> None:
         ({b"retry-after": b"7"}, 7.0),
         ({b"retry-after-ms": b"250", b"retry-after": b"7"}, 0.25),
         ({b"retry-after": b"-1"}, None),
+        ({b"retry-after": b"9999999"}, None),
+        ({b"retry-after": b"inf"}, None),
         ({b"retry-after": b"Wed, 21 Oct 2026 07:28:00 GMT"}, None),
     ],
 )

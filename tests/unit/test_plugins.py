@@ -30,10 +30,12 @@ from engine.core.interfaces.plugin import (
     Edit,
     Filtered,
     InferencePlugin,
+    PluginChoice,
     PluginRequest,
     PluginResponse,
     RefusedError,
 )
+from engine.plugins.answer import Held
 from engine.plugins.audit_log import RequestAudit
 from engine.plugins.backend import describe
 from engine.plugins.build import plug_in
@@ -104,6 +106,22 @@ class Swapping(InferencePlugin):
             return Filtered(settled, edits)
 
         return swap
+
+
+def test_a_changed_answer_keeps_the_stop_string_that_ended_it() -> None:
+    held = Held(1)
+    for event in (
+        TextEvent(0, "ab", 1),
+        FinishEvent(0, "stop", "X"),
+        UsageEvent(prompt_tokens=1, completion_tokens=1, cached_tokens=0),
+    ):
+        held.add(event)
+    asked = cast(PluginRequest, None)
+    original = PluginResponse(request=asked, choices=(PluginChoice(text="ab"),))
+    changed = PluginResponse(request=asked, choices=(PluginChoice(text="AB"),))
+    text, finish, _ = held.events(original, changed)
+    assert text == TextEvent(0, "AB", 1)
+    assert finish == FinishEvent(0, "stop", "X")
 
 
 async def test_a_plugin_changes_requests_and_whole_answers() -> None:
