@@ -135,7 +135,7 @@ def _sentences(model: type[BaseModel]) -> dict[str, str]:
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant)
-            found[field.target.id] = inspect.cleandoc(text.value.value)
+            found[field.target.id] = inspect.cleandoc(str(text.value.value))
     missing = model.model_fields.keys() - found.keys()
     if missing:
         raise ValueError(f"{model.__name__}: no sentence below {', '.join(sorted(missing))}")
